@@ -1,0 +1,1 @@
+"""The vocabulary of clustered federated learning. Imports nothing else of this package."""

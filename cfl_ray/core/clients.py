@@ -1,0 +1,266 @@
+"""The port: what a method may ask of the clients of a round.
+
+A method never sees a process, a file or a cluster. Each verb is one exchange; what crosses is booked in floats of 32 bits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.work import Address, Backend, Describe, Losses, Mix, Outcome, Own, PullRows, Rows, Train
+
+__all__ = ["Clients", "Ledger", "Own", "Pull", "Sent", "Updates"]
+
+
+@dataclass
+class Ledger:
+    """Bits that crossed, summed over clients."""
+
+    down_bits: int = 0
+    up_bits: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Models that clients have received. `row_M[i]` is the row client i works with; None after a broadcast, until `choose`."""
+
+    models_KP: Tensor
+    row_M: np.ndarray | None = None
+
+    def choose(self, row_M: np.ndarray) -> "Sent":
+        """Each client works with one of the models it has: no traffic."""
+        return replace(self, row_M=np.asarray(row_M, np.int64))
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Adds (weight / 2) * ||w - to||^2 to the local objective, over `columns` (None: all trained ones)."""
+
+    weight: float
+    to: Sent
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What a cohort's training came to."""
+
+    outcome: Outcome
+    mix: Mix | None
+
+    def mixed(self, empty: Tensor) -> Tensor:
+        """float32 (R, P): the weighted mean of every output row; rows without any update come from `empty`."""
+        rows_RP = empty.clone()
+        for row, sum_P in self.outcome.sums.items():
+            if self.outcome.mass_R[row] > 0:
+                rows_RP[row] = (sum_P / self.outcome.mass_R[row]).float()
+        return rows_RP
+
+    @property
+    def kept_MF(self) -> Tensor:
+        """float32 (M, F): the columns asked for with `keep`; rows of rejected clients are NaN."""
+        return torch.from_numpy(self.outcome.arrays["kept"])
+
+    @property
+    def ok_M(self) -> np.ndarray:
+        """bool (M,): False for a client whose update was not finite (or beyond 2^20) and was left out."""
+        return self.outcome.arrays["ok"]
+
+    @property
+    def train_loss_M(self) -> np.ndarray:
+        """float64 (M,): mean mini-batch loss over the last local epoch."""
+        return self.outcome.arrays["train_loss"]
+
+
+@dataclass
+class Round:
+    """What a round leaves beside the next state: traffic, and what was noticed of its clients."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    exchanges: int = 0
+    rejected: dict[int, str] = field(default_factory=dict)  # client -> why its update was left out
+    train_loss: dict[int, float] = field(default_factory=dict)
+    held: dict[int, tuple[float, float]] = field(default_factory=dict)  # client -> P-local accuracy and macro-F1
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The clients of this round, in a fixed order."""
+
+    ids_M: np.ndarray  # int64: who they are
+    size_M: np.ndarray  # int64: training samples n_i
+    spec: ParamSpec
+    local: LocalSGD
+    backend: Backend = field(repr=False)
+    seed: int
+    number: int  # of the round
+    books: Round = field(repr=False, default_factory=Round)
+    measure: int = 0  # test images per client for P-local
+
+    def __len__(self) -> int:
+        return len(self.ids_M)
+
+    def select(self, mask_M: np.ndarray) -> "Clients":
+        """Those for which `mask_M` (bool or indices) holds; books go to the same round."""
+        return replace(self, ids_M=self.ids_M[mask_M], size_M=self.size_M[mask_M])
+
+    def weights(self, kind: str = "samples") -> np.ndarray:
+        """Weight (M,) of each client in an average: its `samples`, or `uniform`."""
+        return self.size_M.astype(np.float64) if kind == "samples" else np.ones(len(self))
+
+    def first(self) -> np.ndarray:
+        """Row 0 for every client."""
+        return np.zeros(len(self), np.int64)
+
+    # ---- sending
+
+    def send(self, models_KP: Tensor, row_M: np.ndarray | None = None, *, columns: Columns | None = None) -> Sent:
+        """Sends each client one model: row `row_M[i]` (None: row 0), or only some of its columns."""
+        row_M = np.zeros(len(self), np.int64) if row_M is None else np.asarray(row_M, np.int64)
+        if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
+            raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
+        self._down(self.spec.size if columns is None else columns.count)
+        return Sent(models_KP, row_M)
+
+    def broadcast(self, models_KP: Tensor, *, columns: Columns | None = None) -> Sent:
+        """Sends every model to every client."""
+        self._down(len(models_KP) * (self.spec.size if columns is None else columns.count))
+        return Sent(models_KP)
+
+    def known(self, models_KP: Tensor) -> Sent:
+        """Models that the clients have already, such as the common start or an earlier broadcast: no traffic."""
+        return Sent(models_KP, self.first() if len(models_KP) == 1 else None)
+
+    def upload(self, floats: int) -> None:
+        """Books a few numbers per client that go along with an update."""
+        self.books.ledger.up_bits += 32 * floats * len(self)
+
+    def _down(self, floats: int) -> None:
+        self.books.ledger.down_bits += 32 * floats * len(self)
+
+    # ---- asking
+
+    def train(
+        self,
+        start: Sent,
+        *,
+        mix: Tensor | None = None,
+        pulls: Sequence[Pull] = (),
+        own: Own | None = None,
+        keep: Columns | None = None,
+        local: LocalSGD | None = None,
+        steps_M: np.ndarray | None = None,
+        relay: bool = False,
+        held: bool = True,
+    ) -> Updates:
+        """Every client trains on its own data from its row of `start`.
+
+        mix:    weights (R, M), any scale >= 0. Sums form where the training happens; only (R, P) comes back.
+        own:    columns taken from the client's memory where it has one, and kept there afterwards.
+        keep:   columns of every client's result to bring back, (M, F): for methods that need the rows themselves.
+        relay:  client j starts from client j-1's result: a chain, not federated averaging.
+        held:   the client keeps this result as its model: what protocol P-local measures.
+        """
+        local = local or self.local
+        tables = _Tables()
+        work = Train(
+            self._address(),
+            self.ids_M,
+            start=tables.rows(start),
+            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns) for pull in pulls if pull.weight),
+            local=local,
+            steps_M=local.steps_of(self.size_M) if steps_M is None else np.asarray(steps_M, np.int64),
+            mix=None if mix is None else _normalised(mix, len(self)),
+            own=own,
+            keep=keep,
+            in_order=relay,
+            measure=self.measure if held else 0,
+            tables=tables.as_tuple(),
+        )
+        if mix is not None:
+            private = own.columns.count if own and own.columns and own.private else 0
+            self.upload(self.spec.size - private)
+        elif keep is not None:
+            self.upload(keep.count)
+        outcome = self.backend.run(work)
+        self._note_training(outcome, held)
+        return Updates(outcome, work.mix)
+
+    def losses(self, sent: Sent, *, max_samples: int | None = None) -> np.ndarray:
+        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`)."""
+        work = Losses(self._address(), self.ids_M, (sent.models_KP,), num_models=len(sent.models_KP), max_samples=max_samples)
+        return self.backend.run(work).arrays["losses"]
+
+    def describe(
+        self, function: Callable, anchor: Sent | None = None, *, sketch: int | None = None, floats: int | None = None, local: LocalSGD | None = None
+    ) -> tuple[Tensor, np.ndarray]:
+        """`function(client, anchor_P)` of each client as float32 (M, F), and bool (M,): False where it was not finite.
+
+        What the function may use of a client is `engine.oneclient.OneClient`.
+
+        sketch: project the result to this many features where it is made (`core.sketch`); cosines survive within about 1/sqrt(F).
+        floats: what the client uploads by the paper's count (None: the length of the result without projection).
+        """
+        tables = _Tables()
+        work = Describe(
+            self._address(),
+            self.ids_M,
+            function=function,
+            anchor=None if anchor is None else tables.rows(anchor),
+            sketch=sketch,
+            local=local or self.local,
+            tables=tables.as_tuple(),
+        )
+        arrays = self.backend.run(work).arrays
+        self.upload(int(arrays["floats"][0]) if floats is None and len(self) else floats or 0)
+        self._reject(~arrays["ok"], "signature")
+        return torch.from_numpy(arrays["features"]), arrays["ok"]
+
+    def _address(self) -> Address:
+        self.books.exchanges += 1
+        return Address(self.seed, self.number, self.books.exchanges)
+
+    def _reject(self, bad_M: np.ndarray, what: str) -> None:
+        self.books.rejected.update({int(client): what for client in self.ids_M[bad_M]})
+
+    def _note_training(self, outcome: Outcome, held: bool) -> None:
+        ok_M = outcome.arrays["ok"]
+        self._reject(~ok_M, "update")
+        if not held:
+            return
+        self.books.train_loss.update(zip(self.ids_M[ok_M].tolist(), outcome.arrays["train_loss"][ok_M].tolist()))
+        if "held" in outcome.arrays:
+            self.books.held.update(zip(self.ids_M[ok_M].tolist(), map(tuple, outcome.arrays["held"][ok_M].tolist())))
+
+
+class _Tables:
+    """Collects the distinct model tables of one exchange, so that each crosses once."""
+
+    def __init__(self):
+        self.tables: list[Tensor] = []
+
+    def rows(self, sent: Sent) -> Rows:
+        if sent.row_M is None:
+            raise ValueError("these models were broadcast: say which one each client works with, sent.choose(row_M)")
+        for index, table in enumerate(self.tables):
+            if table is sent.models_KP:
+                return Rows(index, sent.row_M)
+        self.tables.append(sent.models_KP)
+        return Rows(len(self.tables) - 1, sent.row_M)
+
+    def as_tuple(self) -> tuple[Tensor, ...]:
+        return tuple(self.tables)
+
+
+def _normalised(weight_RM: Tensor, num_clients: int) -> Mix:
+    weight_RM = np.asarray(weight_RM, np.float64)
+    if weight_RM.ndim != 2 or weight_RM.shape[1] != num_clients or not (weight_RM >= 0).all():
+        raise ValueError(f"mix must be weights >= 0 of shape (R, {num_clients}), got shape {weight_RM.shape}")
+    total_R = weight_RM.sum(1)
+    out_E, client_E = np.nonzero(weight_RM)
+    return Mix(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)

@@ -1,0 +1,81 @@
+"""Who is in the federation, and who takes part in a round. Simulated absence is part of the experiment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfl_ray.core.rng import stream
+
+
+@dataclass(frozen=True)
+class Change:
+    """Clients that join or leave before a round."""
+
+    round: int
+    join: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The cohort of a round: those that report, and how many of those selected failed before they could."""
+
+    ids_M: np.ndarray
+    dropped: int
+
+
+class Population:
+    """The clients online, round by round. Work per round follows the cohort and the changes, not N."""
+
+    def __init__(self, num_clients: int, changes: Sequence[Change], seed: int):
+        self.num_clients, self.seed = num_clients, seed
+        self.changes = sorted(changes, key=lambda change: change.round)
+        later = {client for change in changes for client in change.join}
+        online = np.ones(num_clients, bool)
+        online[sorted(later)] = False
+        self.newcomers = np.array(sorted(later), np.int64)
+        self.online = np.flatnonzero(online)
+        self.round = 0
+
+    def advance(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Applies the changes due up to `round`: (clients that came, clients that went)."""
+        came, gone = [], []
+        for change in self.changes:
+            if self.round < change.round <= round:
+                came += change.join
+                gone += change.leave
+        self.round = round
+        came_ids, gone_ids = np.array(sorted(set(came) - set(gone)), np.int64), np.array(sorted(set(gone)), np.int64)
+        if len(came_ids) or len(gone_ids):
+            self.online = np.setdiff1d(np.union1d(self.online, came_ids), gone_ids)
+        return came_ids, gone_ids
+
+    def draw(self, round: int, fraction: float, clients: int | None, availability: float, dropout: float) -> Drawn:
+        """m = max(1, floor(fraction * online)) clients, or `clients`, uniformly without replacement among those reachable.
+
+        Fewer where not enough are reachable. At least one client reports.
+        """
+        wanted = min(clients or max(1, int(fraction * len(self.online))), len(self.online))
+        selected = self._reachable(round, wanted, availability)
+        stays = np.array([self._chance(round, client, "dropout") >= dropout for client in selected]) if dropout else np.ones(len(selected), bool)
+        if len(selected) and not stays.any():
+            stays[0] = True
+        return Drawn(np.sort(selected[stays]), int((~stays).sum()))
+
+    def _reachable(self, round: int, wanted: int, availability: float) -> np.ndarray:
+        draw = stream(self.seed, round, 0, -1, "cohort")
+        if availability >= 1:
+            return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
+        found: list[int] = []
+        order = draw.permutation(len(self.online)) if wanted > len(self.online) // 50 else draw.choice(len(self.online), 20 * wanted, replace=False)
+        for position in order:
+            client = int(self.online[position])
+            if self._chance(round, client, "availability") < availability:
+                found.append(client)
+            if len(found) == wanted:
+                break
+        return np.array(found or [int(self.online[order[0]])], np.int64)
+
+    def _chance(self, round: int, client: int, purpose: str) -> float:
+        return stream(self.seed, round, 0, int(client), purpose).random()

@@ -1,0 +1,108 @@
+"""What a method is: hyper-parameters in a frozen dataclass, and rounds that are pure functions of (state, clients, rng)."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNKNOWN, State
+
+
+def option(default: Any, doc: str, *, low: float | None = None, high: float | None = None, choices: tuple | None = None) -> Any:
+    """A hyper-parameter of a method: its default, meaning (with the paper's symbol), and its range, both ends included."""
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a method starts from."""
+
+    num_clients: int  # N
+    spec: ParamSpec
+    new_model: Callable[[int], Tensor]  # the k-th independently initialised model, a row (P,); 0 is the common start of all methods
+
+    def unassigned(self) -> np.ndarray:
+        """assign_N with nobody placed."""
+        return np.full(self.num_clients, UNKNOWN, np.int32)
+
+    def one_cluster(self) -> np.ndarray:
+        """assign_N with everybody in cluster 0."""
+        return np.zeros(self.num_clients, np.int32)
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A federated method. Constructing one starts nothing; what changes between rounds is `State`.
+
+    Subclass it as `class IFCA(Method, name="ifca")` to register it under that name.
+    """
+
+    name: ClassVar[str] = ""
+    State: ClassVar[type[State]] = State
+    registry: ClassVar[dict[str, type["Method"]]] = {}
+
+    def __init_subclass__(cls, name: str, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.name = name
+        Method.registry[name] = cls
+
+    def __post_init__(self):
+        for item in fields(self):
+            value, meta = getattr(self, item.name), item.metadata
+            if meta.get("choices") and value not in meta["choices"]:
+                raise ValueError(f"{self.name}.{item.name} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
+            if meta.get("low") is None and meta.get("high") is None:
+                continue
+            low, high = meta["low"] if meta["low"] is not None else -np.inf, meta["high"] if meta["high"] is not None else np.inf
+            if value is None and item.default is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{self.name}.{item.name} must be in {low} .. {high}, got {value!r}")
+            if isinstance(item.default, int) and not isinstance(value, int):
+                raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
+
+    @abstractmethod
+    def init(self, start: Start) -> State:
+        """The state before round 1."""
+
+    @abstractmethod
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        """One communication round with the clients of its cohort."""
+
+    @abstractmethod
+    def serve(self, state: State, clients: Clients) -> Serving:
+        """The model with which each of `clients` would predict now (protocol P-server); costs no traffic."""
+
+    def join(self, state: State, clients: Clients) -> State:
+        """The state after newcomers came; by default they are placed when they first take part."""
+        return state
+
+    def leave(self, state: State, ids: np.ndarray) -> State:
+        """The state after the clients `ids` left for good."""
+        return state.forget(ids)
+
+    @classmethod
+    def options(cls) -> list[dict[str, Any]]:
+        """Name, type, default, range and meaning of every hyper-parameter."""
+        return [
+            {
+                "name": item.name,
+                "type": item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type)),
+                "default": None if item.default is MISSING else item.default,
+                **{key: item.metadata.get(key) for key in ("doc", "low", "high", "choices")},
+            }
+            for item in fields(cls)
+        ]
+
+    @classmethod
+    def summary(cls) -> str:
+        """First sentence of the class's docstring."""
+        return (inspect.getdoc(cls) or "").split("\n")[0]

@@ -1,0 +1,190 @@
+"""What a port asks of the hosts: one exchange with a cohort, described by value so that any host can do any piece of it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol, Self
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.params import Columns
+
+
+OwnedKey = tuple[str, int]  # (name, client) of something that a client owns
+
+
+@dataclass(frozen=True)
+class Address:
+    """Names one exchange: every draw made in it starts with these."""
+
+    seed: int
+    round: int
+    exchange: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which row of which model table each of M clients uses."""
+
+    table: int
+    row_M: np.ndarray
+
+
+@dataclass(frozen=True)
+class Own:
+    """Columns that live on the client under a name and survive the round: a personal model, a private head."""
+
+    name: str
+    columns: Columns | None = None  # None: the whole row
+    private: bool = True  # False: also uploaded
+
+
+@dataclass(frozen=True)
+class PullRows:
+    """A proximal term (weight / 2) * ||w - anchor||^2 over some columns (None: all)."""
+
+    weight: float
+    anchor: Rows
+    columns: Columns | None = None
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Weighted sums to form while training: output row `out_E` gets `weight_E` times the result of client `client_E`."""
+
+    num_rows: int
+    out_E: np.ndarray
+    client_E: np.ndarray  # index into the M clients
+    weight_E: np.ndarray  # float64; each output row's weights add up to 1
+    total_R: np.ndarray  # what the weights of each output row added up to before
+
+
+@dataclass(frozen=True)
+class Work:
+    """One exchange. `tables` are the models that cross to the hosts; fields ending in `_M` and `Rows` are per client."""
+
+    address: Address
+    ids_M: np.ndarray
+    tables: tuple[Tensor, ...] = field(repr=False)
+
+    def take(self, index_m: np.ndarray) -> Self:
+        """The piece with these clients, without the tables."""
+        changes: dict[str, object] = {"tables": ()}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name.endswith("_M") and value is not None:
+                changes[item.name] = value[index_m]
+            elif isinstance(value, Rows):
+                changes[item.name] = replace(value, row_M=value.row_M[index_m])
+            elif isinstance(value, Mix):
+                changes[item.name] = _take_mix(value, index_m, len(self.ids_M))
+            elif item.name == "pulls":
+                changes[item.name] = tuple(replace(pull, anchor=replace(pull.anchor, row_M=pull.anchor.row_M[index_m])) for pull in value)
+        return replace(self, **changes)
+
+    def rows(self) -> list[Rows]:
+        """Every use of the tables."""
+        return [value for item in fields(self) if isinstance(value := getattr(self, item.name), Rows)]
+
+    own: Own | None = None
+    in_order: bool = False  # one piece, clients one after another
+
+
+def _take_mix(mix: Mix, index_m: np.ndarray, num_clients: int) -> Mix:
+    position_M = np.full(num_clients, -1)
+    position_M[index_m] = np.arange(len(index_m))
+    keep = position_M[mix.client_E] >= 0
+    return replace(mix, out_E=mix.out_E[keep], client_E=position_M[mix.client_E[keep]], weight_E=mix.weight_E[keep])
+
+
+@dataclass(frozen=True)
+class Train(Work):
+    """Local training from `start`. Ends in weighted sums (`mix`), kept columns (`keep`), own memory, or several of them."""
+
+    start: Rows = None
+    local: LocalSGD = None
+    steps_M: np.ndarray = None
+    pulls: tuple[PullRows, ...] = ()
+    mix: Mix | None = None
+    keep: Columns | None = None
+    measure: int = 0  # test images per client for P-local; 0: no test
+
+    def rows(self) -> list[Rows]:
+        return [self.start, *(pull.anchor for pull in self.pulls)]
+
+
+@dataclass(frozen=True)
+class Losses(Work):
+    """Mean training loss (M, K) of the K rows of the one table on each client's data."""
+
+    num_models: int = 0
+    max_samples: int | None = None
+
+    def rows(self) -> list[Rows]:
+        return [Rows(0, np.arange(self.num_models))]
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, ids_M=self.ids_M[index_m], tables=())
+
+
+@dataclass(frozen=True)
+class Describe(Work):
+    """A function of one client's data and a model: features (M, F)."""
+
+    function: Callable = None
+    anchor: Rows | None = None
+    sketch: int | None = None  # F of a random projection done where the data are; None: the features themselves
+    local: LocalSGD = None
+
+
+@dataclass(frozen=True)
+class TestClients(Work):
+    """Tests each client's own model on its own test data: accuracy, macro-F1 and loss (M,)."""
+
+    start: Rows = None
+    images: int | None = None  # of a shared test set, per client
+    tune: LocalSGD | None = None  # train this much first (P-tune)
+    steps_M: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class TestShared(Work):
+    """Tests row `start.row_M[j]` on shared test set `ids_M[j]`: confusion matrices (M, C, C) and loss per true class (M, C)."""
+
+    start: Rows = None
+
+
+@dataclass
+class PieceResult:
+    """What one piece found: arrays with a leading axis of its clients, the sums left with the host apart."""
+
+    index_m: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an exchange found: per-client arrays (M, ...) and, after training with a mix, sums (rows that got a term only)."""
+
+    arrays: dict[str, np.ndarray]
+    sums: dict[int, Tensor] = field(default_factory=dict)  # float64 (P,) by output row
+    mass_R: np.ndarray | None = None  # float64: weights that actually arrived
+
+
+class Backend(Protocol):
+    """Does an exchange, somewhere: in this process, or on the hosts of a cluster."""
+
+    def run(self, work: Work) -> Outcome: ...
+
+    def forget(self, ids: np.ndarray) -> None:
+        """Drops everything the clients `ids` own."""
+
+    def owned(self) -> Iterable[OwnedKey]:
+        """Keys of everything that clients own now."""
+
+    def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
+        """What clients own that changed since the last call, one at a time."""
+
+    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
+        """Takes over what clients owned when a checkpoint was written."""

@@ -1,0 +1,137 @@
+"""Folders of files, on this machine or on any filesystem pyarrow knows, and the check that a file is what it was when written."""
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+
+from cfl_ray.errors import DataError
+
+AGAIN = "delete the folder and run `cfl-ray prepare` again"
+_FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder by its path or URI; pickles as that text."""
+
+    uri: str
+
+    @property
+    def local(self) -> Path | None:
+        """Its path on this machine; None where files must be fetched."""
+        if not re.match(r"[a-z][a-z0-9+.-]+://", self.uri):
+            return Path(self.uri).expanduser().absolute()
+        filesystem, path = self._remote()
+        return Path(path) if isinstance(filesystem, fs.LocalFileSystem) else None
+
+    def child(self, name: str) -> "Folder":
+        """A folder in this folder; a URI keeps its query (S3 regions, endpoints)."""
+        if (local := self.local) is not None:
+            return Folder(str(local / name))
+        parts = urlsplit(self.uri)
+        return Folder(parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl())
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a small file, None where there is none."""
+        if (local := self.local) is not None:
+            return (local / name).read_bytes() if (local / name).is_file() else None
+        filesystem, path = self._remote()
+        try:
+            with filesystem.open_input_stream(f"{path}/{name}") as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return None
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri}/{name} cannot be read: {error}") from error
+
+    def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
+        """Path on this machine of a file that has this size; its sha256 is checked when fetched, and always with `verify`.
+
+        Raises DataError naming the file, and what was expected and found.
+        """
+        local = self.local
+        if local is not None:
+            path = local / name
+            if not path.is_file():
+                raise DataError(f"{path} is missing; {AGAIN}")
+            check(path, size, sha256 if verify else None)
+            return path
+        cached = cache() / f"{sha256}.arrow"
+        if not cached.is_file() or cached.stat().st_size != size:
+            self._fetch(name, cached, size, sha256)
+        elif verify:
+            check(cached, size, sha256)
+        return cached
+
+    def put(self, source: Path, names: Iterable[str]) -> None:
+        """Copies these files of a local folder here, in this order."""
+        filesystem, path = self._remote()
+        try:
+            filesystem.create_dir(path, recursive=True)
+            for name in names:
+                with open(source / name, "rb") as file, filesystem.open_output_stream(f"{path}/{name}") as stream:
+                    shutil.copyfileobj(file, stream, 1 << 22)
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri} cannot be written: {error}") from error
+
+    def _fetch(self, name: str, target: Path, size: int, sha256: str) -> None:
+        filesystem, path = self._remote()
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with filesystem.open_input_stream(f"{path}/{name}") as stream, open(partial, "wb") as file:
+                shutil.copyfileobj(stream, file, 1 << 22)
+            check(partial, size, sha256, f"{self.uri}/{name}")
+            os.replace(partial, target)
+        except FileNotFoundError as error:
+            raise DataError(f"{self.uri}/{name} is missing; {AGAIN}") from error
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri}/{name} cannot be fetched: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _remote(self) -> tuple[fs.FileSystem, str]:
+        try:
+            return _open_uri(self.uri)
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri!r} is not a folder or URI that pyarrow can open: {error}") from error
+
+
+@functools.lru_cache
+def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    return filesystem, path.rstrip("/")
+
+
+def check(path: Path, size: int, sha256: str | None, name: str | None = None) -> None:
+    """Raises DataError where a file differs from what was written; `sha256` None: only its size is looked at."""
+    found: object = path.stat().st_size
+    expected: object = size
+    what = "bytes"
+    if found == expected and sha256 is not None:
+        found, expected, what = digest(path), sha256, "sha256"
+    if found != expected:
+        raise DataError(f"{name or path} is damaged: expected {what} {expected}, found {found}; {AGAIN}")
+
+
+def digest(path: Path) -> str:
+    """sha256 in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache() -> Path:
+    """Where fetched files are kept, named by their content: CFL_RAY_CACHE, else cfl_ray in the user's cache folder."""
+    if named := os.environ.get("CFL_RAY_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cfl_ray"

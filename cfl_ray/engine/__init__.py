@@ -1,0 +1,1 @@
+"""Local work of many clients inside one process."""

@@ -1,0 +1,99 @@
+"""The port's backend in this process: one worker does every piece."""
+
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Train, Work
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.engine.worker import Memory, Worker
+
+
+
+def pieces_of(work: Work, size: int) -> list[np.ndarray]:
+    """Indices of the clients of each piece: clients that share a model side by side, `size` at a time.
+
+    Depends on the work alone, never on hosts: a piece is the unit whose rounding is fixed.
+    """
+    if work.in_order:
+        return [np.arange(len(work.ids_M))]
+    order = np.arange(len(work.ids_M))
+    mix = getattr(work, "mix", None)
+    if mix is not None and len(mix.out_E):
+        out_M = np.zeros(len(work.ids_M), np.int64)
+        out_M[mix.client_E] = mix.out_E
+        order = np.argsort(out_M, kind="stable")
+    return [order[at : at + size] for at in range(0, len(order), size)]
+
+
+def piece_size(num_clients: int, vectorised: bool) -> int:
+    """Clients of a piece: small enough that work can follow load, large enough that a call is cheap (and a stack is worth it)."""
+    return min(-(-num_clients // 4), 64) if vectorised else min(max(1, num_clients // 32), 8)
+
+
+def gather(pieces: list[PieceResult], size: int) -> dict[str, np.ndarray]:
+    """Per-client arrays (M, ...) from those of the pieces, whatever the order they came in."""
+    if not pieces:
+        return {}
+    arrays = {}
+    for name, first in pieces[0].arrays.items():
+        whole = np.empty((size, *first.shape[1:]), first.dtype)
+        for piece in pieces:
+            whole[piece.index_m] = piece.arrays[name]
+        arrays[name] = whole
+    return arrays
+
+
+def mass_of(mix: Mix | None, sums: HostSums) -> np.ndarray | None:
+    """float64 (R,): the weight that arrived for every output row."""
+    if mix is None:
+        return None
+    mass_R = np.zeros(mix.num_rows)
+    for out, mass in sums.mass.items():
+        mass_R[out] = float(mass)
+    return mass_R
+
+
+class InProcess:
+    """Backend of `simulate`: the same pieces, the same worker, no cluster."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+        self.memory: dict[OwnedKey, Tensor] = {}  # (name, client) -> columns it owns
+        self._changed: set[OwnedKey] = set()
+
+    def run(self, work: Work) -> Outcome:
+        sums, results = HostSums(), []
+        for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.vectorise)):
+            piece = work.take(index_m)
+            name = work.own.name if work.own else ""
+            ids = piece.ids_M.tolist()
+            memory = {i: self.memory[name, client] for i, client in enumerate(ids) if work.own and (name, client) in self.memory}
+            result, kept = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], memory, sums)
+            if isinstance(work, Train):
+                entries = {(name, ids[i]): value for i, value in kept.items()}
+                self.memory.update(entries)
+                self._changed.update(entries)
+            results.append(result)
+        return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
+
+    def forget(self, ids: np.ndarray) -> None:
+        gone = set(np.asarray(ids).tolist())
+        for key in [key for key in self.memory if key[1] in gone]:
+            del self.memory[key]
+            self._changed.discard(key)
+
+    def owned(self) -> Iterable[OwnedKey]:
+        """Keys of everything that clients own now."""
+        return self.memory.keys()
+
+    def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
+        """What clients own that changed since the last call, one at a time."""
+        changed, self._changed = sorted(self._changed), set()
+        return ((key, self.memory[key]) for key in changed)
+
+    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
+        """Takes over what clients owned when a checkpoint was written."""
+        self.memory = dict(entries)

@@ -1,0 +1,118 @@
+"""One network, built once per process, that any row of parameters can be poured into."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.rng import torch_stream
+
+
+class AddressedDropout(nn.Module):
+    """Dropout whose mask is drawn by the engine, so that every client's draws have an address."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.sample_shape: tuple[int, ...] = ()  # activations of one sample, found by a trial forward pass
+        self.register_buffer("mask", torch.ones((), dtype=torch.float32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.sample_shape = tuple(x.shape[1:])
+            return x
+        return x * self.mask
+
+    def draw(self, batch: int, generator: torch.Generator) -> Tensor:
+        keep = torch.rand(batch, *self.sample_shape, generator=generator) >= self.p
+        return keep.float().div_(1 - self.p)
+
+
+def _replace_dropout(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)):
+            setattr(module, name, AddressedDropout(child.p))
+        else:
+            _replace_dropout(child)
+
+
+class Network:
+    """A module whose parameters and float buffers are views into one flat row.
+
+    factory:      builds the module; called once per independent initialisation.
+    input_shape:  of one sample.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module], input_shape: tuple[int, ...], device: str = "cpu"):
+        self.factory, self.input_shape, self.device = factory, tuple(input_shape), torch.device(device)
+        self.module = self._build(seed=0, index=0)
+        self.spec = ParamSpec.of(self.module)
+        self._trial_forward()
+        self.module.to(self.device)
+        self.flat = self.spec.row_of(self.module).to(self.device)
+        self._pour()
+        self.params = [p for p in self.module.parameters()]
+        self.channels_last = self.device.type == "cpu" and any(isinstance(m, nn.Conv2d) and m.out_channels >= 32 for m in self.module.modules())
+
+    def _build(self, seed: int, index: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn know no other source
+            torch.manual_seed(torch_stream(seed, -1, -1, index, "init").initial_seed())
+            module = self.factory()
+        _replace_dropout(module)
+        return module
+
+    def new_model(self, seed: int, index: int) -> Tensor:
+        """Row (P,) of the `index`-th independent initialisation under `seed`."""
+        return self.spec.row_of(self._build(seed, index))
+
+    def _trial_forward(self) -> None:
+        self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
+        self.module.eval()
+        with torch.no_grad():
+            self.num_outputs = self.module(torch.zeros(2, *self.input_shape)).shape[-1]
+        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+
+    def _pour(self) -> None:
+        """Makes every parameter and float buffer a view into `flat`."""
+        views = self.spec.tensors(self.flat)
+        for name, parameter in self.module.named_parameters():
+            parameter.data = views[name]
+        for path, module in self.module.named_modules():
+            for name in list(module._buffers):
+                full = f"{path}.{name}" if path else name
+                if full in views:
+                    module._buffers[name] = views[full]
+
+    def load(self, row_P: Tensor) -> None:
+        self.flat.copy_(row_P)
+
+    def views(self, row_P: Tensor, columns: Columns | None = None) -> list[Tensor]:
+        """Views into a row, tensor by tensor in the order of the trained parameters; only those inside `columns`."""
+        tensors = list(self.spec.tensors(row_P).values())[: self.spec.num_params]
+        return [tensors[i] for i in self.tensors_in(columns)]
+
+    def tensors_in(self, columns: Columns | None) -> list[int]:
+        """Indices of the trained tensors inside `columns`."""
+        starts = (0, *self.spec.ends)[: self.spec.num_params]
+        if columns is None:
+            return list(range(self.spec.num_params))
+        inside = [i for i, start in enumerate(starts) if any(a <= start < b for a, b in columns.ranges)]
+        return inside
+
+    def input(self, x: Tensor) -> Tensor:
+        """Samples on the network's device, in the memory layout that its kernels like."""
+        x = x.to(self.device, non_blocking=True)
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.ndim == 4 else x
+
+    def set_noise(self, batch: int, generator: torch.Generator | None) -> None:
+        """Draws the dropout masks of the next training step."""
+        for layer in self.dropouts.values():
+            layer.mask = layer.draw(batch, generator).to(self.device)
+
+    @torch.no_grad()
+    def logits(self, x: Tensor, batch: int = 1024) -> Iterable[Tensor]:
+        """Outputs of the loaded row, batch by batch, in evaluation mode."""
+        self.module.eval()
+        for part in x.split(batch):
+            yield self.module(self.input(part))

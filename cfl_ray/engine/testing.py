@@ -1,0 +1,37 @@
+"""Testing a model: confusion counts first, so that any view of the labels follows from them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.engine.network import Network
+
+
+@torch.no_grad()
+def confusion(network: Network, x: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts int64 (C, C), true class by predicted class, and the summed loss (C,) per true class of the loaded row."""
+    counts_CC = torch.zeros(num_classes * num_classes, dtype=torch.long)
+    loss_C = torch.zeros(num_classes, dtype=torch.float64)
+    for logits, y_B in zip(network.logits(x), y.split(1024)):
+        logits = logits.cpu()
+        counts_CC += torch.bincount(y_B * num_classes + logits.argmax(1), minlength=num_classes**2)
+        loss_C.index_add_(0, y_B, cross_entropy(logits, y_B, reduction="none").double())
+    return counts_CC.reshape(num_classes, num_classes).numpy(), loss_C.numpy()
+
+
+def scores(confusion_CC: np.ndarray, loss_C: np.ndarray, labels_C: np.ndarray | None = None) -> tuple[float, float, float]:
+    """Accuracy, macro-F1 and mean loss over the test images whose label is in `labels_C` (None: all).
+
+    Macro-F1 averages over the classes that occur among the true or predicted ones, as scikit-learn's `f1_score` does.
+    NaN where there is no such image.
+    """
+    counts = confusion_CC if labels_C is None else confusion_CC * labels_C[:, None]
+    total = counts.sum()
+    if total == 0:
+        return float("nan"), float("nan"), float("nan")
+    hit_C, true_C, predicted_C = np.diag(counts), counts.sum(1), counts.sum(0)
+    occurs = (true_C + predicted_C) > 0
+    f1_C = 2 * hit_C[occurs] / (true_C + predicted_C)[occurs]
+    loss = (loss_C if labels_C is None else loss_C * labels_C).sum() / total
+    return float(hit_C.sum() / total), float(f1_C.mean()), float(loss)

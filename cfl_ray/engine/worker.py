@@ -1,0 +1,190 @@
+"""Does pieces of exchanges: the same code in this process and inside a client host."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.core.exact import LIMIT
+from cfl_ray.core.sketch import sketch
+from cfl_ray.core.work import Describe, Losses, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine import sequential, testing, vectorised
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.oneclient import OneClient
+from cfl_ray.engine.reduce import HostSums, PieceSums
+from cfl_ray.engine.task import Pulled, Task, Trained
+
+Lookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
+Memory = dict[int, Tensor]  # client -> the columns it owns
+
+
+class ClientFailure(Exception):
+    """Work on one client failed: says which client and at what."""
+
+
+@dataclass
+class Worker:
+    """Holds a network and the federation; does one piece at a time.
+
+    vectorise: train the clients of a piece together where that is possible.
+    """
+
+    network: Network
+    federation: Federation
+    vectorise: bool = False
+
+    def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Memory]:
+        """Does a piece: what it found, and the new memory of its clients. Weighted sums are added to `sums`."""
+        kept: Memory = {}
+        do = {Train: self._train, Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
+        arrays = do[type(work)](work, row, memory, kept, sums)
+        return PieceResult(index_m, arrays), kept
+
+    # ---- training
+
+    def _train(self, work: Train, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        size = len(work.ids_M)
+        arrays = {"ok": np.zeros(size, bool), "train_loss": np.full(size, np.nan)}
+        if work.keep is not None:
+            arrays["kept"] = np.full((size, work.keep.count), np.nan, np.float32)
+        if work.measure:
+            arrays["held"] = np.full((size, 2), np.nan)
+        piece = PieceSums(work.mix) if work.mix is not None else None
+        for trained in self._trained(work, row, memory):
+            index, row_P = trained.index, trained.row_P
+            if not _finite(row_P) or not np.isfinite(trained.train_loss):
+                continue
+            arrays["ok"][index], arrays["train_loss"][index] = True, trained.train_loss
+            if piece is not None:
+                piece.add(index, row_P)
+            if work.keep is not None:
+                arrays["kept"][index] = work.keep.of(row_P).cpu().numpy()
+            if work.own is not None:
+                kept[index] = _owned(work.own, row_P)
+            if work.measure:
+                arrays["held"][index] = self._test_one(int(work.ids_M[index]), row_P, work.measure)[:2]
+        if piece is not None:
+            sums.add(piece.rows, piece.mass)
+        return arrays
+
+    def _trained(self, work: Train, row: Lookup, memory: Memory) -> Iterator[Trained]:
+        if self.vectorise and not work.in_order:
+            tasks = [self._task(work, i, row, memory) for i in range(len(work.ids_M))]
+            if len(tasks) > 1 and vectorised.refusal(self.network, tasks) is None:
+                yield from vectorised.train(self.network, tasks)
+                return
+        for index in range(len(work.ids_M)):
+            task = self._task(work, index, row, memory)
+            with _named(task.client, "training"):
+                for trained in sequential.train(self.network, [task], relay=work.in_order and index > 0):
+                    yield Trained(index, trained.row_P, trained.train_loss)
+
+    def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory) -> Task:
+        client = int(work.ids_M[index])
+        with _named(client, "reading its data"):
+            x, y = self.federation.train(client)
+        start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
+        pulls = tuple(
+            Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns) for pull in getattr(work, "pulls", ())
+        )
+        local = work.local if isinstance(work, Train) else work.tune
+        return Task(client, start_P, x, y, int(work.steps_M[index]), local, work.address, pulls)
+
+    # ---- looking
+
+    @torch.no_grad()
+    def _losses(self, work: Losses, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        data = [self.federation.train(int(client)) for client in work.ids_M]
+        data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data]
+        x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+        sizes = [len(y) for _, y in data]
+        losses_MK = np.empty((len(sizes), work.num_models))
+        for model in range(work.num_models):
+            self.network.load(row(0, model))
+            logits = torch.cat(list(self.network.logits(x)))
+            loss_B = cross_entropy(logits, y.to(logits.device), reduction="none").cpu()
+            losses_MK[:, model] = [part.mean().item() for part in loss_B.split(sizes)]
+        return {"losses": losses_MK}
+
+    def _describe(self, work: Describe, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        features, floats, ok = [], [], []
+        for index, client in enumerate(map(int, work.ids_M)):
+            with _named(client, "describing itself"):
+                one = OneClient(client, *self.federation.train(client), self.network, work.address, work.local)
+                anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
+                vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
+            floats.append(len(vector))
+            ok.append(_finite(vector))
+            features.append(vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed))
+        return {"features": torch.stack(features).numpy(), "floats": np.array(floats), "ok": np.array(ok)}
+
+    # ---- testing
+
+    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        found = []
+        for index, client in enumerate(map(int, work.ids_M)):
+            if work.tune is not None:
+                task = self._task(work, index, row, memory)
+                row_P = next(iter(sequential.train(self.network, [task]))).row_P
+            else:
+                row_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
+            found.append(self._test_one(client, row_P, work.images))
+        return {"scores": np.array(found).reshape(-1, 3)}
+
+    def _test_one(self, client: int, row_P: Tensor, images: int | None) -> tuple[float, float, float]:
+        """Accuracy, macro-F1 and mean loss of one model on one client's own test data."""
+        with _named(client, "testing"):
+            if row_P is not self.network.flat:
+                self.network.load(row_P)
+            x, y = self.federation.test(client, images)
+            confusion_CC, loss_C = testing.confusion(self.network, x, y, self.federation.shape.num_classes)
+        return testing.scores(confusion_CC, loss_C)
+
+    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        confusions, losses = [], []
+        for test_set, model in zip(work.ids_M.tolist(), work.start.row_M.tolist()):
+            self.network.load(row(work.start.table, model))
+            confusion_CC, loss_C = testing.confusion(self.network, *self.federation.test_set(test_set), self.federation.shape.num_classes)
+            confusions.append(confusion_CC)
+            losses.append(loss_C)
+        return {"confusion": np.stack(confusions), "loss": np.stack(losses)}
+
+
+def _finite(row_P: Tensor) -> bool:
+    """Whether every value is a number of reasonable size."""
+    return bool(torch.linalg.vector_norm(row_P, torch.inf) < LIMIT)
+
+
+def _owned(own: Own, row_P: Tensor) -> Tensor:
+    return (row_P if own.columns is None else own.columns.of(row_P)).cpu().clone()
+
+
+def _with_memory(start_P: Tensor, own: Own | None, mine: Tensor | None) -> Tensor:
+    """The start row with the columns that the client owns, if it owns any yet."""
+    if own is None or mine is None:
+        return start_P
+    if own.columns is None:
+        return mine
+    row_P = start_P.clone()
+    own.columns.put(row_P, mine)
+    return row_P
+
+
+class _named:
+    """Names the client and the stage in whatever goes wrong inside."""
+
+    def __init__(self, client: int, stage: str):
+        self.client, self.stage = client, stage
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if error is not None and isinstance(error, Exception) and not isinstance(error, ClientFailure):
+            where = traceback.extract_tb(trace)[-1]
+            raise ClientFailure(f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})") from error

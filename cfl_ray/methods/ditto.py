@@ -1,0 +1,48 @@
+"""Ditto: T. Li, S. Hu, A. Beirami, V. Smith. Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021,
+arXiv:2012.04221, Algorithm 1.
+
+    W_i <- SGD_i(w_t);  w_{t+1} <- Avg(W_i)                                 global model, FedAvg
+    v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t))                    personal model, kept by the client
+
+w_t is the downloaded model, not W_i; v_i = w_0 at first. A client that never took part predicts with w.
+
+Departures: the personal model trains for as many steps as the global one; lambda is fixed instead of chosen per client.
+"""
+
+from dataclasses import dataclass
+
+from cfl_ray.core.clients import Own, Pull
+from cfl_ray.core.grouping import everyone
+from cfl_ray.core.method import Method, option
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+
+PERSONAL = Own("personal")  # v_i
+
+
+@dataclass(frozen=True)
+class DittoState(State):
+    first_KP: object = None  # w_0, where a personal model begins: Tensor (1, P)
+
+
+@dataclass(frozen=True)
+class Ditto(Method, name="ditto"):
+    """A global model, and a personal one per client that is held near it."""
+
+    lam: float = option(0.05, "lambda: strength of the pull of a personal model to the global one (official default 1; 0.05 is StoCFL's)", low=0)
+    weights: str = option("samples", "weight of a client in the average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+
+    State = DittoState
+
+    def init(self, start):
+        first_KP = start.new_model(0)[None]
+        return DittoState(models_KP=first_KP, assign_N=start.one_cluster(), first_KP=first_KP)
+
+    def round(self, state, clients, rng):
+        sent = clients.send(state.models_KP)
+        updates = clients.train(sent, mix=everyone(clients.weights(self.weights)), held=False)
+        clients.train(clients.known(state.first_KP), own=PERSONAL, pulls=[Pull(self.lam, sent)])
+        return state.advance(models_KP=updates.mixed(empty=state.models_KP))
+
+    def serve(self, state, clients):
+        return Serving(state.models_KP, clients.first(), own=PERSONAL)

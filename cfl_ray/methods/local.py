@@ -1,0 +1,32 @@
+"""Local training: every client alone, no communication. The floor that any federation must beat.
+
+    w_i <- SGD_i(w_i), w_i = w_0 at first
+
+A client trains in the rounds in which it is sampled, so its budget equals that of the sampled methods: T * R * E epochs.
+
+Departures: none (there is no paper).
+"""
+
+from dataclasses import dataclass
+
+from cfl_ray.core.clients import Own
+from cfl_ray.core.method import Method
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+
+PERSONAL = Own("personal")  # w_i, kept by the client
+
+
+@dataclass(frozen=True)
+class Local(Method, name="local"):
+    """Every client trains alone on its own data."""
+
+    def init(self, start):
+        return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned())
+
+    def round(self, state, clients, rng):
+        clients.train(clients.known(state.models_KP), own=PERSONAL)
+        return state
+
+    def serve(self, state, clients):
+        return Serving(state.models_KP, clients.first(), own=PERSONAL)

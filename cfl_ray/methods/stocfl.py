@@ -1,0 +1,135 @@
+"""StoCFL: D. Zeng, X. Hu, S. Liu, Y. Yu, Q. Wang, Z. Xu. Stochastic Clustered Federated Learning. arXiv:2303.00897, Algorithm 1.
+
+    Psi_i <- grad f_i(psi) / ||grad f_i(psi)||                        once per client, psi = omega_0 never trained
+    merge clusters k, l while cos(mean Psi_k, mean Psi_l) >= tau
+    theta_i <- SGD on f_i + (lambda / 2) ||theta - omega_t||^2, from theta_k(i);   theta_k <- Avg over the cluster's participants
+    omega_i <- SGD on f_i from omega_t;                                           omega <- Avg over all participants
+
+Departures: averages are weighted by samples (official code: uniform; `weights`). The mean signature of a cluster covers all
+its known members, and all clusters with a known member are compared (official code: this round's; `active_only`). The official
+code trains omega as a chain, each client from the one before (`global_update: chain`, a relay and not federated averaging), and
+takes as signature the displacement after ten epochs, not normalised (`signature: displacement`; normalised here). Signatures
+are projected to `sketch` features where they are made; traffic counts the P floats of the paper.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cfl_ray.core.clients import Pull
+from cfl_ray.core.grouping import by_cluster, everyone
+from cfl_ray.core.merging import merge_similar, most_similar
+from cfl_ray.core.method import Method, option
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNKNOWN, State
+
+
+def anchor_gradient(client, anchor_P):
+    """Psi_i: direction of the gradient at the anchor over the client's whole training data."""
+    return normalize(client.gradient(anchor_P), dim=0)
+
+
+@dataclass(frozen=True)
+class AnchorDisplacement:
+    """Psi_i of the official code: direction in which local training moves the anchor."""
+
+    epochs: int
+    batch_size: int
+
+    def __call__(self, client, anchor_P):
+        trained_P = client.train(anchor_P, epochs=self.epochs, steps=None, batch_size=self.batch_size)
+        return normalize((anchor_P - trained_P)[: client.spec.trained], dim=0)
+
+
+@dataclass(frozen=True)
+class StoCFLState(State):
+    anchor_KP: Tensor = None  # psi (1, P)
+    global_KP: Tensor = None  # omega (1, P)
+    signature_SF: Tensor = None  # Psi of the S clients seen so far
+    seen_S: np.ndarray = None  # int64: who they are
+
+
+@dataclass(frozen=True)
+class StoCFL(Method, name="stocfl"):
+    """Clusters grow by merging similar anchor gradients; cluster models are held near a global one."""
+
+    tau: float = option(0.5, "tau: clusters merge when the cosine of their mean signatures is at least this", low=-1, high=1)
+    lam: float = option(0.05, "lambda: strength of the pull of a cluster model to the global one", low=0)
+    signature: str = option("gradient", "gradient at psi, or displacement of local training from psi (under 100 samples a client)", choices=("gradient", "displacement"))
+    signature_epochs: int = option(10, "local epochs of the displacement signature (official code: obep)", low=1)
+    signature_batch: int = option(50, "batch size of the displacement signature", low=1)
+    sketch: int = option(8192, "features a signature is projected to, where it has more", low=16)
+    global_update: str = option("parallel", "parallel: average of clients that start from omega; chain: each starts from the one before", choices=("parallel", "chain"))
+    merge_model: str = option("larger", "model of a merged cluster: that of the one with more members, or their mean weighted by members", choices=("larger", "mean"))
+    new_model: str = option("global", "first model of a cluster: the current omega (official code), or the initial one (paper)", choices=("global", "initial"))
+    active_only: bool = option(False, "compare only clusters that have a client in this round")
+    weights: str = option("samples", "weight of a client in an average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+
+    State = StoCFLState
+
+    def init(self, start):
+        first_KP = start.new_model(0)[None]
+        return StoCFLState(
+            models_KP=first_KP[:0], assign_N=start.unassigned(), phase="cluster", anchor_KP=first_KP, global_KP=first_KP,
+            signature_SF=torch.zeros(0, min(self.sketch, start.spec.trained)), seen_S=np.zeros(0, np.int64),
+        )  # fmt: skip
+
+    def round(self, state, clients, rng):
+        state = self.cluster(self.register(state, clients), clients)
+        clients = clients.select(state.assign_N[clients.ids_M] != UNKNOWN)  # whose signature was rejected sits this round out
+        assign_M, weight_M = state.assign_N[clients.ids_M], clients.weights(self.weights)
+        omega, theta = clients.send(state.global_KP), clients.send(state.models_KP, assign_M)
+        updates = clients.train(theta, pulls=[Pull(self.lam, omega)], mix=by_cluster(assign_M, weight_M, state.num_clusters))
+        shared = clients.train(omega, mix=everyone(weight_M), relay=self.global_update == "chain", held=False)
+        return state.advance(models_KP=updates.mixed(empty=state.models_KP), global_KP=shared.mixed(empty=state.global_KP))
+
+    def register(self, state, clients):
+        """Collects the signatures of clients not seen before; each becomes a cluster of its own."""
+        new = clients.select(state.assign_N[clients.ids_M] == UNKNOWN)
+        ids, features_MF = self.describe(state, new)
+        first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
+        return self.add(state, ids, features_MF, state.num_clusters + np.arange(len(ids)), first_KP.expand(len(ids), -1))
+
+    def describe(self, state, clients):
+        """Signatures of these clients, and the ids of those whose signature is sound."""
+        if not len(clients):
+            return clients.ids_M, state.signature_SF[:0]
+        kind = anchor_gradient if self.signature == "gradient" else AnchorDisplacement(self.signature_epochs, self.signature_batch)
+        features_MF, ok_M = clients.describe(kind, clients.known(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size)
+        return clients.ids_M[ok_M], features_MF[ok_M]
+
+    def add(self, state, ids, features_MF, cluster_M, new_models_KP):
+        return state.advance(
+            models_KP=torch.cat([state.models_KP, new_models_KP]), assign_N=state.place(ids, cluster_M),
+            signature_SF=torch.cat([state.signature_SF, features_MF]), seen_S=np.concatenate([state.seen_S, ids]),
+        )  # fmt: skip
+
+    def cluster(self, state, clients):
+        """Merges every pair of clusters that is similar enough, most similar first and transitively."""
+        active = np.setdiff1d(state.assign_N[clients.ids_M], [UNKNOWN]) if self.active_only else None
+        cluster_S, models_KP = merge_similar(
+            state.signature_SF, state.assign_N[state.seen_S], state.models_KP, self.tau, active, self.merge_model == "mean"
+        )
+        return state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, cluster_S), phase="federate")
+
+    def serve(self, state, clients):
+        """The model of the client's cluster; omega for a client not seen yet."""
+        row_M = state.assign_N[clients.ids_M].astype(np.int64)
+        return Serving(torch.cat([state.models_KP, state.global_KP]), np.where(row_M == UNKNOWN, state.num_clusters, row_M))
+
+    def join(self, state, clients):
+        """Newcomers join the most similar cluster if the cosine is at least tau; else they found one that starts from its model."""
+        ids, features_MF = self.describe(state, clients)
+        best_M, cosine_M = most_similar(features_MF, state.signature_SF, state.assign_N[state.seen_S], state.num_clusters)
+        alone_M = cosine_M < self.tau
+        pool_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
+        cluster_M = np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, best_M)
+        return self.add(state, ids, features_MF, cluster_M, pool_KP[best_M[alone_M]])
+
+    def leave(self, state, ids):
+        """Leavers' signatures are forgotten, and with them their influence on the clusters."""
+        stay_S = ~np.isin(state.seen_S, ids)
+        return state.forget(ids).advance(signature_SF=state.signature_SF[torch.from_numpy(stay_S)], seen_S=state.seen_S[stay_S])

@@ -1,0 +1,120 @@
+"""Measuring a round: the three protocols, and how the clusters found agree with the true groups."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.config import Evaluation
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.grouping import agreement
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.method import Method
+from cfl_ray.core.rng import stream
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNKNOWN, State
+from cfl_ray.core.work import Address, Backend, Rows, TestClients, TestShared
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.testing import scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Test results of M clients, NaN for a client without test images."""
+
+    ids_M: np.ndarray
+    accuracy_M: np.ndarray
+    macro_f1_M: np.ndarray
+    loss_M: np.ndarray
+
+
+@dataclass
+class Evaluator:
+    """Tests the clients of a federation."""
+
+    settings: Evaluation
+    federation: Federation
+    backend: Backend
+    seed: int
+
+    def chosen(self, online: np.ndarray) -> np.ndarray:
+        """The clients to evaluate: all that are online, or the same random sample every time."""
+        wanted, total = self.settings.clients, self.federation.num_clients
+        if wanted is None or len(online) <= wanted:
+            return online
+        sample = stream(self.seed, 0, 0, -1, "evaluated").choice(total, min(total, 2 * wanted), replace=False)
+        at = np.minimum(np.searchsorted(online, sample), len(online) - 1)
+        return np.sort(sample[online[at] == sample][:wanted])
+
+    def serving(self, serving: Serving, clients: Clients) -> Scores:
+        """P-server: what each client would predict with now."""
+        if serving.own is None and self.federation.view != "holdout":
+            return self._shared(serving, clients)
+        return self._own(serving, clients)
+
+    def tuned(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
+        """P-tune(F): the same after F local epochs."""
+        local = replace(local, epochs=self.settings.tuned_epochs, steps=None)
+        return self._own(serving, clients, local)
+
+    def _own(self, serving: Serving, clients: Clients, tune: LocalSGD | None = None) -> Scores:
+        """Every client tests a model of its own on its own test data."""
+        images = None if self.federation.view == "holdout" else self.settings.local_images
+        steps_M = tune.steps_of(clients.size_M) if tune else None
+        order = np.argsort(serving.row_M, kind="stable")  # clients that share a model side by side
+        work = TestClients(
+            Address(self.seed, clients.number, -1),
+            clients.ids_M[order],
+            (serving.models_KP,),
+            start=Rows(0, serving.row_M[order]),
+            own=serving.own,
+            images=images,
+            tune=tune,
+            steps_M=steps_M[order] if tune else None,
+        )
+        found_M3 = np.empty((len(clients), 3))
+        found_M3[order] = self.backend.run(work).arrays["scores"]
+        return Scores(clients.ids_M, *found_M3.T)
+
+    def _shared(self, serving: Serving, clients: Clients) -> Scores:
+        """Clients that share a model and a test set share its confusion counts: each pair is tested once."""
+        test_set_M = self.federation.test_set_of(clients.ids_M)
+        pairs, which_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
+        work = TestShared(Address(self.seed, clients.number, -1), pairs[:, 1], (serving.models_KP,), start=Rows(0, pairs[:, 0]))
+        arrays = self.backend.run(work).arrays
+        labels_MC = self.federation.labels_of(clients.ids_M)
+        if labels_MC is None:
+            per_pair = np.array([scores(c, loss) for c, loss in zip(arrays["confusion"], arrays["loss"])])
+            return Scores(clients.ids_M, *per_pair[which_M.reshape(-1)].T)
+        found = [scores(arrays["confusion"][pair], arrays["loss"][pair], labels_C) for pair, labels_C in zip(which_M.reshape(-1), labels_MC)]
+        return Scores(clients.ids_M, *np.array(found).T)
+
+
+def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) -> Scores:
+    """What clients hold that were never trained: the common initial model."""
+    return evaluator.serving(Serving(initial_P[None], clients.first()), clients)
+
+
+def summarise(found: Scores) -> dict[str, float]:
+    """Mean over clients, and how it spreads."""
+    accuracy = found.accuracy_M[~np.isnan(found.accuracy_M)]
+    return {
+        "accuracy": float(accuracy.mean()),
+        "accuracy_std": float(accuracy.std()),
+        "accuracy_p10": float(np.percentile(accuracy, 10)),
+        "macro_f1": float(np.nanmean(found.macro_f1_M)),
+        "test_loss": float(np.nanmean(found.loss_M)),
+    }
+
+
+def clustering(method: Method, state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:
+    """Number and sizes of the clusters of the clients online that have one, and their agreement with the true groups."""
+    assign_M = state.assign_N[online]
+    known = assign_M != UNKNOWN
+    if not known.any():
+        return {}
+    count_K = np.bincount(assign_M[known])
+    found = {"num_clusters": float((count_K > 0).sum()), "largest_cluster_share": float(count_K.max() / known.sum())}
+    if group_N is not None:
+        found |= agreement(group_N[online][known], assign_M[known])
+    return found

@@ -1,0 +1,182 @@
+"""The server: the round loop of one method. Plain Python, so that it runs in this process as well as inside a Ray actor."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cfl_ray.config import Experiment
+from cfl_ray.core.clients import Clients, Ledger, Round
+from cfl_ray.core.cohort import Change, Population
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.method import Method, Start
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.work import Backend
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.network import Network
+from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
+from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
+from cfl_ray.runtime.lifecycle import Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the server says after a round (or, with round 0, after it has loaded)."""
+
+    state: Lifecycle
+    round: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one line each, for the person who watches
+    moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
+    time_ms: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return isinstance(self.state, Finished)
+
+
+class Server:
+    """One method on one federation. `advance` performs states until a round is complete.
+
+    Raises what the method raises; a checkpoint holds everything needed to go on in another process.
+    """
+
+    def __init__(self, experiment: Experiment, method: Method, federation: Federation, network: Network, backend: Backend, store: CheckpointStore | None):
+        self.experiment, self.method, self.federation, self.network, self.backend, self.store = experiment, method, federation, network, backend, store
+        local = experiment.local
+        self.local = LocalSGD(local.epochs, local.steps, local.batch_size, local.lr, local.momentum, local.weight_decay)
+        self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
+        self.evaluator = Evaluator(experiment.evaluation, federation, backend, experiment.seed)
+        self.now: Lifecycle = Starting()
+        self.report = Report(self.now, 0)
+
+    # ---- the loop
+
+    def advance(self) -> Report:
+        """Goes on until the next round is complete: trained, evaluated and saved as planned."""
+        if isinstance(self.now, Starting):
+            round = self._load()
+            self._enter(Loaded(round))
+            return Report(self.now, round, notes=(f"continues after round {round}",) if round else ())
+        while True:
+            perform = {Running: self._run, Evaluating: self._evaluate, Saving: self._save}[type(self.now)]
+            number = self.now.round
+            perform(number)
+            self._enter(Done())
+            if isinstance(self.now, Finished) or (isinstance(self.now, Running) and self.now.round > number):
+                return self._finish_round(number)
+
+    def _enter(self, event) -> None:
+        self.now = next_state(self.now, event, self.plan)
+
+    def _finish_round(self, number: int) -> Report:
+        self.metrics["round_seconds"] = time.perf_counter() - self.started
+        return Report(self.now, number, self.metrics, tuple(self.notes), tuple(self.moved), time.time_ns() // 1_000_000)
+
+    # ---- starting
+
+    def _load(self) -> int:
+        """Everything as it was after the newest checkpoint, or before round 1. Returns that round."""
+        experiment, federation = self.experiment, self.federation
+        changes = [Change(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule]
+        self.population = Population(federation.num_clients, changes, experiment.seed)
+        self.initial_P = self.network.new_model(experiment.seed, 0)
+        self.ledger = Ledger()
+        self.held_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)  # P-local: accuracy and macro-F1 after the last own training
+        checkpoint = self.store.load() if self.store else None
+        if checkpoint is None:
+            start = Start(federation.num_clients, self.network.spec, lambda index: self.network.new_model(experiment.seed, index))
+            self.state = self.method.init(start)
+            return 0
+        self._restore(checkpoint)
+        return checkpoint.round
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        tensors = dict(checkpoint.tensors)
+        self.held_N2 = tensors.pop("server.held_N2").numpy()
+        self.state = self.method.State.join(tensors, checkpoint.values["state"])
+        self.ledger = Ledger(**checkpoint.values["ledger"])
+        self.population.advance(checkpoint.round)
+        self.backend.restore(checkpoint.memory())
+
+    # ---- the states' effects
+
+    def _run(self, number: int) -> None:
+        self.started, self.notes, self.metrics = time.perf_counter(), [], {}
+        before_N = self.state.assign_N
+        self.books = Round(ledger=self.ledger)
+        self._come_and_go(number)
+        cohort = self.experiment.cohort
+        drawn = self.population.draw(number, cohort.fraction, cohort.clients, cohort.availability, cohort.dropout)
+        clients = self._clients(drawn.ids_M, number, measure=self.experiment.evaluation.local)
+        self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, number))
+        for client, held in self.books.held.items():
+            self.held_N2[client] = held
+        if drawn.dropped:
+            self.metrics["clients_dropped"] = float(drawn.dropped)
+        self._note_rejected()
+        changed = np.flatnonzero(before_N != self.state.assign_N) if before_N is not self.state.assign_N else np.zeros(0, np.int64)
+        self.moved = list(zip(changed.tolist(), self.state.assign_N[changed].tolist()))
+        if self.books.train_loss:
+            self.metrics["train_loss"] = float(np.mean(list(self.books.train_loss.values())))
+
+    def _come_and_go(self, number: int) -> None:
+        came, gone = self.population.advance(number)
+        if len(gone):
+            self.state = self.method.leave(self.state, gone)
+            self.backend.forget(gone)
+            self.held_N2[gone] = np.nan
+            self.notes.append(f"left: {_listed(gone)}")
+        if len(came):
+            self.state = self.method.join(self.state, self._clients(came, number))
+            self.notes.append(f"joined: {_listed(came)}")
+
+    def _note_rejected(self) -> None:
+        self.metrics["clients_rejected"] = float(len(self.books.rejected))
+        for client, what in sorted(self.books.rejected.items()):
+            self.notes.append(f"client {client}: its {what} was not finite or beyond 2^20 and was left out")
+
+    def _evaluate(self, number: int) -> None:
+        settings, online = self.experiment.evaluation, self.population.online
+        clients = self._clients(self.evaluator.chosen(online), number, books=Round())
+        serving = self.method.serve(self.state, clients)
+        found = self.evaluator.serving(serving, clients)
+        self.metrics |= summarise(found) | clustering(self.method, self.state, online, self.federation.group_N)
+        if settings.local:
+            self.metrics["accuracy_local"] = self._held_accuracy(clients)
+        if settings.tuned_epochs:
+            self.metrics["accuracy_tuned"] = float(np.nanmean(self.evaluator.tuned(serving, clients, self.local).accuracy_M))
+        newcomers = np.isin(clients.ids_M, self.population.newcomers)
+        if newcomers.any():
+            self.metrics["newcomer_accuracy"] = float(np.nanmean(found.accuracy_M[newcomers]))
+        share = 1e-6 / self.federation.num_clients  # from bits of all clients to Mbit per client of the federation
+        self.metrics |= {"clients_online": float(len(online)), "mbit_down": self.ledger.down_bits * share, "mbit_up": self.ledger.up_bits * share}
+
+    def _held_accuracy(self, clients: Clients) -> float:
+        """P-local: clients that never trained hold the initial model."""
+        held_M = self.held_N2[clients.ids_M, 0].astype(np.float64)
+        untrained = np.isnan(held_M)
+        if untrained.any():
+            held_M[untrained] = initial_scores(self.evaluator, self.initial_P, clients.select(untrained)).accuracy_M
+        return float(np.nanmean(held_M))
+
+    def _save(self, number: int) -> None:
+        if self.store is None:
+            return
+        tensors, scalars = self.state.split()
+        tensors["server.held_N2"] = torch.from_numpy(self.held_N2)
+        values = {"state": scalars, "ledger": vars(self.ledger)}
+        self.store.save(number, tensors, values, self.backend.changed(), self.backend.owned())
+
+    def _clients(self, ids: np.ndarray, number: int, *, measure: bool = False, books: Round | None = None) -> Clients:
+        images = 0 if not measure else 2**62 if self.federation.view == "holdout" else self.experiment.evaluation.local_images
+        return Clients(
+            np.asarray(ids, np.int64), self.federation.size_N[ids], self.network.spec, self.local, self.backend,
+            self.experiment.seed, number, books or self.books, images,
+        )  # fmt: skip
+
+
+def _listed(ids: np.ndarray) -> str:
+    shown = ", ".join(map(str, ids[:8].tolist()))
+    return f"clients {shown}" + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

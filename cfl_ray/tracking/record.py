@@ -1,0 +1,114 @@
+"""What is recorded of a run, as plain numbers: the vocabulary of every tracker, report and notebook."""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cfl_ray.errors import nearest
+from cfl_ray.tracking.uri import redact
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+ROUND_METRICS = {
+    "accuracy": "P-server: mean over clients of the local test accuracy of the model the server would give each next, 0..1",
+    "accuracy_local": "P-local: the same, of the model each client holds after its own last training",
+    "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "accuracy_std": "standard deviation over clients of the P-server accuracy",
+    "accuracy_p10": "10th percentile over clients of the P-server accuracy",
+    "macro_f1": "mean over clients of the macro-averaged F1 score, 0..1",
+    "test_loss": "mean over clients of the local test loss",
+    "train_loss": "mean over the clients of the round of their training loss",
+    "num_clusters": "clusters the method holds",
+    "largest_cluster_share": "clients of the largest cluster over all assigned clients, 0..1",
+    "ari": "adjusted Rand index of clusters against the true groups, at most 1",
+    "nmi": "normalised mutual information of clusters and true groups, 0..1",
+    "purity": "clients that belong to the commonest true group of their cluster, 0..1",
+    "correct_clients": "clients in the right cluster under the best matching of clusters to groups (Hungarian)",
+    "clients_online": "clients that could take part in the round",
+    "clients_dropped": "clients that were selected and did not report",
+    "clients_rejected": "clients whose update was left out because it was not finite",
+    "mbit_down": "Mbit sent to a client so far, mean over the federation, 32 bits a float",
+    "mbit_up": "Mbit sent by a client so far, mean over the federation, 32 bits a float",
+    "round_seconds": "wall time of the round without its evaluation",
+}
+RUN_METRICS = {
+    "rounds_to_target": "rounds until `accuracy` first reached evaluation.target",
+    "mbit_to_target": "mbit_down + mbit_up at that round",
+    "rounds_to_stable_clusters": "the last round at which any assignment changed, plus one",
+    "newcomer_accuracy": "mean P-server accuracy of the clients that never trained, 0..1",
+}
+METRICS = ROUND_METRICS | RUN_METRICS
+
+
+def check_metrics(names: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name outside METRICS: comparisons and notebooks rely on the names being these."""
+    for name in names:
+        if name not in METRICS:
+            raise ValueError(f"unknown metric {name!r}{nearest(name, METRICS)}")
+
+
+def now_ms() -> int:
+    """Returns the wall clock in milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The figures of one evaluated round. Two records of one run with the same `round` are the same record."""
+
+    round: int  # rounds completed, 0 before the first
+    metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities are figures of a diverged run
+    time_ms: int = field(default_factory=now_ms)  # kept with the record, so that delivering it again changes nothing
+
+    def __post_init__(self):
+        check_metrics(self.metrics)
+        object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
+
+    def to_line(self) -> str:
+        """Returns one JSON line: round, time_ms and the metrics side by side, as pandas.read_json(lines=True) likes them."""
+        return json.dumps({"round": self.round, "time_ms": self.time_ms, **self.metrics}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str | bytes) -> "RoundRecord":
+        """Returns the record that `to_line` wrote. Raises ValueError or KeyError for anything else."""
+        metrics = json.loads(line)
+        return cls(round=metrics.pop("round"), time_ms=metrics.pop("time_ms"), metrics=metrics)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is: known before its first round and never changed, also not by a resumption."""
+
+    name: str
+    method: str = ""  # empty: the parent of a comparison
+    tags: Mapping[str, str] = field(default_factory=dict)  # dataset, partition, seed, config_hash, git_commit
+    params: Mapping[str, str] = field(default_factory=dict)  # the resolved config, see `flatten`; credentials in URIs become ***
+    time_ms: int = field(default_factory=now_ms)
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex)  # names this run in every store that it is delivered to
+
+    def __post_init__(self):
+        object.__setattr__(self, "tags", {key: str(value) for key, value in self.tags.items()})
+        object.__setattr__(self, "params", {key: redact(str(value)) for key, value in self.params.items()})
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended."""
+
+    status: Status
+    summary: RoundRecord  # RUN_METRICS at the last recorded round, with that round's time
+    time_ms: int = field(default_factory=now_ms)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Returns a nested config as {"local.epochs": "5", ...}; lists become JSON, None becomes "null"."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
