@@ -52,7 +52,8 @@ def federation_from_arrays(x: Array, y: Array, clients: Array, *, x_test: Array 
 class ArrayFederation(IndexedFederation):
     """Pickles with its arrays."""
 
-    def __init__(self, shape: Shape, view: str, recipe: dict, index: Index, scaling: Scaling, samples: Samples, test: Samples | None, names: list[str]):
+    def __init__(self, shape: Shape, view: str, recipe: dict, index: Index, scaling: Scaling,
+                 samples: Samples, test: Samples | None, names: list[str]):
         super().__init__(shape, view, recipe, index, scaling)
         self._samples, self._test, self._names = samples, test, names
 
@@ -205,7 +206,8 @@ def _groups(groups, names: np.ndarray, client: np.ndarray) -> np.ndarray:
         of_client = of_sample[np.unique(client, return_index=True)[1]]
         if len(mixed := np.flatnonzero(of_sample != of_client[client])):
             owner = client[mixed[0]]
-            raise DataError(f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[mixed[0]]} (row {mixed[0]}); it belongs to one")
+            raise DataError(f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[mixed[0]]} "
+                            f"(row {mixed[0]}); it belongs to one")
     return np.unique(of_client, return_inverse=True)[1].astype(np.int32)
 
 

@@ -19,7 +19,6 @@ from cfl_ray.data.store import AGAIN, Folder
 from cfl_ray.errors import DataError
 
 MANIFEST = "manifest.json"
-MAPPED_FILES = 256  # open at a time in one process; the least recently used is closed, for the limit on file descriptors
 
 
 class File(BaseModel):
@@ -96,7 +95,7 @@ class ShardFederation(IndexedFederation):
             raise DataError(f"{self._folder.uri} holds no shards (no {MANIFEST}); run `cfl-ray prepare`")
         self.manifest = manifest
         self._check_files(verify)
-        self._samples = functools.lru_cache(MAPPED_FILES)(functools.partial(_map_samples, self._folder, manifest))
+        self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize).check(tuple(manifest.input))
         super().__init__(Shape(tuple(manifest.input), manifest.num_classes), manifest.view, manifest.recipe, index, scaling)
@@ -129,7 +128,7 @@ class ShardFederation(IndexedFederation):
 
 
 def _map(folder: Folder, file: File, schema: pa.Schema) -> pa.RecordBatch:
-    """The one record batch of a file, mapped: its buffers are the file's pages."""
+    """The one record batch of a file, mapped: its buffers are the file's pages, which stay mapped after the file is closed."""
     path = folder.get(file.name, file.bytes, file.sha256, verify=False)
     try:
         with pa.memory_map(str(path)) as source:

@@ -86,10 +86,10 @@ def _natural(images: Images, group: int) -> Group:
 
 
 def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
-    if images.shape != other.shape or images.scale != other.scale or images.num_classes != other.num_classes:
-        def describe(one: Images) -> str:
-            return f"{'x'.join(map(str, one.shape))} with {one.num_classes} classes"
-        raise DataError(f"a hybrid needs two data sets of one shape: data.source is {describe(images)}, data.shift.other {name!r} is {describe(other)}")
+    first, second = ((*one.shape, one.num_classes, one.scale) for one in (images, other))
+    if first != second:
+        raise DataError(f"a hybrid needs two data sets of one (channels, height, width, classes, pixel scale): data.source is {first}, "
+                        f"data.shift.other {name!r} is {second}")
     return [_group(Variant(images)), _group(Variant(other))]
 
 
@@ -103,7 +103,8 @@ def _turns(angle: int, images: Images) -> int:
 def _label_sets(shift: Shift, images: Images) -> list[list[int]]:
     for labels in _some(shift.label_sets, "label_sets"):
         if bad := [label for label in _some(labels, "label_sets") if not 0 <= label < images.num_classes]:
-            raise DataError(f"data.shift.label_sets: label {bad[0]} does not exist; the data set has {images.num_classes} classes, 0..{images.num_classes - 1}")
+            raise DataError(f"data.shift.label_sets: label {bad[0]} does not exist; the data set has {images.num_classes} classes, "
+                            f"0..{images.num_classes - 1}")
     return shift.label_sets
 
 

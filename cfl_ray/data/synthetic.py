@@ -10,13 +10,14 @@ from cfl_ray.data.federation import Federation, Shape
 
 TEST_SAMPLES = 1000  # of each group's test set
 SPREAD = 0.25  # standard deviation of prototypes and of the noise around them: inputs of the size of scaled images
-STYLE = 0.5  # of a group's own offset, relative to SPREAD
 
 
 class SyntheticFederation(Federation):
-    """Client i belongs to group i mod G. The groups disagree about labels, so one model cannot serve them all:
+    """Client i belongs to group i mod G. Its samples of label y are
 
-        x = prototype[(y + g) mod C] + style[g] + noise
+        x = prototype[g div C, (y + g) mod C] + noise
+
+    so up to C groups see the same inputs and disagree about every label: one model cannot serve them all. Further groups see others.
     """
 
     view = "cluster"
@@ -26,6 +27,7 @@ class SyntheticFederation(Federation):
         self.recipe = {"source": "synthetic", "clients": clients, "input": list(input), "classes": classes, "groups": groups,
                        "samples": samples, "seed": seed}
         self._clients, self._groups, self._samples, self._seed = clients, groups, samples, seed
+        self._test_sets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __reduce__(self):
         options = {name: value for name, value in self.recipe.items() if name != "source"}
@@ -48,7 +50,9 @@ class SyntheticFederation(Federation):
     def test_set(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < self._groups:
             raise IndexError(f"test set {index} of {self._groups}")
-        return self._draw(index, TEST_SAMPLES, stream(self._seed, -1, -1, index, "synthetic/test"))
+        if index not in self._test_sets:  # G sets at most; clients of a group ask for the same one again and again
+            self._test_sets[index] = self._draw(index, TEST_SAMPLES, stream(self._seed, -1, -1, index, "synthetic/test"))
+        return self._test_sets[index]
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
         return (np.asarray(clients) % self._groups).astype(np.int32)
@@ -60,20 +64,18 @@ class SyntheticFederation(Federation):
         raise ValueError(f"client {client} has no held-out samples: a synthetic federation has one test set per group")
 
     @functools.cached_property
-    def _prototypes_CD(self) -> np.ndarray:
+    def _prototypes(self) -> list[np.ndarray]:
+        """One array (C, *input) for every C groups."""
         shape = (self.shape.num_classes, *self.shape.input)
-        return SPREAD * stream(self._seed, -1, -1, -1, "synthetic/prototypes").standard_normal(shape, np.float32)
-
-    @functools.cached_property
-    def _styles_GD(self) -> np.ndarray:
-        return STYLE * SPREAD * stream(self._seed, -1, -1, -1, "synthetic/styles").standard_normal((self._groups, *self.shape.input), np.float32)
+        blocks = range(-(-self._groups // self.shape.num_classes))
+        return [SPREAD * stream(self._seed, -1, -1, block, "synthetic/prototypes").standard_normal(shape, np.float32) for block in blocks]
 
     def _draw(self, group: int, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         y = rng.integers(self.shape.num_classes, size=n)
         x = rng.standard_normal((n, *self.shape.input), np.float32)
         x *= SPREAD
-        x += self._prototypes_CD[(y + group) % self.shape.num_classes]
-        x += self._styles_GD[group]
+        block, offset = divmod(group, self.shape.num_classes)
+        x += self._prototypes[block][(y + offset) % self.shape.num_classes]
         return torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -28,8 +28,13 @@ def pieces_of(work: Work, size: int) -> list[np.ndarray]:
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 
-def piece_size(num_clients: int, vectorised: bool) -> int:
-    """Clients of a piece: small enough that work can follow load, large enough that a call is cheap (and a stack is worth it)."""
+def piece_size(num_clients: int, vectorised: bool, one_by_one: bool = False) -> int:
+    """Clients of a piece: small enough that work can follow load, large enough that a call is cheap (and a stack is worth it).
+
+    one_by_one: every client has a host of its own, or nearly (`runtime.clients_per_host`).
+    """
+    if one_by_one:
+        return 1
     return min(-(-num_clients // 4), 64) if vectorised else min(max(1, num_clients // 32), 8)
 
 
@@ -59,14 +64,14 @@ def mass_of(mix: Mix | None, sums: HostSums) -> np.ndarray | None:
 class InProcess:
     """Backend of `simulate`: the same pieces, the same worker, no cluster."""
 
-    def __init__(self, worker: Worker):
-        self.worker = worker
+    def __init__(self, worker: Worker, one_by_one: bool = False):
+        self.worker, self.one_by_one = worker, one_by_one
         self.memory: dict[OwnedKey, Tensor] = {}  # (name, client) -> columns it owns
         self._changed: set[OwnedKey] = set()
 
     def run(self, work: Work) -> Outcome:
         sums, results = HostSums(), []
-        for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.vectorise)):
+        for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.vectorise, self.one_by_one)):
             piece = work.take(index_m)
             name = work.own.name if work.own else ""
             ids = piece.ids_M.tolist()

@@ -91,19 +91,21 @@ def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: T
     network.module.train()
 
     def loss_of(params, buffers, x_B, y_B, weight_B):
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates them in place
         logits = functional_call(network.module, (params, buffers), (x_B,))
-        return (cross_entropy(logits, y_B, reduction="none") * weight_B).sum()
+        return (cross_entropy(logits, y_B, reduction="none") * weight_B).sum(), buffers
 
-    gradient = vmap(grad_and_value(loss_of))
+    counters = {name: b.repeat(len(tasks), *[1] * b.ndim) for name, b in network.module.named_buffers() if not b.is_floating_point()}
+    gradient = vmap(grad_and_value(loss_of, has_aux=True))
     velocity = torch.zeros_like(rows_mP[:, :trained]) if local.momentum else None
     total_m = torch.zeros(len(tasks), device=network.device)
     for number in range(len(plan.index)):
         tensors = spec.tensors(rows_mP)
         params = dict(list(tensors.items())[: spec.num_params])
-        buffers = dict(list(tensors.items())[spec.num_params :])
+        buffers = dict(list(tensors.items())[spec.num_params :]) | counters
         x, y, weight = plan.step(number)
         buffers |= plan.masks(network, number, x.shape[1])
-        grads, loss_m = gradient(params, buffers, x, y, weight)
+        grads, (loss_m, updated) = gradient(params, buffers, x, y, weight)
         step = torch.cat([g.flatten(1) for g in grads.values()], 1)
         if local.weight_decay:
             step.add_(rows_mP[:, :trained], alpha=local.weight_decay)
@@ -113,6 +115,8 @@ def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: T
         if velocity is not None:
             step = velocity.mul_(local.momentum).add_(step)
         rows_mP[:, :trained].sub_(step.mul(local.lr).mul_(active[:, None]))
+        for name in spec.names[spec.num_params :]:
+            tensors[name].copy_(updated[name])
         in_tail = active & (number >= plan.steps - plan.tail)
         total_m += torch.where(in_tail, loss_m, 0) / plan.tail
     return total_m

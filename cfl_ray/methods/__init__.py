@@ -1,11 +1,72 @@
 """The published methods, one paper per file. Importing this package registers them all."""
 
+import dataclasses
 import importlib
 import pkgutil
+import re
+from typing import Any
 
 from cfl_ray.core.method import Method
+from cfl_ray.core.plugin import load_plugin
+from cfl_ray.errors import ConfigError, nearest
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-REGISTRY: dict[str, type[Method]] = Method.registry
+REGISTRY: dict[str, type[Method]] = {name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)}
+
+
+def resolve(entries: list[Any]) -> dict[str, Method]:
+    """Methods by label, in order. An entry is a name, {name: {option: value}}, `file.py:Class`, a class or a Method.
+
+    Labels are unique: a method that occurs twice is labelled with its options. Raises ConfigError.
+    """
+    methods = [method for entry in entries for method in _all(entry)]
+    labels = [method.name for method in methods]
+    named = [label if labels.count(label) == 1 else _label(method) for label, method in zip(labels, methods)]
+    if len(set(named)) < len(named):
+        raise ConfigError(f"methods: {next(label for label in named if named.count(label) > 1)!r} is listed twice with the same options")
+    return dict(zip(named, methods))
+
+
+def _all(entry: Any) -> list[Method]:
+    return [cls() for _, cls in sorted(REGISTRY.items())] if entry == "all" else [_one(entry)]
+
+
+def _one(entry: Any) -> Method:
+    if isinstance(entry, Method):
+        return entry
+    options = {}
+    if isinstance(entry, dict):
+        if len(entry) != 1:
+            raise ConfigError(f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}")
+        entry, options = next(iter(entry.items()))
+    cls = entry if isinstance(entry, type) else _class(str(entry))
+    return construct(cls, options or {})
+
+
+def _class(name: str) -> type[Method]:
+    found = load_plugin(name, "method") if ":" in name else REGISTRY.get(name)
+    if found is None:
+        raise ConfigError(f"unknown method {name!r}{nearest(name, REGISTRY)}")
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise ConfigError(f"method {name!r} is a {type(found).__name__}, not a subclass of cfl_ray.Method")
+    return found
+
+
+def construct(cls: type[Method], options: dict[str, Any]) -> Method:
+    """A method with these options. Raises ConfigError for an unknown one or a value out of range."""
+    valid = [item.name for item in dataclasses.fields(cls)]
+    for name in options:
+        if name not in valid:
+            raise ConfigError(f"method {cls.name} has no option {name!r}{nearest(name, valid)}")
+    try:
+        return cls(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"methods: {error}") from None
+
+
+def _label(method: Method) -> str:
+    """The name with every option that is not at its default."""
+    changed = [f"{item.name}={getattr(method, item.name)}" for item in dataclasses.fields(method) if getattr(method, item.name) != item.default]
+    return re.sub(r"[^A-Za-z0-9_.=-]+", "-", "-".join([method.name, *changed]))

@@ -1,16 +1,14 @@
 """The networks of the papers, by registered name."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from cfl_ray.core.plugin import load_plugin
 from cfl_ray.errors import ConfigError, nearest
 from cfl_ray.models import cnn, mlp
 
@@ -53,23 +51,6 @@ class ModelRecipe:
             raise ConfigError(
                 f"model {label} answers 2 samples with shape {tuple(outputs)}, but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
             )
-
-
-def load_plugin(reference: str, kind: str) -> Any:
-    """The object that `path/to/file.py:Name` names. Raises ConfigError when the file or the name is missing."""
-    path, _, name = reference.rpartition(":")
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"{kind} {reference!r}: there is no file {file.absolute()}")
-    module_name = f"cfl_ray_plugin_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        found = [key for key, value in vars(module).items() if not key.startswith("_") and getattr(value, "__module__", None) == module_name]
-        raise ConfigError(f"{kind} {reference!r}: {file} has no {name!r}{nearest(name, found)}")
-    return getattr(module, name)
 
 
 def recipe(name: str | Callable[..., nn.Module], options: dict[str, Any], input_shape: tuple[int, ...], num_classes: int) -> ModelRecipe:

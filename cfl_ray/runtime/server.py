@@ -1,23 +1,21 @@
 """The server: the round loop of one method. Plain Python, so that it runs in this process as well as inside a Ray actor."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from cfl_ray.config import Experiment
 from cfl_ray.core.clients import Clients, Ledger, Round
 from cfl_ray.core.cohort import Change, Population
-from cfl_ray.core.local import LocalSGD
-from cfl_ray.core.method import Method, Start
+from cfl_ray.core.method import Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import Backend
-from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
 from cfl_ray.runtime.lifecycle import Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
+from cfl_ray.runtime.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,12 @@ class Server:
     Raises what the method raises; a checkpoint holds everything needed to go on in another process.
     """
 
-    def __init__(self, experiment: Experiment, method: Method, federation: Federation, network: Network, backend: Backend, store: CheckpointStore | None):
-        self.experiment, self.method, self.federation, self.network, self.backend, self.store = experiment, method, federation, network, backend, store
-        local = experiment.local
-        self.local = LocalSGD(local.epochs, local.steps, local.batch_size, local.lr, local.momentum, local.weight_decay)
+    def __init__(self, setup: Setup, label: str, network: Network, backend: Backend, store: CheckpointStore | None):
+        self.experiment, self.federation, self.local = setup.experiment, setup.federation, setup.local
+        self.method, self.network, self.backend, self.store = setup.methods[label], network, backend, store
+        experiment = self.experiment
         self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
-        self.evaluator = Evaluator(experiment.evaluation, federation, backend, experiment.seed)
+        self.evaluator = Evaluator(experiment.evaluation, self.federation, backend, experiment.seed)
         self.now: Lifecycle = Starting()
         self.report = Report(self.now, 0)
 
@@ -58,21 +56,20 @@ class Server:
         if isinstance(self.now, Starting):
             round = self._load()
             self._enter(Loaded(round))
-            return Report(self.now, round, notes=(f"continues after round {round}",) if round else ())
+            return replace(self.report, state=self.now, notes=(f"goes on after round {round}",) if round else ())
         while True:
             perform = {Running: self._run, Evaluating: self._evaluate, Saving: self._save}[type(self.now)]
             number = self.now.round
             perform(number)
             self._enter(Done())
             if isinstance(self.now, Finished) or (isinstance(self.now, Running) and self.now.round > number):
-                return self._finish_round(number)
+                return self._report(number)
 
     def _enter(self, event) -> None:
         self.now = next_state(self.now, event, self.plan)
 
-    def _finish_round(self, number: int) -> Report:
-        self.metrics["round_seconds"] = time.perf_counter() - self.started
-        return Report(self.now, number, self.metrics, tuple(self.notes), tuple(self.moved), time.time_ns() // 1_000_000)
+    def _report(self, number: int) -> Report:
+        return Report(self.now, number, self.metrics, tuple(self.notes), tuple(self.moved), self.time_ms)
 
     # ---- starting
 
@@ -99,11 +96,13 @@ class Server:
         self.ledger = Ledger(**checkpoint.values["ledger"])
         self.population.advance(checkpoint.round)
         self.backend.restore(checkpoint.memory())
+        report = checkpoint.values["report"]
+        self.report = Report(self.now, checkpoint.round, report["metrics"], moved=tuple(map(tuple, report["moved"])), time_ms=report["time_ms"])
 
     # ---- the states' effects
 
     def _run(self, number: int) -> None:
-        self.started, self.notes, self.metrics = time.perf_counter(), [], {}
+        began, self.notes, self.metrics = time.perf_counter(), [], {}
         before_N = self.state.assign_N
         self.books = Round(ledger=self.ledger)
         self._come_and_go(number)
@@ -120,6 +119,8 @@ class Server:
         self.moved = list(zip(changed.tolist(), self.state.assign_N[changed].tolist()))
         if self.books.train_loss:
             self.metrics["train_loss"] = float(np.mean(list(self.books.train_loss.values())))
+        self.metrics["round_seconds"] = time.perf_counter() - began
+        self.time_ms = time.time_ns() // 1_000_000
 
     def _come_and_go(self, number: int) -> None:
         came, gone = self.population.advance(number)
@@ -166,7 +167,8 @@ class Server:
             return
         tensors, scalars = self.state.split()
         tensors["server.held_N2"] = torch.from_numpy(self.held_N2)
-        values = {"state": scalars, "ledger": vars(self.ledger)}
+        report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}  # for a driver that is killed before it kept them
+        values = {"state": scalars, "ledger": vars(self.ledger), "report": report}
         self.store.save(number, tensors, values, self.backend.changed(), self.backend.owned())
 
     def _clients(self, ids: np.ndarray, number: int, *, measure: bool = False, books: Round | None = None) -> Clients:

@@ -21,8 +21,9 @@ from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, read_end, read_from
 from cfl_ray.tracking.uri import answers, redact, with_credentials
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
-BATCH_ROUNDS = 40  # about 20 metrics each, below MLflow's 1000 a call
+BATCH_ROUNDS = 40  # of about 20 metrics: below the 1000 that MLflow takes in one request, so a batch arrives whole or not at all
 LOCK_SECONDS = 5.0
+MOVE_SECONDS = 60.0  # a delivery to the place before may be under way
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,11 @@ class Delivery:
 def point_at(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> None:
     """Notes where the run in `run_dir` is delivered to. Another place than before gets the whole run."""
     target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None)
-    with FileLock(run_dir / LOCK, timeout=LOCK_SECONDS):
-        fields = read_json(run_dir / CURSOR)
-        if fields is None or replace(Cursor(**fields), run_id=None, delivered=0, ended_ms=None) != target:
+    fields = read_json(run_dir / CURSOR)
+    if fields is None:  # nobody can be delivering it
+        write_json(run_dir / CURSOR, asdict(target))
+    elif replace(Cursor(**fields), run_id=None, delivered=0, ended_ms=None) != target:
+        with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS):
             write_json(run_dir / CURSOR, asdict(target))
 
 
@@ -164,22 +167,19 @@ def _deliver_each(waiting: list[Path], uri: str | None, deadline: float, deliver
         try:
             if target is None:
                 raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
-            rounds = Delivery(run_dir, target).bring_up_to_date(lock_seconds=0)
+            delivered.append(Delivered(run_dir, Delivery(run_dir, target).bring_up_to_date(lock_seconds=0)))
         except Timeout:
             continue  # the run itself is delivering
-        except UserError as error:
-            warn(str(error))
         except Exception as error:  # the boundary to MLflow: whatever it raises, nothing is lost and the command goes on
-            out_of_reach.add(shown)
-            warn(f"MLflow at {shown} is out of reach ({reason(error, target or shown)}); results in {run_dir} wait for the next cfl-ray call")
-        else:
-            delivered.append(Delivered(run_dir, rounds))
+            warn(f"MLflow at {shown} lacks results of {run_dir} ({reason(error, target or shown)}); the next cfl-ray call tries again")
+            if isinstance(error, ConnectionError):
+                out_of_reach.add(shown)
 
 
 def reason(error: BaseException, uri: str) -> str:
     """Returns the first line of an exception's text, short and without credentials."""
     lines = redact(str(error), uri).splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return lines[0][:400]
 
 
 def _batches(run_dir: Path, offset: int) -> Iterator[tuple[list[RoundRecord], int]]:

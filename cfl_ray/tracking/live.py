@@ -12,8 +12,7 @@ from cfl_ray.tracking.record import RoundRecord, RunInfo, Status
 from cfl_ray.tracking.tracker import METRICS_LOG, Spool
 from cfl_ray.tracking.uri import redact
 
-PAUSE_SECONDS = 1.0  # between deliveries: rounds quicker than this go out together
-LONGEST_PAUSE_SECONDS = 30.0  # between attempts to reach a store that does not answer
+PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after a delivery (quicker rounds go out together), after one failure in a row, two ...
 PAUSE_AT_FINISH_SECONDS = 0.5
 
 
@@ -29,10 +28,10 @@ class MlflowTracker:
         finish_seconds: float = 20.0,  # longest wait of `finish` for a store that answered before; one attempt if it never did
         warn: Callable[[str], None] = logging.getLogger(__name__).warning,  # called from the thread too, never with a credential
     ):
-        self.run_dir = Path(run_dir)
+        self.run_dir = Path(run_dir).absolute()
         self.uri = uri
         self.experiment = experiment
-        self.parent = Path(parent) if parent else None
+        self.parent = Path(parent).absolute() if parent else None
         self.finish_seconds = finish_seconds
         self.warn = warn
         self._spool = Spool(self.run_dir)
@@ -89,7 +88,7 @@ class MlflowTracker:
         if self._finishing.is_set():
             self._done.wait(PAUSE_AT_FINISH_SECONDS)
         else:
-            self._finishing.wait(min(PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS))
+            self._finishing.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
         self._new.wait()
 
     def _warn_of_outage(self, error: Exception) -> None:

@@ -7,13 +7,14 @@ How "once" is kept, where a process or the server can die between doing a thing 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from cfl_ray.errors import RunError
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that
 
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
-MAX_METRICS, MAX_PARAMS, MAX_PARAM_CHARS = 1000, 100, 6000  # MLflow's limits for one log_batch
+MAX_PARAM_CHARS = 6000  # MLflow's limit; its other limits, on the size of a request, its client sees to itself
 CREATION_SECONDS = 60.0  # another process may be creating the tables of a new SQLite store
 
 DEFAULTS = {  # of our processes; what the user's environment says stands
@@ -62,8 +63,7 @@ class MlflowRun:
             missing = self._not_there_yet(metrics)
             self._unsure = len(missing) < len(metrics)
             metrics = missing
-        for batch in _chunks(metrics, MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=batch)
+        self._client.log_batch(self.run_id, metrics=metrics)
 
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the figures of the whole run, its files and its status."""
@@ -115,11 +115,13 @@ def _exists(client: "MlflowClient", run_id: str) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:
-        client.get_run(run_id)
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return False
+    if run.info.lifecycle_stage == "deleted":
+        raise RunError(f"run {run_id} was deleted in MLflow: restore it there, or remove mlflow.json from the run directory")
     return True
 
 
@@ -140,10 +142,4 @@ def _create(client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id
 def _log_params(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
     from mlflow.entities import Param
 
-    for batch in _chunks([Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()], MAX_PARAMS):
-        client.log_batch(run_id, params=batch)
-
-
-def _chunks(items: Iterable, size: int) -> Iterator[list]:
-    items = list(items)
-    return (items[start : start + size] for start in range(0, len(items), size))
+    client.log_batch(run_id, params=[Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()])

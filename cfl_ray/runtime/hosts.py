@@ -1,0 +1,70 @@
+"""Client hosts: Ray actors that hold a network and do pieces of exchanges for any client."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from cfl_ray.core.work import PieceResult, Work
+from cfl_ray.engine import choose
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.runtime.setup import Setup, device_of
+
+
+class ClientHost:
+    """One process with one compute thread. Sums of an exchange stay here until they are collected."""
+
+    def __init__(self, setup: Setup, vectorise: bool):
+        torch.set_num_threads(1)
+        self.setup = setup
+        self.device = device_of(setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
+        self.worker = setup.worker(self.device, vectorise)
+        self.exchange: tuple | None = None
+        self.sums = HostSums()
+        self.rows: dict[tuple[int, int], Tensor] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """Where this host runs and on what."""
+        return {"node": ray.get_runtime_context().get_node_id(), "device": self.device}
+
+    def measure_engine(self) -> choose.Choice:
+        return choose.measure(self.worker.network, self.setup.federation, self.setup.local, self.setup.experiment.seed)
+
+    def set_engine(self, vectorise: bool) -> None:
+        self.worker.vectorise = vectorise
+
+    def work(self, exchange: tuple, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
+        """Does a piece. Returns what it found, followed by the new memory of each of its clients where the work keeps any.
+
+        refs:   the model rows this piece uses, fetched at most once per exchange.
+        owners: positions in the piece of the clients whose memory follows in `owned`.
+        """
+        if exchange != self.exchange:
+            self.exchange, self.sums, self.rows = exchange, HostSums(), {}
+        memory = {position: shared_tensor(value) for position, value in zip(owners, owned)}
+        result, kept = self.worker.run(piece, index_m, lambda table, row: self._row(refs, table, row), memory, self.sums)
+        if piece.own is None:
+            return result
+        return result, *(kept[i].numpy() if i in kept else None for i in range(len(index_m)))
+
+    def _row(self, refs: dict[tuple[int, int], ray.ObjectRef], table: int, row: int) -> Tensor:
+        if (table, row) not in self.rows:
+            self.rows[table, row] = shared_tensor(ray.get(refs[table, row]))
+        return self.rows[table, row]
+
+    def collect(self, exchange: tuple) -> tuple[dict[int, np.ndarray], dict[int, float]]:
+        """Sums of everything done here for this exchange, which ends with that."""
+        if exchange != self.exchange:
+            return {}, {}
+        sums, self.exchange, self.sums, self.rows = self.sums, None, HostSums(), {}
+        return {out: row.numpy() for out, row in sums.rows.items()}, {out: float(mass) for out, mass in sums.mass.items()}
+
+
+def shared_tensor(array: np.ndarray) -> Tensor:
+    """A tensor over memory that the node shares, without a copy. Read only by agreement: engines copy before they write."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)

@@ -1,0 +1,204 @@
+"""Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` where a run stopped."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.errors import ConfigError
+from cfl_ray.report.figures import write_figures
+from cfl_ray.runtime.results import MethodResult, Moves, Results
+from cfl_ray.runtime.server import Report
+from cfl_ray.runtime.session import InProcessSession, Session
+from cfl_ray.runtime.setup import Setup, cluster_address, prepare
+from cfl_ray.tracking import ARTIFACTS, ROUND_METRICS, RUN_METRICS, MlflowTracker, RoundRecord, RunInfo, Spool, Tracker, flatten, read_end, read_records, redact, resolve_uri, summarise
+
+CONFIG = "config.yaml"
+
+
+@dataclass
+class Watcher:
+    """Told what happens while a run goes on; the default says nothing."""
+
+    def preparing(self, what: str, done: int = 0, total: int = 0) -> None: ...
+    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None: ...
+    def method(self, label: str, report: Report) -> None: ...
+    def round(self, label: str, report: Report) -> None: ...
+    def warn(self, text: str) -> None: ...
+
+
+def run(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
+    """Runs every method of the experiment on Ray and returns what they came to.
+
+    run_dir: where files go; None: a new folder below `experiment.output`. Raises ConfigError for bad input and for a folder that
+    belongs to another config, RunError when the run cannot go on; everything saved stays.
+    """
+    return _launch(experiment or Experiment(), run_dir, watcher or Watcher(), on_ray=True, keep=True)
+
+
+def simulate(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
+    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given."""
+    return _launch(experiment or Experiment(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
+
+
+def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True) -> Results:
+    """Goes on with a run that stopped, from its last checkpoints. Raises ConfigError where `run_dir` holds no run."""
+    file = Path(run_dir) / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{run_dir} holds no run: there is no {file}")
+    return _launch(config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
+
+
+def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False) -> Results:
+    watcher.preparing("federation")
+    setup = prepare(experiment, watcher.preparing)
+    directory = _claim(experiment, run_dir, resumed) if keep else None
+    watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
+    session = _session(setup, directory, on_ray)
+    try:
+        facts = session.facts()
+        watcher.started(setup, directory, facts)
+        return _Driver(setup, session, directory, watcher, facts).all_methods()
+    finally:
+        session.close()
+
+
+def _session(setup: Setup, directory: Path | None, on_ray: bool) -> Session:
+    if not on_ray:
+        return InProcessSession(setup, directory)
+    if cluster_address(setup.experiment.runtime.address) is None and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported: a cluster of our own is never open to others
+    from cfl_ray.runtime.cluster import RaySession  # imports ray, which `simulate` does without
+
+    return RaySession(setup, directory)
+
+
+def _claim(experiment: Experiment, run_dir: str | Path | None, resumed: bool) -> Path:
+    """The run directory with this experiment's config in it. Raises ConfigError where it belongs to another one."""
+    if run_dir is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        directory = Path(experiment.output) / f"{experiment.name}-{stamp}"
+        number = 2
+        while directory.exists():
+            directory, number = directory.with_name(f"{experiment.name}-{stamp}-{number}"), number + 1
+    else:
+        directory = Path(run_dir)
+    directory = directory.absolute()
+    file = directory / CONFIG
+    if file.is_file() and not resumed:
+        there = config.load(file)
+        if there.config_hash != experiment.config_hash:
+            raise ConfigError(f"{directory} belongs to another config (hash {there.config_hash}, this one has {experiment.config_hash}); choose another folder")
+        raise ConfigError(f"{directory} holds a run of this config already; go on with it by `cfl-ray resume {directory}` or choose another folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    if not resumed:
+        file.write_text(experiment.to_yaml())
+    return directory
+
+
+class _Driver:
+    """Drives a session through the methods and keeps what it reports."""
+
+    def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
+        self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
+        self.experiment = setup.experiment
+        self.uri = resolve_uri(self.experiment.tracking, self.experiment.output) if self.experiment.tracking.enabled and directory else None
+
+    def all_methods(self) -> Results:
+        parent = self._tracker(None)
+        status = "FAILED"
+        try:
+            results = {label: self._method(label) for label in self.setup.methods}
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if parent is not None:
+                if status == "FINISHED":
+                    write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
+                parent.finish(status, {})
+        return Results(results, self.directory, redact(self.uri) if self.uri else None, self.facts)
+
+    def _method(self, label: str) -> MethodResult:
+        directory = self.directory / label if self.directory else None
+        records = list(read_records(directory)) if directory else []
+        if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
+            return MethodResult(label, records, dict(end.summary.metrics))
+        tracker, moves = self._tracker(label), Moves(directory)
+        status, summary = "FAILED", {}
+        try:
+            report = self.session.begin(label)
+            self._take(report, records, moves, tracker)  # a round that was saved just before a crash, and not yet kept here
+            self.watcher.method(label, report)
+            while not report.finished:
+                report = self.session.advance()
+                self._take(report, records, moves, tracker)
+                self.watcher.round(label, report)
+            summary = self._summary(records, moves, report)
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if tracker is not None:
+                if status == "FINISHED":
+                    moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
+                    write_figures(directory / ARTIFACTS, {label: records})
+                    (directory / ARTIFACTS / CONFIG).write_text(self.experiment.to_yaml())
+                tracker.finish(status, summary)
+        return MethodResult(label, records, summary)
+
+    def _take(self, report: Report, records: list[RoundRecord], moves: Moves, tracker: Tracker | None) -> None:
+        """Keeps a round; one that was replayed after a fault is there already."""
+        if not report.metrics or (records and report.round <= records[-1].round):
+            return
+        record = RoundRecord(report.round, {name: value for name, value in report.metrics.items() if name in ROUND_METRICS}, report.time_ms)
+        records.append(record)
+        moves.add(report)
+        if tracker is not None:
+            tracker.log(record)
+
+    def _summary(self, records: list[RoundRecord], moves: Moves, report: Report) -> dict[str, float]:
+        clustered = any("num_clusters" in record.metrics for record in records)
+        summary = summarise(records, self.experiment.evaluation.target, moves.rounds if clustered else None)
+        return summary | {name: value for name, value in report.metrics.items() if name in RUN_METRICS}
+
+    def _tracker(self, label: str | None) -> Tracker | None:
+        """The tracker of one method, or of the comparison of all (None), started; None where nothing is kept."""
+        if self.directory is None:
+            return None
+        directory = self.directory / label if label else self.directory
+        if self.uri is None:
+            tracker: Tracker = Spool(directory)
+        else:
+            parent = self.directory if label else None
+            tracker = MlflowTracker(directory, self.uri, self.experiment.tracking.experiment, parent, warn=self.watcher.warn)
+        data = self.experiment.data
+        tags = {
+            "dataset": data.source,
+            "partition": data.partition.kind if data.shift.kind == "none" else f"{data.shift.kind}/{data.partition.kind}",
+            "seed": self.experiment.seed,
+            "config_hash": self.experiment.config_hash,
+            "git_commit": _git_commit(),
+        }
+        name = f"{self.experiment.name}/{label}" if label else self.experiment.name
+        method = self.setup.methods[label].name if label else ""
+        facts = {f"session.{key}": value for key, value in self.facts.items()}
+        options = {f"method.{key}": str(value) for key, value in vars(self.setup.methods[label]).items()} if label else {}
+        tracker.start(RunInfo(name, method, tags | ({"method": method} if method else {}), flatten(self.experiment.to_dict()) | facts | options))
+        return tracker
+
+
+def _git_commit() -> str:
+    """The commit of the code at work, or "unknown" outside a checkout."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,105 @@
+"""The port's backend over Ray: pieces go to hosts as they become free, models cross once per host, sums come back once."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import ray
+from torch import Tensor
+
+from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Train, Work
+from cfl_ray.engine.local import gather, mass_of, piece_size, pieces_of
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.runtime.hosts import shared_tensor
+from cfl_ray.runtime.pool import Call, Pool
+
+
+@dataclass
+class OnRay:
+    """Backend over a pool of hosts. What clients own stays in the object store; only references are held here."""
+
+    pool: Pool
+    memory: dict[OwnedKey, ray.ObjectRef] = field(default_factory=dict)
+    _changed: set[OwnedKey] = field(default_factory=set)
+    _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef]]] = field(default_factory=dict)  # by table: the rows put so far
+    _address: tuple | None = None
+
+    def run(self, work: Work) -> Outcome:
+        pieces = pieces_of(work, self.piece_size(len(work.ids_M)))
+        exchange = (work.address.round, work.address.exchange, id(work))
+        self._forget_rows_of_other_rounds(work.address)
+        kept: dict[OwnedKey, ray.ObjectRef] = {}
+        results: dict[int, PieceResult] = {}
+        sums = HostSums()
+
+        def take(position: int, returns: list) -> None:
+            results[position] = returns[0]
+            if isinstance(work, Train) and work.own is not None:
+                ok_m = returns[0].arrays["ok"]
+                ids = work.ids_M[returns[0].index_m].tolist()
+                kept.update({(work.own.name, client): ref for client, ref, ok in zip(ids, returns[1:], ok_m) if ok})
+
+        def merge(gathered: tuple[dict[int, np.ndarray], dict[int, float]]) -> None:
+            rows, mass = gathered
+            sums.add({out: shared_tensor(row) for out, row in rows.items()}, mass)
+
+        mixes = getattr(work, "mix", None) is not None
+        calls = [self._call(work, index_m, exchange) for index_m in pieces]
+        self.pool.run(calls, take, (lambda actor: actor.collect.remote(exchange)) if mixes else None, merge)
+        self.memory.update(kept)
+        self._changed.update(kept)
+        return Outcome(gather([results[position] for position in sorted(results)], len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
+
+    def piece_size(self, clients: int) -> int:
+        return piece_size(clients, self.pool.choice.vectorise, bool(self.pool.setup.experiment.runtime.clients_per_host))
+
+    def _call(self, work: Work, index_m: np.ndarray, exchange: tuple) -> Call:
+        piece = work.take(index_m)
+        name = work.own.name if work.own else ""
+        ids = piece.ids_M.tolist()
+        owners = [i for i, client in enumerate(ids) if (name, client) in self.memory]
+        refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
+        returns = 1 + (len(ids) if isinstance(work, Train) and work.own else 0)
+        per_host = self.pool.setup.experiment.runtime.clients_per_host
+
+        def start(actor) -> list[ray.ObjectRef]:
+            owned = [self.memory[name, ids[i]] for i in owners]
+            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, owners, *owned)
+            return made if isinstance(made, list) else [made]
+
+        return Call(start, ids[0] // per_host if per_host else None)
+
+    # ---- models
+
+    def _row(self, table: Tensor, row: int) -> ray.ObjectRef:
+        """The row in the object store: put once per round, however many exchanges and hosts use it."""
+        _, refs = self._rows.setdefault(id(table), (table, {}))
+        if row not in refs:
+            refs[row] = ray.put(table[row].numpy())
+        return refs[row]
+
+    def _forget_rows_of_other_rounds(self, address: Address) -> None:
+        if self._address != (address.round, address.exchange < 0):
+            self._address, self._rows = (address.round, address.exchange < 0), {}
+
+    # ---- what clients own
+
+    def forget(self, ids: np.ndarray) -> None:
+        gone = set(np.asarray(ids).tolist())
+        for key in [key for key in self.memory if key[1] in gone]:
+            del self.memory[key]
+            self._changed.discard(key)
+
+    def owned(self) -> Iterable[OwnedKey]:
+        return self.memory.keys()
+
+    def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
+        changed, self._changed = sorted(self._changed), set()
+        return ((key, shared_tensor(ray.get(self.memory[key]))) for key in changed)
+
+    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
+        self.memory = {key: ray.put(value.numpy()) for key, value in entries}
+
+    def clear(self) -> None:
+        """Ready for another method."""
+        self.memory, self._changed, self._rows = {}, set(), {}

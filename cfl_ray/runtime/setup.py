@@ -1,0 +1,103 @@
+"""From an experiment to everything a process needs to work on it."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cfl_ray import data, models
+from cfl_ray.config import Experiment
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.method import Method
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine import choose
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.worker import Worker
+from cfl_ray.errors import ConfigError
+from cfl_ray.methods import resolve
+from cfl_ray.models import ModelRecipe
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment whose federation, network and methods stand ready. Pickles to what hosts need: paths and recipes."""
+
+    experiment: Experiment
+    federation: Federation
+    recipe: ModelRecipe
+    methods: dict[str, Method]  # by label, in the order of the config
+
+    @property
+    def local(self) -> LocalSGD:
+        local = self.experiment.local
+        return LocalSGD(local.epochs, local.steps, local.batch_size, local.lr, local.momentum, local.weight_decay)
+
+    def network(self, device: str = "cpu") -> Network:
+        return Network(self.recipe, self.federation.shape.input, device)
+
+    def worker(self, device: str = "cpu", vectorise: bool = False) -> Worker:
+        return Worker(self.network(device), self.federation, vectorise)
+
+
+def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
+    """Writes or reuses the shards and checks everything that can be checked before a run. Raises ConfigError or DataError."""
+    methods = resolve(experiment.methods)
+    federation = experiment.data.federation
+    if federation is None:
+        federation = data.build(experiment.data, experiment.seed, shards_folder(experiment), progress)
+    recipe = models.recipe(experiment.model.name, experiment.model.options, federation.shape.input, federation.shape.num_classes)
+    _check_clients(experiment, federation)
+    return Setup(experiment, federation, recipe, methods)
+
+
+def shards_folder(experiment: Experiment) -> str:
+    """Where this experiment's shards are kept."""
+    return experiment.data.shards or str(Path(experiment.output) / "shards")
+
+
+def _check_clients(experiment: Experiment, federation: Federation) -> None:
+    count, wanted = federation.num_clients, experiment.cohort.clients
+    if wanted and wanted > count:
+        raise ConfigError(f"cohort.clients: {wanted} clients per round, but the federation has {count}; at most {count}")
+    for event in experiment.schedule:
+        for client in (*event.join, *event.leave):
+            if not 0 <= client < count:
+                raise ConfigError(f"schedule, round {event.round}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
+    later = {client for event in experiment.schedule for client in event.join}
+    if len(later) >= count:
+        raise ConfigError(f"schedule: all {count} clients join later, so round 1 has none; leave at least one out of `join`")
+
+
+def cluster_address(configured: str | None) -> str | None:
+    """Address of the Ray cluster to join; None: start one on this machine for the run."""
+    address = configured or os.environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_ID" in os.environ else None)
+    return None if address == "local" else address
+
+
+def engine_choice(setup: Setup, device: str, measured: Callable[[], choose.Choice]) -> choose.Choice:
+    """The configured engine, or the measured one; a measurement is kept beside the runs, so that a repeated run chooses alike."""
+    wanted = setup.experiment.runtime.engine
+    if wanted != "auto":
+        return choose.Choice(wanted == "vectorised", f"{wanted}: as configured")
+    file = Path(setup.experiment.output) / "engine-choices.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    key = choose.key(setup.network(device), setup.local)
+    if key not in known:
+        choice = measured()
+        known[key] = [choice.vectorise, choice.reason]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(known, indent=1))
+        scratch.replace(file)
+    return choose.Choice(*known[key])
+
+
+def device_of(experiment: Experiment, has_gpu: bool) -> str:
+    """cpu or cuda. Raises ConfigError where cuda is asked for and there is none."""
+    wanted, present = experiment.runtime.device, torch.cuda.is_available()
+    if wanted == "cuda" and not present:
+        raise ConfigError("runtime.device: cuda, but torch finds no GPU here; set runtime.device=cpu or auto")
+    return "cuda" if present and (wanted == "cuda" or (wanted == "auto" and has_gpu)) else "cpu"

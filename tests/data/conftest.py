@@ -1,0 +1,51 @@
+"""A toy data set whose images say which row they are, and the real data where this machine has them."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray.config import Data
+from cfl_ray.data.images import Images
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with the real data sets."""
+    named = os.environ.get("CFL_RAY_DATA")
+    root = Path(named) if named else Path(__file__).parents[3] / "shared/data"
+    if not root.is_dir():
+        pytest.skip(f"no real data in {root}; set CFL_RAY_DATA")
+    return root
+
+
+@pytest.fixture
+def toy():
+    """Makes an Images of n training rows: pixel (0, 0) and (0, 1) of row r are r % 256 and r // 256, its label is r % classes."""
+
+    def make(n: int = 400, n_test: int = 100, shape: tuple[int, int, int] = (1, 4, 4), classes: int = 10, seed: int = 0, **known) -> Images:
+        def part(count: int):
+            x = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+            rows = np.arange(count)
+            x[:, 0, 0, 0], x[:, 0, 0, 1] = rows % 256, rows // 256
+            return x, (rows % classes).astype(np.int16)
+
+        return Images(*part(n), *(part(n_test) if n_test else (None, None)), num_classes=classes, **known)
+
+    return make
+
+
+@pytest.fixture
+def config():
+    """Makes a Data section: config("iid", 4, view="label", shift={...})."""
+
+    def make(kind: str = "iid", clients: int | None = 4, view: str = "cluster", shift: dict | None = None, max_images: int | None = None,
+             fraction: float = 0.2, source: str = "digits", **partition) -> Data:
+        return Data(source=source, shift=shift or {}, partition={"kind": kind, "clients": clients, **partition},
+                    test={"view": view, "max_images": max_images, "fraction": fraction})
+
+    return make

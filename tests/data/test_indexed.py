@@ -1,0 +1,27 @@
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import functional
+
+from cfl_ray.data.indexed import Scaling
+from cfl_ray.errors import DataError
+
+MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
+
+
+def test_scaling_is_torchvisions_bit_for_bit():
+    x = np.random.default_rng(0).integers(0, 256, (7, 3, 5, 5), dtype=np.uint8)
+    expected = torch.stack([functional.normalize(functional.to_tensor(one.transpose(1, 2, 0)), MEAN, STD) for one in x])
+    assert torch.equal(Scaling(255, [MEAN, STD]).to_tensor(x), expected)
+
+
+def test_scaling_copies_even_what_needs_no_change():
+    x = np.ones((2, 3), np.float32)
+    Scaling(1.0, None).to_tensor(x).zero_()
+    assert x.all()
+
+
+@pytest.mark.parametrize("normalize", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[0.5], [0.0]], [[], []]])
+def test_normalize_must_fit_the_channels(normalize):
+    with pytest.raises(DataError, match="with 3 values each"):
+        Scaling(255, normalize).check((3, 8, 8))

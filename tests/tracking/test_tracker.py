@@ -1,0 +1,90 @@
+import resource
+
+import pytest
+
+from cfl_ray.errors import DataError
+from cfl_ray.tracking import RunInfo, Spool, read_end, read_info, read_records
+from cfl_ray.tracking.tracker import METRICS_LOG
+
+
+def rounds(run_dir):
+    return [record.round for record in read_records(run_dir)]
+
+
+def start(run_dir, info):
+    spool = Spool(run_dir)
+    spool.start(info)
+    return spool
+
+
+def test_a_run_is_in_its_directory_as_it_was_reported(tmp_path, info, record):
+    spool = start(tmp_path, info)
+    for round in range(3):
+        spool.log(record(round))
+    assert read_end(tmp_path) is None
+    spool.finish("FINISHED", {"rounds_to_target": 2})
+    assert read_info(tmp_path) == info
+    assert list(read_records(tmp_path)) == [record(0), record(1), record(2)]
+    end = read_end(tmp_path)
+    assert (end.status, end.summary.metrics, end.summary.round, end.summary.time_ms) == ("FINISHED", {"rounds_to_target": 2}, 2, record(2).time_ms)
+
+
+def test_a_record_is_in_the_file_when_log_returns(tmp_path, info, record):
+    start(tmp_path, info).log(record(1))
+    assert rounds(tmp_path) == [1]
+
+
+def test_rounds_replayed_after_a_crash_are_ignored(tmp_path, info, record):
+    first = start(tmp_path, info)
+    for round in range(5):
+        first.log(record(round))
+    second = start(tmp_path, RunInfo("other"))
+    for round in range(3, 7):
+        second.log(record(round))
+    assert rounds(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
+    assert read_info(tmp_path) == info
+
+
+def test_a_resumed_run_has_not_ended(tmp_path, info):
+    start(tmp_path, info).finish("KILLED", {})
+    start(tmp_path, info)
+    assert read_end(tmp_path) is None
+
+
+@pytest.mark.parametrize("torn", [b'{"round": 2, "ti', b'{"round": 2, "time_ms": 5, "accuracy": 1.0}'])
+def test_a_torn_last_line_is_repaired(tmp_path, info, record, torn):
+    start(tmp_path, info).log(record(1))
+    with (tmp_path / METRICS_LOG).open("ab") as file:
+        file.write(torn)
+    assert rounds(tmp_path) == [1]
+    start(tmp_path, info).log(record(2))
+    assert list(read_records(tmp_path)) == [record(1), record(2)]
+
+
+def test_a_damaged_line_is_named(tmp_path, info, record):
+    start(tmp_path, info).log(record(1))
+    with (tmp_path / METRICS_LOG).open("ab") as file:
+        file.write(b"\0\0\0\n")
+    with pytest.raises(DataError, match=f"{METRICS_LOG} is damaged at byte"):
+        start(tmp_path, info)
+
+
+def test_a_full_disk_leaves_whole_lines_and_can_be_tried_again(tmp_path, info, record):
+    spool = start(tmp_path, info)
+    spool.log(record(1))
+    size = (tmp_path / METRICS_LOG).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # room for a part of the next line
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            spool.log(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / METRICS_LOG).stat().st_size == size
+    spool.log(record(2))
+    assert rounds(tmp_path) == [1, 2]
+
+
+def test_a_directory_without_a_run_says_so(tmp_path):
+    with pytest.raises(DataError, match=r"holds no run: run\.json is missing"):
+        read_info(tmp_path)
