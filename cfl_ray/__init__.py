@@ -7,7 +7,7 @@ import importlib
 
 _PUBLIC = {
     "Experiment": "cfl_ray.config",
-    "ConfigError": "cfl_ray.errors",
+    "ConfigError": "cfl_ray.core.errors",
     "Federation": "cfl_ray.data",
     "Method": "cfl_ray.core.method",
     "run": "cfl_ray.runtime.launch",

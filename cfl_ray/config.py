@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cfl_ray.errors import ConfigError, nearest
+from cfl_ray.core.errors import ConfigError, nearest
 
 # Sections whose values cannot change a result: left out of the hash that says whether two configs are the same experiment.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.errors import ConfigError, nearest
+from cfl_ray.core.errors import ConfigError, nearest
 
 PREFIX = "cfl_ray_plugin_"
 

@@ -90,6 +90,11 @@ class Work:
     own: Own | None = None
     in_order: bool = False  # one piece, clients one after another
 
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep something new of this exchange."""
+        return False
+
 
 def _take_mix(mix: Mix, index_m: np.ndarray, num_clients: int) -> Mix:
     position_M = np.full(num_clients, -1)
@@ -109,6 +114,10 @@ class Train(Work):
     mix: Mix | None = None
     keep: Columns | None = None
     measure: int = 0  # test images per client for P-local; 0: no test
+
+    @property
+    def remembers(self) -> bool:
+        return self.own is not None
 
     def rows(self) -> list[Rows]:
         return [self.start, *(pull.anchor for pull in self.pulls)]

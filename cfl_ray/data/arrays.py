@@ -9,7 +9,7 @@ import torch
 from cfl_ray.data.federation import Federation, Shape
 from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
 from cfl_ray.data.plan import split_rows
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 Array = np.ndarray | torch.Tensor | Sequence
 

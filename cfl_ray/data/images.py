@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cfl_ray.config import Data
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, out of how many
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cfl_ray.data.federation import Federation, Shape
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 Samples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y integer (n,)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from cfl_ray.data.images import Images, Progress
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 SIDE = 28
 CLASSES = 62

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cfl_ray.config import Partition
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 MAX_REDRAWS = 1000
 

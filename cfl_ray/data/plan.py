@@ -9,7 +9,7 @@ from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
 from cfl_ray.data.shifts import Group, Variant, make_groups
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 @dataclass(frozen=True)

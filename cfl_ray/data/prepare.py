@@ -18,7 +18,7 @@ from cfl_ray.data.sources import locate
 from cfl_ray.data.store import AGAIN, Folder
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.data.writing import shard_bytes, write_shards
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cfl_ray.data.federation import Shape
 from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
 from cfl_ray.data.store import AGAIN, Folder
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 MANIFEST = "manifest.json"
 

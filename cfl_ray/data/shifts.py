@@ -9,7 +9,7 @@ import numpy as np
 
 from cfl_ray.config import Shift
 from cfl_ray.data.images import Images
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)

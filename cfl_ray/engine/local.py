@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Train, Work
+from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Memory, Worker
 
@@ -77,7 +77,7 @@ class InProcess:
             ids = piece.ids_M.tolist()
             memory = {i: self.memory[name, client] for i, client in enumerate(ids) if work.own and (name, client) in self.memory}
             result, kept = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], memory, sums)
-            if isinstance(work, Train):
+            if work.remembers:
                 entries = {(name, ids[i]): value for i, value in kept.items()}
                 self.memory.update(entries)
                 self._changed.update(entries)

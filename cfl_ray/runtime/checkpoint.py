@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cfl_ray.errors import RunError
+from cfl_ray.core.errors import RunError
 
 FORMAT = 1
 _MEMORY_FILE_BYTES = 256 << 20  # a memory file is closed when it has grown to this

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.core.plugin import PREFIX
-from cfl_ray.errors import ConfigError, RunError, UserError
+from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
 from cfl_ray.runtime.pool import Pool, host_count, told
 from cfl_ray.runtime.port import OnRay

@@ -22,7 +22,7 @@ class ClientHost:
         self.setup = setup
         self.device = device_of(setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         self.worker = setup.worker(self.device, vectorise)
-        self.exchange: tuple | None = None
+        self.exchange: int | None = None
         self.sums = HostSums()
         self.rows: dict[tuple[int, int], Tensor] = {}
 
@@ -36,7 +36,7 @@ class ClientHost:
     def set_engine(self, vectorise: bool) -> None:
         self.worker.vectorise = vectorise
 
-    def work(self, exchange: tuple, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
+    def work(self, exchange: int, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
         """Does a piece. Returns what it found, followed by the new memory of each of its clients where the work keeps any.
 
         refs:   the model rows this piece uses, fetched at most once per exchange.
@@ -46,7 +46,7 @@ class ClientHost:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
         memory = {position: shared_tensor(value) for position, value in zip(owners, owned)}
         result, kept = self.worker.run(piece, index_m, lambda table, row: self._row(refs, table, row), memory, self.sums)
-        if piece.own is None:
+        if not piece.remembers:
             return result
         return result, *(kept[i].numpy() if i in kept else None for i in range(len(index_m)))
 
@@ -55,7 +55,7 @@ class ClientHost:
             self.rows[table, row] = shared_tensor(ray.get(refs[table, row]))
         return self.rows[table, row]
 
-    def collect(self, exchange: tuple) -> tuple[dict[int, np.ndarray], dict[int, float]]:
+    def collect(self, exchange: int) -> tuple[dict[int, np.ndarray], dict[int, float]]:
         """Sums of everything done here for this exchange, which ends with that."""
         if exchange != self.exchange:
             return {}, {}

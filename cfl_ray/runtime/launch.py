@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.errors import ConfigError
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.report.figures import write_figures
 from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from cfl_ray.engine.choose import Choice
 from cfl_ray.engine.worker import ClientFailure
-from cfl_ray.errors import ConfigError, RunError, UserError
+from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.runtime.hosts import ClientHost
 from cfl_ray.runtime.setup import Setup, engine_choice
 
@@ -48,6 +48,7 @@ class Pool:
     choice: Choice | None = None
     device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
+    exchanges: int = 0
     faults: list[str] = field(default_factory=list)  # one line for each host that was lost, until read
 
     def start(self, count: int) -> None:
@@ -83,6 +84,11 @@ class Pool:
         )
 
     # ---- work
+
+    def next_exchange(self) -> int:
+        """A number that no exchange of these hosts had before."""
+        self.exchanges += 1
+        return self.exchanges
 
     def run(self, calls: list[Call], take: Callable[[int, list[ray.ObjectRef]], None], collect: Callable[[Any], ray.ObjectRef] | None, merge: Callable[[Any], None]) -> None:
         """Makes every call once and hands its returns to `take(call number, returns)`.

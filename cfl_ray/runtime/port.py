@@ -7,7 +7,7 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Train, Work
+from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.local import gather, mass_of, piece_size, pieces_of
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.hosts import shared_tensor
@@ -26,7 +26,7 @@ class OnRay:
 
     def run(self, work: Work) -> Outcome:
         pieces = pieces_of(work, self.piece_size(len(work.ids_M)))
-        exchange = (work.address.round, work.address.exchange, id(work))
+        exchange = self.pool.next_exchange()
         self._forget_rows_of_other_rounds(work.address)
         kept: dict[OwnedKey, ray.ObjectRef] = {}
         results: dict[int, PieceResult] = {}
@@ -34,7 +34,7 @@ class OnRay:
 
         def take(position: int, returns: list) -> None:
             results[position] = returns[0]
-            if isinstance(work, Train) and work.own is not None:
+            if work.remembers:
                 ok_m = returns[0].arrays["ok"]
                 ids = work.ids_M[returns[0].index_m].tolist()
                 kept.update({(work.own.name, client): ref for client, ref, ok in zip(ids, returns[1:], ok_m) if ok})
@@ -53,13 +53,13 @@ class OnRay:
     def piece_size(self, clients: int) -> int:
         return piece_size(clients, self.pool.choice.vectorise, bool(self.pool.setup.experiment.runtime.clients_per_host))
 
-    def _call(self, work: Work, index_m: np.ndarray, exchange: tuple) -> Call:
+    def _call(self, work: Work, index_m: np.ndarray, exchange: int) -> Call:
         piece = work.take(index_m)
         name = work.own.name if work.own else ""
         ids = piece.ids_M.tolist()
         owners = [i for i, client in enumerate(ids) if (name, client) in self.memory]
         refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
-        returns = 1 + (len(ids) if isinstance(work, Train) and work.own else 0)
+        returns = 1 + (len(ids) if work.remembers else 0)
         per_host = self.pool.setup.experiment.runtime.clients_per_host
 
         def start(actor) -> list[ray.ObjectRef]:

@@ -16,7 +16,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine import choose
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
-from cfl_ray.errors import ConfigError
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import DataError, UserError
+from cfl_ray.core.errors import DataError, UserError
 from cfl_ray.tracking.files import read_json, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord

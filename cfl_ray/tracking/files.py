@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

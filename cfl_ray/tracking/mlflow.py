@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from cfl_ray.errors import RunError
+from cfl_ray.core.errors import RunError
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cfl_ray.errors import nearest
+from cfl_ray.core.errors import nearest
 from cfl_ray.tracking.uri import redact
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]

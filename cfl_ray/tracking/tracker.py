@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 from cfl_ray.tracking.files import read_json, write_json
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, Status
 

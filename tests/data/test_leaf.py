@@ -5,7 +5,7 @@ import pytest
 
 from cfl_ray.config import Data
 from cfl_ray.data.sources import locate
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 784), dtype=np.uint8)
 

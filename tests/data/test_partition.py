@@ -3,7 +3,7 @@ import pytest
 
 from cfl_ray.config import Partition
 from cfl_ray.data.partition import divide, writers
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 LABELS = np.arange(1003) % 10
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.data.plan import make_plan
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 def owned(plan):

@@ -7,7 +7,7 @@ import torch
 from cfl_ray.config import Data
 from cfl_ray.data import build, describe
 from cfl_ray.data.synthetic import SyntheticFederation
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 def stamps(folder):

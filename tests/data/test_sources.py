@@ -8,7 +8,7 @@ from torchvision import datasets
 
 from cfl_ray.config import Data
 from cfl_ray.data.sources import locate
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 def read(name, pixels=True, **data):

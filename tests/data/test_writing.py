@@ -8,7 +8,7 @@ from cfl_ray.config import Data
 from cfl_ray.data import build, open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.writing import shard_bytes, write_shards
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 
 
 def prepare(folder, barrier):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from cfl_ray.errors import DataError
+from cfl_ray.core.errors import DataError
 from cfl_ray.tracking import MlflowTracker, RunInfo, Spool, deliver_pending
 from cfl_ray.tracking import mlflow as ours
 from cfl_ray.tracking.delivery import CURSOR, LOCK, Delivery, is_pending, point_at
