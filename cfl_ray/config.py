@@ -18,6 +18,7 @@ from cfl_ray.core.errors import ConfigError, nearest
 
 # Sections whose values cannot change a result: left out of the hash that says whether two configs are the same experiment.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
+QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 SOURCES = ("digits", "mnist", "fashion_mnist", "cifar10", "images", "femnist", "femnist_leaf", "mnist_by_writer", "synthetic", "arrays")
 
 
@@ -76,16 +77,16 @@ class Data(Section):
     """The federation: which samples exist and who holds them."""
 
     source: str = Field("digits", description=" | ".join(SOURCES))
-    root: str | None = Field(None, description="folder of the data; null: the environment variable CFL_RAY_DATA, then ./data")
+    root: str | None = Field(None, description="folder of the data (arrays: the .npz file); null: the environment variable CFL_RAY_DATA, then ./data")
     download: bool = Field(False, description="let torchvision fetch the data set when it is absent")
     train_files: str | None = Field(None, description="glob below root of the training parquet files (images, femnist) or LEAF folder")
-    test_files: str | None = Field(None, description="glob below root of the test files; null: hold out a part")
+    test_files: str | None = Field(None, description="glob below root of the test files; null: then test.view must be holdout")
     columns: Columns = Columns()
     normalize: list[list[float]] | None = Field(None, description="[mean per channel, std per channel] after scaling to [0, 1]; null: scaling only")
     shift: Shift = Shift()
     partition: Partition = Partition()
     test: Test = Test()
-    shards: str | None = Field(None, description="where shards are written and reused: a folder or any URI pyarrow knows; null: below `output`")
+    shards: str | None = Field(None, description="where shards are written and reused, or one federation's own folder: a path or any URI pyarrow knows; null: below `output`")
     federation: Any = Field(None, exclude=True, description="a Federation made in Python, instead of a source")
     synthetic_shape: list[int] = Field([1, 28, 28], description="input shape (synthetic)")
     synthetic_samples: int = Field(50, ge=1, description="samples per client (synthetic)")
@@ -184,7 +185,7 @@ class Experiment(Section):
     model: Model = Model()
     local: Local = Local()
     cohort: Cohort = Cohort()
-    schedule: list[Event] = Field([], description="joins and leaves")
+    schedule: list[Event] = Field([], description="joins and leaves; what lies beyond the last round does not happen")
     evaluation: Evaluation = Evaluation()
     runtime: Runtime = Runtime()
     tracking: Tracking = Tracking()
@@ -195,7 +196,8 @@ class Experiment(Section):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
-        _check_schedule(self)
+        if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
+            check_cohort(self.cohort.clients, self.data.partition.clients)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -227,8 +229,8 @@ class Experiment(Section):
 
 
 def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
-    """The experiment of a YAML file (None: all defaults) with `section.key=value` overrides. Raises ConfigError."""
-    values = {} if file is None else _read(Path(file))
+    """The experiment of a YAML file (None: the built-in example) with `section.key=value` overrides. Raises ConfigError."""
+    values = _read(QUICKSTART if file is None else Path(file))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -261,15 +263,8 @@ def _set(values: dict[str, Any], path: list[str], value: Any, override: str) -> 
     values[path[-1]] = value
 
 
-def _check_schedule(experiment: Experiment) -> None:
-    late = [event.round for event in experiment.schedule if event.round > experiment.rounds]
-    if late:
-        raise ConfigError(f"schedule: an event at round {late[0]}, but the run has {experiment.rounds} rounds")
-    if experiment.cohort.clients and experiment.data.partition.clients and experiment.data.federation is None:
-        _check_cohort(experiment.cohort.clients, experiment.data.partition.clients)
-
-
-def _check_cohort(wanted: int, available: int) -> None:
+def check_cohort(wanted: int, available: int) -> None:
+    """Raises ConfigError where more clients are wanted in a round than there are."""
     if wanted > available:
         raise ConfigError(f"cohort.clients: {wanted} clients per round, but the federation has {available}; at most {available}")
 

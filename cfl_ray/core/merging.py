@@ -1,5 +1,7 @@
 """Merging clusters by the similarity of their mean signatures."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from scipy.cluster.hierarchy import DisjointSet
@@ -20,6 +22,8 @@ def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> 
 
     The larger side keeps its number, the lower one on ties. Only the edges of a maximum spanning tree can unite anything.
     """
+    if len(count_K) < 2:
+        return []
     distance = 2.0 - similarity_KK  # never 0, which the spanning tree would take for no edge
     np.fill_diagonal(distance, 0)
     tree = minimum_spanning_tree(distance).tocoo()
@@ -36,27 +40,49 @@ def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> 
     return done
 
 
-def merge_similar(
-    signature_SF: Tensor, cluster_S: np.ndarray, models_KP: Tensor, threshold: float, active: np.ndarray | None = None, average: bool = False
-) -> tuple[np.ndarray, Tensor]:
-    """Clusters (S,) and models (K', P) after merging; clusters that nobody belongs to are dropped.
+@dataclass(frozen=True)
+class Merged:
+    """What became of the clusters. `cluster_S` numbers the K' that are left from 0; `parts[k]` are the old clusters in k, the kept one first."""
 
-    active:  compare only these clusters (None: all that have members).
-    average: the merged model is the mean weighted by members, instead of the larger cluster's.
+    cluster_S: np.ndarray
+    parts: list[list[int]]
+    count_K: np.ndarray  # members of each old cluster
+
+    def models(self, models_KP: Tensor, first_P: Tensor, average: bool) -> Tensor:
+        """Models (K', P): each that of the kept cluster, or with `average` the mean weighted by members.
+
+        An old cluster beyond the rows of `models_KP` is new and has the model `first_P`.
+        """
+        row = lambda old: models_KP[old] if old < len(models_KP) else first_P
+        if not average:
+            kept = [parts[0] for parts in self.parts]
+            if kept == list(range(len(models_KP))):
+                return models_KP
+            return torch.stack([row(old) for old in kept])
+        means = []
+        for parts in self.parts:
+            share = self.count_K[parts] / max(self.count_K[parts].sum(), 1)
+            means.append(sum(row(old) * weight for old, weight in zip(parts, share.tolist())) if len(parts) > 1 else row(parts[0]))
+        return torch.stack(means)
+
+
+def merge_similar(signature_SF: Tensor, cluster_S: np.ndarray, threshold: float, active: np.ndarray | None = None) -> Merged:
+    """Merges clusters of the S clients whose mean signatures have a cosine of at least `threshold`; empty clusters are dropped.
+
+    active: compare only these clusters; None: all that have members.
     """
-    mean_KF, count_K = cluster_means(signature_SF, cluster_S, len(models_KP))
+    total = int(cluster_S.max()) + 1 if len(cluster_S) else 0
+    mean_KF, count_K = cluster_means(signature_SF, cluster_S, total)
     compared = np.flatnonzero(count_K) if active is None else np.asarray(active)
     unit_kF = normalize(mean_KF[compared], dim=1)
-    target_K = np.arange(len(models_KP))
+    parts = {int(k): [int(k)] for k in np.flatnonzero(count_K)}
     for keep, drop in merges((unit_kF @ unit_kF.T).double().numpy(), count_K[compared], threshold):
-        keep, drop = compared[keep], compared[drop]
-        if average:
-            share = count_K[drop] / (count_K[keep] + count_K[drop])
-            models_KP = models_KP.index_copy(0, torch.tensor([keep]), torch.lerp(models_KP[keep], models_KP[drop], share)[None])
-        count_K[keep] += count_K[drop]
-        target_K[target_K == target_K[drop]] = keep
-    alive = np.unique(target_K[cluster_S])
-    return np.searchsorted(alive, target_K[cluster_S]), models_KP if len(alive) == len(models_KP) else models_KP[alive]
+        parts[int(compared[keep])] += parts.pop(int(compared[drop]))
+    alive = sorted(parts)
+    number_K = np.zeros(total, np.int64)
+    for number, old in enumerate(alive):
+        number_K[parts[old]] = number
+    return Merged(number_K[cluster_S], [parts[old] for old in alive], count_K)
 
 
 def most_similar(feature_MF: Tensor, signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ def pieces_of(work: Work, size: int) -> list[np.ndarray]:
 
     Depends on the work alone, never on hosts: a piece is the unit whose rounding is fixed.
     """
-    if work.in_order:
+    if work.in_order or not len(work.ids_M):
         return [np.arange(len(work.ids_M))]
     order = np.arange(len(work.ids_M))
     mix = getattr(work, "mix", None)

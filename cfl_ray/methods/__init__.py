@@ -41,11 +41,12 @@ def _one(entry: Any) -> Method:
         if len(entry) != 1:
             raise ConfigError(f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}")
         entry, options = next(iter(entry.items()))
-    cls = entry if isinstance(entry, type) else _class(str(entry))
+    cls = entry if isinstance(entry, type) else find(str(entry))
     return construct(cls, options or {})
 
 
-def _class(name: str) -> type[Method]:
+def find(name: str) -> type[Method]:
+    """The method of that name, or that `file.py:Class` holds. Raises ConfigError."""
     found = load_plugin(name, "method") if ":" in name else REGISTRY.get(name)
     if found is None:
         raise ConfigError(f"unknown method {name!r}{nearest(name, REGISTRY)}")

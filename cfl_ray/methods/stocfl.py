@@ -78,7 +78,7 @@ class StoCFL(Method, name="stocfl"):
         )  # fmt: skip
 
     def round(self, state, clients, rng):
-        state = self.cluster(self.register(state, clients), clients)
+        state = self.cluster(state, clients)
         clients = clients.select(state.assign_N[clients.ids_M] != UNKNOWN)  # whose signature was rejected sits this round out
         assign_M, weight_M = state.assign_N[clients.ids_M], clients.weights(self.weights)
         omega, theta = clients.send(state.global_KP), clients.send(state.models_KP, assign_M)
@@ -86,12 +86,15 @@ class StoCFL(Method, name="stocfl"):
         shared = clients.train(omega, mix=everyone(weight_M), relay=self.global_update == "chain", held=False)
         return state.advance(models_KP=updates.mixed(empty=state.models_KP), global_KP=shared.mixed(empty=state.global_KP))
 
-    def register(self, state, clients):
-        """Collects the signatures of clients not seen before; each becomes a cluster of its own."""
-        new = clients.select(state.assign_N[clients.ids_M] == UNKNOWN)
-        ids, features_MF = self.describe(state, new)
+    def cluster(self, state, clients):
+        """Clients not seen before become clusters of their own; then all that are similar enough merge, transitively."""
+        ids, features_MF = self.describe(state, clients.select(state.assign_N[clients.ids_M] == UNKNOWN))
+        state = self.place(state, ids, features_MF, state.num_clusters + np.arange(len(ids)))
+        active = np.setdiff1d(state.assign_N[clients.ids_M], [UNKNOWN]) if self.active_only else None
+        merged = merge_similar(state.signature_SF, state.assign_N[state.seen_S], self.tau, active)
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
-        return self.add(state, ids, features_MF, state.num_clusters + np.arange(len(ids)), first_KP.expand(len(ids), -1))
+        models_KP = merged.models(state.models_KP, first_KP[0], self.merge_model == "mean")
+        return state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, merged.cluster_S), phase="federate")
 
     def describe(self, state, clients):
         """Signatures of these clients, and the ids of those whose signature is sound."""
@@ -101,19 +104,9 @@ class StoCFL(Method, name="stocfl"):
         features_MF, ok_M = clients.describe(kind, clients.known(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size)
         return clients.ids_M[ok_M], features_MF[ok_M]
 
-    def add(self, state, ids, features_MF, cluster_M, new_models_KP):
-        return state.advance(
-            models_KP=torch.cat([state.models_KP, new_models_KP]), assign_N=state.place(ids, cluster_M),
-            signature_SF=torch.cat([state.signature_SF, features_MF]), seen_S=np.concatenate([state.seen_S, ids]),
-        )  # fmt: skip
-
-    def cluster(self, state, clients):
-        """Merges every pair of clusters that is similar enough, most similar first and transitively."""
-        active = np.setdiff1d(state.assign_N[clients.ids_M], [UNKNOWN]) if self.active_only else None
-        cluster_S, models_KP = merge_similar(
-            state.signature_SF, state.assign_N[state.seen_S], state.models_KP, self.tau, active, self.merge_model == "mean"
-        )
-        return state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, cluster_S), phase="federate")
+    def place(self, state, ids, features_MF, cluster_M):
+        signature_SF, seen_S = torch.cat([state.signature_SF, features_MF]), np.concatenate([state.seen_S, ids])
+        return state.advance(assign_N=state.place(ids, cluster_M), signature_SF=signature_SF, seen_S=seen_S)
 
     def serve(self, state, clients):
         """The model of the client's cluster; omega for a client not seen yet."""
@@ -125,9 +118,10 @@ class StoCFL(Method, name="stocfl"):
         ids, features_MF = self.describe(state, clients)
         best_M, cosine_M = most_similar(features_MF, state.signature_SF, state.assign_N[state.seen_S], state.num_clusters)
         alone_M = cosine_M < self.tau
-        pool_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
+        models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
         cluster_M = np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, best_M)
-        return self.add(state, ids, features_MF, cluster_M, pool_KP[best_M[alone_M]])
+        state = self.place(state, ids, features_MF, cluster_M)
+        return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
 
     def leave(self, state, ids):
         """Leavers' signatures are forgotten, and with them their influence on the clusters."""

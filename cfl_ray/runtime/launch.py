@@ -1,5 +1,6 @@
 """Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` where a run stopped."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -33,17 +34,17 @@ class Watcher:
 
 
 def run(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
-    """Runs every method of the experiment on Ray and returns what they came to.
+    """Runs every method of the experiment (None: the built-in example) on Ray and returns what they came to.
 
     run_dir: where files go; None: a new folder below `experiment.output`. Raises ConfigError for bad input and for a folder that
     belongs to another config, RunError when the run cannot go on; everything saved stays.
     """
-    return _launch(experiment or Experiment(), run_dir, watcher or Watcher(), on_ray=True, keep=True)
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True)
 
 
 def simulate(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
     """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given."""
-    return _launch(experiment or Experiment(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
 
 
 def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True) -> Results:
@@ -78,17 +79,16 @@ def _session(setup: Setup, directory: Path | None, on_ray: bool) -> Session:
     return RaySession(setup, directory)
 
 
+def new_run_dir(experiment: Experiment) -> Path:
+    """A folder below `output` that does not exist yet."""
+    first = Path(experiment.output) / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([first], others) if not path.exists())
+
+
 def _claim(experiment: Experiment, run_dir: str | Path | None, resumed: bool) -> Path:
     """The run directory with this experiment's config in it. Raises ConfigError where it belongs to another one."""
-    if run_dir is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        directory = Path(experiment.output) / f"{experiment.name}-{stamp}"
-        number = 2
-        while directory.exists():
-            directory, number = directory.with_name(f"{experiment.name}-{stamp}-{number}"), number + 1
-    else:
-        directory = Path(run_dir)
-    directory = directory.absolute()
+    directory = Path(run_dir or new_run_dir(experiment)).absolute()
     file = directory / CONFIG
     if file.is_file() and not resumed:
         there = config.load(file)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from cfl_ray import data, models
-from cfl_ray.config import Experiment
+from cfl_ray.config import Experiment, check_cohort
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.data.federation import Federation
@@ -59,9 +59,8 @@ def shards_folder(experiment: Experiment) -> str:
 
 
 def _check_clients(experiment: Experiment, federation: Federation) -> None:
-    count, wanted = federation.num_clients, experiment.cohort.clients
-    if wanted and wanted > count:
-        raise ConfigError(f"cohort.clients: {wanted} clients per round, but the federation has {count}; at most {count}")
+    count = federation.num_clients
+    check_cohort(experiment.cohort.clients or 0, count)
     for event in experiment.schedule:
         for client in (*event.join, *event.leave):
             if not 0 <= client < count:

@@ -1,0 +1,143 @@
+"""The command line. Every command says what happened and what to do next; exit status 2 is bad input, 1 a failed run."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cfl_ray.core.errors import ConfigError, UserError
+
+app = typer.Typer(
+    help="Clustered federated learning: many clients with different data; find which belong together, train a model per group.",
+    epilog="Begin with `cfl-ray run`: it needs no download and takes about a minute.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+File = Annotated[Path | None, typer.Argument(help="Experiment as YAML; without it, the built-in example: rotated digits.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to it, e.g. rounds=50 local.lr=0.05 methods=[stocfl]", metavar="[SECTION.KEY=VALUE]...", show_default=False)]
+
+
+@app.command(short_help="Run an experiment.")
+def run(
+    file: File = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where files go; default: a new folder below `output`.", show_default=False)] = None,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Without Ray, in this process: the same numbers, for debugging.")] = False,
+) -> None:
+    """Run an experiment: every method, live progress, one table at the end."""
+    from cfl_ray.display import Display
+    from cfl_ray.runtime import launch
+
+    experiment = _load(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        if in_process:
+            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), watcher=display)
+        else:
+            results = launch.run(experiment, run_dir, watcher=display)
+    display.finish(results)
+
+
+@app.command(short_help="Go on with a run that was stopped.")
+def resume(run_dir: Annotated[Path, typer.Argument(help="Folder of the run, as `cfl-ray run` printed it.", show_default=False)]) -> None:
+    """Go on with a run that was stopped, from its last checkpoint."""
+    from cfl_ray import config
+    from cfl_ray.display import Display
+    from cfl_ray.runtime import launch
+
+    rounds = config.load(run_dir / launch.CONFIG).rounds if (run_dir / launch.CONFIG).is_file() else 0
+    with Display(out, rounds) as display:
+        results = launch.resume(run_dir, watcher=display)
+    display.finish(results)
+
+
+@app.command(short_help="Validate an experiment and say what it will need.")
+def check(file: File = None, overrides: Overrides = None) -> None:
+    """Validate an experiment and print what it would be: resolved config, federation, memory and traffic. Runs nothing."""
+    from cfl_ray import forecast
+
+    experiment = _load(file, overrides)
+    out.print(experiment.to_yaml(), markup=False, soft_wrap=True)
+    forecast.show(experiment, out)
+    named = " ".join([str(file) if file else "", *(overrides or ())]).strip()
+    out.print(f"The config is valid. Run it with: cfl-ray run {named}".rstrip(), markup=False, soft_wrap=True)
+
+
+@app.command(short_help="List the methods, or one's options.")
+def methods(name: Annotated[str | None, typer.Argument(help="A method, for its options.", show_default=False)] = None) -> None:
+    """List the methods, or the options of one with defaults and meaning."""
+    from cfl_ray import display
+    from cfl_ray.methods import REGISTRY, find
+
+    display.list_methods(REGISTRY, out) if name is None else display.describe_method(find(name), out)
+
+
+@app.command(short_help="Write the shards of a federation.")
+def prepare(file: File = None, overrides: Overrides = None) -> None:
+    """Write the shards of an experiment's federation, or say that they are there already."""
+    from cfl_ray.display import Display
+    from cfl_ray.runtime.setup import prepare as prepare_setup
+
+    experiment = _load(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        federation = prepare_setup(experiment, display.preparing).federation
+    where = getattr(federation, "uri", None)
+    sizes = federation.size_N
+    out.print(f"{federation.num_clients} clients, {sizes.min()} to {sizes.max()} training samples each, {federation.shape.num_classes} classes", markup=False)
+    out.print(f"Shards: {where}" if where else "No shards: this federation is made while it is read.", markup=False, soft_wrap=True)
+    out.print(f"Next: cfl-ray run {file or ''}".rstrip(), markup=False)
+
+
+def _load(file: Path | None, overrides: list[str] | None):
+    """The experiment; an argument with `=` and no such file is an override of the built-in example."""
+    from cfl_ray import config
+    from cfl_ray.methods import resolve
+
+    changes = list(overrides or ())
+    if file is not None and "=" in str(file) and not file.exists():
+        file, changes = None, [str(file), *changes]
+    experiment = config.load(file, changes)
+    resolve(experiment.methods)
+    _deliver_earlier_results(experiment)
+    return experiment
+
+
+def _deliver_earlier_results(experiment) -> None:
+    from cfl_ray.tracking import deliver_pending, resolve_uri
+
+    if experiment.tracking.enabled:
+        uri = resolve_uri(experiment.tracking, experiment.output)
+        for done in deliver_pending(experiment.output, uri, warn=lambda text: err.print(text, markup=False, soft_wrap=True)):
+            out.print(f"Delivered {done.rounds} rounds of {done.run_dir} to MLflow, which did not take them before.", markup=False, soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; errors become one message and an exit status."""
+    try:
+        app(arguments, standalone_mode=True)
+    except UserError as error:
+        _fail(str(error), error.exit_status)
+    except KeyboardInterrupt:
+        _fail("interrupted; what was saved stays: `cfl-ray resume RUN_DIR` goes on from the last round saved", 130)
+    except OSError as error:
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    except Exception as error:
+        if os.environ.get("CFL_RAY_DEBUG"):
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        _fail(f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno}); set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a person sees: progress while a run goes on, one table at the end."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cfl_ray.core.method import Method
+from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.results import Results
+from cfl_ray.runtime.server import Report
+from cfl_ray.runtime.setup import Setup
+
+_COLUMNS = {"accuracy": "accuracy", "accuracy_local": "P-local", "ari": "ARI", "num_clusters": "clusters"}
+
+
+class Display(Watcher):
+    """Live progress on a terminal; plain lines, about ten per method, anywhere else. Use as a context."""
+
+    def __init__(self, console: Console, rounds: int):
+        self.console, self.rounds, self.began = console, rounds, time.monotonic()
+        self.live = console.is_terminal
+        columns = [TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), TimeElapsedColumn()]
+        self.progress = Progress(*columns, console=console, disable=not self.live)
+        self.task: TaskID | None = None
+        self.task_of: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.progress.stop()
+
+    # ---- what the run reports
+
+    def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
+        if not self.live:
+            if not done:
+                self._line(f"preparing {what} ...")
+            return
+        if self.task is None:
+            self.task = self.progress.add_task("", total=None, figures="")
+        self.progress.update(self.task, description=f"preparing {what}", completed=done, total=total or None)
+
+    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+            self.task = None
+        federation = setup.federation
+        groups = "" if federation.group_N is None else f", {len(set(federation.group_N.tolist()))} true groups"
+        network = setup.network()
+        self._line(f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters; hosts: {facts['hosts']} ({facts['device']})")
+        self._line(f"engine {facts['engine']}")
+        if run_dir is not None:
+            self._line(f"run directory {run_dir}")
+
+    def method(self, label: str, report: Report) -> None:
+        if self.live:
+            self.task_of[label] = self.progress.add_task(label, total=self.rounds, completed=report.round, figures="")
+        self._notes(label, report)
+
+    def round(self, label: str, report: Report) -> None:
+        self._notes(label, report)
+        if self.live:
+            changes = {"figures": figures(report.metrics)} if "accuracy" in report.metrics else {}
+            self.progress.update(self.task_of[label], completed=report.round, **changes)
+        elif "accuracy" in report.metrics and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
+            self._line(f"{label} round {report.round}/{self.rounds}  {figures(report.metrics)}")
+
+    def warn(self, text: str) -> None:
+        self._line(f"note: {text}")
+
+    def _notes(self, label: str, report: Report) -> None:
+        for note in report.notes[:8]:
+            self._line(f"{label} round {report.round}: {note}")
+        if len(report.notes) > 8:
+            self._line(f"{label} round {report.round}: and {len(report.notes) - 8} notes more")
+
+    def _line(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, soft_wrap=True)
+
+    # ---- the end
+
+    def finish(self, results: Results) -> None:
+        """The table, where everything is, and what to type next."""
+        self.console.print(comparison(results))
+        self._line("accuracy: the model the server would give each client next, mean over clients (P-server); P-local: the model each client holds after its own training")
+        self._line(f"finished in {time.monotonic() - self.began:.0f} s")
+        if results.run_dir is not None:
+            self._line(f"results: {results.run_dir} (figures in artifacts/)")
+        if results.tracking is not None:
+            store = "" if results.tracking.startswith("http") else f"; look at them with: mlflow ui --backend-store-uri {results.tracking}"
+            self._line(f"MLflow: {results.tracking}{store}")
+        self._line("next: cfl-ray methods (what else there is), cfl-ray run FILE.yaml (an experiment of your own), cfl-ray check (this one's config to start from)")
+
+
+def figures(metrics: Mapping[str, float]) -> str:
+    """The few figures that a line has room for."""
+    shown = {name: metrics[name] for name in ("accuracy", "num_clusters", "ari") if name in metrics}
+    return "  ".join(f"{_COLUMNS[name]} {_number(name, value)}" for name, value in shown.items())
+
+
+def comparison(results: Results) -> Table:
+    """One row per method."""
+    table = Table(title="results after the last round")
+    table.add_column("method")
+    for heading in (*_COLUMNS.values(), "Mbit per client", "seconds"):
+        table.add_column(heading, justify="right")
+    for label, result in results.methods.items():
+        final = result.final
+        cells = [_number(name, final[name]) if name in final else "-" for name in _COLUMNS]
+        table.add_row(label, *cells, f"{final['mbit_down'] + final['mbit_up']:.2f}", f"{result.seconds:.1f}")
+    return table
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value:.0f}" if name == "num_clusters" else f"{value:.3f}"
+
+
+def list_methods(registry: Mapping[str, type[Method]], console: Console) -> None:
+    """A table of names and one line each."""
+    table = Table("name", "what it does")
+    for name, cls in sorted(registry.items()):
+        table.add_row(name, cls.summary())
+    console.print(table)
+    console.print("Options of one: cfl-ray methods NAME. Use: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]", markup=False, soft_wrap=True)
+
+
+def describe_method(cls: type[Method], console: Console) -> None:
+    """The paper, the equations, and every option."""
+    module = __import__(cls.__module__, fromlist=["__doc__"])
+    console.print((module.__doc__ or cls.__doc__ or "").strip(), markup=False, soft_wrap=True)
+    table = Table("option", "default", "range", "meaning")
+    for item in cls.options():
+        table.add_row(item["name"], str(item["default"]).lower() if item["default"] in (None, True, False) else str(item["default"]), _range(item), item["doc"] or "")
+    console.print(table if cls.options() else "It has no options.")
+    chosen = next((f"{{{cls.name}: {{{item['name']}: {item['default']}}}}}" for item in cls.options()), cls.name)
+    console.print(f"Use: methods: [{chosen}]", markup=False, soft_wrap=True)
+
+
+def _range(item: dict) -> str:
+    if item["choices"]:
+        return " | ".join(map(str, item["choices"]))
+    low, high = item["low"], item["high"]
+    if low is None and high is None:
+        return ""
+    return f">= {low:g}" if high is None else f"<= {high:g}" if low is None else f"{low:g} .. {high:g}"
