@@ -155,7 +155,8 @@ class Runtime(Section):
     clients_per_host: int | None = Field(None, ge=1, description="clients one host may hold; 1: one process per client. null: no limit")
     gpus_per_host: float = Field(0.0, ge=0, le=16, description="share of a GPU that each host reserves, e.g. 0.25")
     cpus_per_host: float = Field(1.0, gt=0, description="CPUs each host reserves; it computes with one thread")
-    engine: Literal["auto", "sequential", "vectorised"] = Field("auto", description="how a host trains its clients; auto: by a short measurement, kept beside the runs")
+    engine: Literal["auto", "sequential", "vectorised", "span"] = Field(
+        "auto", description="how a host trains its clients: one by one, together, or by the full-batch shortcut; auto: by a short measurement, kept beside the runs")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the host was given a share of a GPU")
     retries: int = Field(3, ge=0, description="restarts of one host before the run goes on without it")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
@@ -207,7 +208,7 @@ class Experiment(Section):
     @field_validator("data", mode="before")
     @classmethod
     def _federation(cls, value):
-        return value if isinstance(value, (dict, Data)) else {"source": "arrays", "federation": value}
+        return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, as YAML can hold it; objects made in Python by their names."""

@@ -192,9 +192,9 @@ class Clients:
         return Updates(outcome, work.mix)
 
     def losses(self, sent: Sent, *, max_samples: int | None = None) -> np.ndarray:
-        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`)."""
+        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number."""
         work = Losses(self._address(), self.ids_M, (sent.models_KP,), num_models=len(sent.models_KP), max_samples=max_samples)
-        return self.backend.run(work).arrays["losses"]
+        return np.nan_to_num(self.backend.run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
 
     def describe(
         self, function: Callable, anchor: Sent | None = None, *, sketch: int | None = None, floats: int | None = None, local: LocalSGD | None = None

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.rng import stream
+
+
+def share(fraction: float, count: int) -> int:
+    """floor(fraction * count), at least 1; 0.29 of 100 is 29 although the product in float64 is a little less."""
+    return max(1, int(fraction * count + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,18 @@ class Population:
 
     def advance(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Applies the changes due up to `round`: (clients that came, clients that went)."""
-        came, gone = [], []
-        for change in self.changes:
+        came, gone = set(), set()
+        for change in self.changes:  # the last word on a client counts: it may leave and come again
             if self.round < change.round <= round:
-                came += change.join
-                gone += change.leave
+                came, gone = came | {*change.join}, gone - {*change.join}
+                came, gone = came - {*change.leave}, gone | {*change.leave}
         self.round = round
-        came_ids, gone_ids = np.array(sorted(set(came) - set(gone)), np.int64), np.array(sorted(set(gone)), np.int64)
+        came_ids, gone_ids = (np.array(sorted(ids), np.int64) for ids in (came, gone))
+        came_ids, gone_ids = np.setdiff1d(came_ids, self.online), np.intersect1d(gone_ids, self.online)
         if len(came_ids) or len(gone_ids):
             self.online = np.setdiff1d(np.union1d(self.online, came_ids), gone_ids)
+        if not len(self.online):
+            raise ConfigError(f"schedule: no client is left in round {round}; let fewer leave or others join")
         return came_ids, gone_ids
 
     def draw(self, round: int, fraction: float, clients: int | None, availability: float, dropout: float) -> Drawn:
@@ -56,7 +65,7 @@ class Population:
 
         Fewer where not enough are reachable. At least one client reports.
         """
-        wanted = min(clients or max(1, int(fraction * len(self.online))), len(self.online))
+        wanted = min(clients or share(fraction, len(self.online)), len(self.online))
         selected = self._reachable(round, wanted, availability)
         stays = np.array([self._chance(round, client, "dropout") >= dropout for client in selected]) if dropout else np.ones(len(selected), bool)
         if len(selected) and not stays.any():
@@ -68,7 +77,8 @@ class Population:
         if availability >= 1:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
         found: list[int] = []
-        order = draw.permutation(len(self.online)) if wanted > len(self.online) // 50 else draw.choice(len(self.online), 20 * wanted, replace=False)
+        enough = int((50 + 2 * wanted) / availability)  # twice as many as are needed on average, and some more for small cohorts
+        order = draw.permutation(len(self.online)) if enough > len(self.online) // 4 else draw.choice(len(self.online), enough, replace=False)
         for position in order:
             client = int(self.online[position])
             if self._chance(round, client, "availability") < availability:

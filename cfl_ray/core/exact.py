@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LIMIT = float(2**20)  # of the absolute value of any sum; a client whose update is larger is left out
-_GRID = 1.5 * 2.0 ** (52 - 32)  # adding and taking away this constant rounds a float64 to a multiple of 2^-32
+_GRID = 2.0**-32
 _BLOCK = 1 << 15  # elements rounded at a time, so that the temporaries stay in cache
 
 
@@ -21,5 +21,5 @@ def add_(total: Tensor, term: Tensor) -> Tensor:
     for total_block, term_block in zip(total_blocks, term_blocks):
         rounded = term_block.to(torch.float64)
         rounded = rounded.clone() if rounded.data_ptr() == term_block.data_ptr() else rounded
-        total_block.add_(rounded.add_(_GRID).sub_(_GRID))
+        total_block.add_(rounded.mul_(1 / _GRID).round_().mul_(_GRID))  # powers of two: only the rounding changes anything
     return total

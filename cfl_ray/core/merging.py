@@ -76,7 +76,7 @@ def merge_similar(signature_SF: Tensor, cluster_S: np.ndarray, threshold: float,
     compared = np.flatnonzero(count_K) if active is None else np.asarray(active)
     unit_kF = normalize(mean_KF[compared], dim=1)
     parts = {int(k): [int(k)] for k in np.flatnonzero(count_K)}
-    for keep, drop in merges((unit_kF @ unit_kF.T).double().numpy(), count_K[compared], threshold):
+    for keep, drop in merges((unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy(), count_K[compared], threshold):
         parts[int(compared[keep])] += parts.pop(int(compared[drop]))
     alive = sorted(parts)
     number_K = np.zeros(total, np.int64)
@@ -86,11 +86,11 @@ def merge_similar(signature_SF: Tensor, cluster_S: np.ndarray, threshold: float,
 
 
 def most_similar(feature_MF: Tensor, signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cluster (M,) whose mean signature is most similar to each feature, and that cosine (M,); -1 where there is no cluster."""
+    """Cluster (M,) whose mean signature is most similar to each feature, and that cosine (M,); -1 and -inf where there is no cluster."""
     mean_KF, count_K = cluster_means(signature_SF, cluster_S, num_clusters)
     if not count_K.any():
-        return np.full(len(feature_MF), -1), np.full(len(feature_MF), -1.0)
-    similarity_MK = normalize(feature_MF, dim=1) @ normalize(mean_KF, dim=1).T
+        return np.full(len(feature_MF), -1), np.full(len(feature_MF), -np.inf)
+    similarity_MK = (normalize(feature_MF, dim=1) @ normalize(mean_KF, dim=1).T).clamp(-1, 1)
     similarity_MK[:, torch.from_numpy(count_K == 0)] = -2
     best = similarity_MK.max(1)
     return best.indices.numpy(), best.values.numpy()

@@ -66,7 +66,7 @@ class Method(ABC):
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{self.name}.{item.name} must be in {low} .. {high}, got {value!r}")
-            if isinstance(item.default, int) and not isinstance(value, int):
+            if _type_name(item.type) in ("int", "int | None") and not isinstance(value, int):
                 raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Method(ABC):
         return [
             {
                 "name": item.name,
-                "type": item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type)),
+                "type": _type_name(item.type),
                 "default": None if item.default is MISSING else item.default,
                 **{key: item.metadata.get(key) for key in ("doc", "low", "high", "choices")},
             }
@@ -106,3 +106,8 @@ class Method(ABC):
     def summary(cls) -> str:
         """First sentence of the class's docstring."""
         return (inspect.getdoc(cls) or "").split("\n")[0]
+
+
+def _type_name(annotation: Any) -> str:
+    """An annotation as it is written: `int | None`."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -9,19 +9,19 @@ import torch
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import sequential, vectorised
+from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import Task
 
-_CLIENTS, _STEPS = 8, 3
-_MARGIN = 1.15  # vectorised must be this much faster, so that noise does not turn the choice
+_CLIENTS, _STEPS = 8, 5
+_MARGIN = 1.25  # another engine must be this much faster than the sequential one, so that noise does not turn the choice
 
 
 @dataclass(frozen=True)
 class Choice:
     """The engine, and why."""
 
-    vectorise: bool
+    engine: str  # sequential, vectorised or span
     reason: str
 
 
@@ -33,22 +33,28 @@ def key(network: Network, local: LocalSGD) -> str:
 
 
 def measure(network: Network, federation: Federation, local: LocalSGD, seed: int) -> Choice:
-    """Times a few steps of a few clients both ways."""
+    """Times a few steps of a few clients with every engine that can do them."""
     start_P = network.new_model(seed, 0)
     tasks = []
     for client in range(min(_CLIENTS, federation.num_clients)):
         x, y = federation.train(client)
-        tasks.append(Task(client, start_P, x, y, _STEPS, local, Address(seed, 0, 0)))
-    if len(tasks) < 2:
-        return Choice(False, "sequential: one client only")
-    if why := vectorised.refusal(network, tasks):
-        return Choice(False, f"sequential: {why}")
-    try:
-        alone, together = _seconds(lambda: list(sequential.train(network, tasks)), network), _seconds(lambda: list(vectorised.train(network, tasks)), network)
-    except RuntimeError as error:  # the network does something that vmap cannot
-        return Choice(False, f"sequential: this network cannot be vectorised ({str(error).splitlines()[0][:120]})")
-    vectorise = alone > _MARGIN * together
-    return Choice(vectorise, f"{'vectorised' if vectorise else 'sequential'}: {1e3 * alone:.1f} ms one by one, {1e3 * together:.1f} ms together ({len(tasks)} clients, {_STEPS} steps)")
+        steps = min(int(local.steps_of(np.array([len(y)]))[0]), _STEPS)
+        tasks.append(Task(client, start_P, x, y, steps, local, Address(seed, 0, 0)))
+    seconds = {"sequential": _seconds(lambda: list(sequential.train(network, tasks)), network)}
+    why = []
+    if all(span.applies(network, task) for task in tasks):
+        seconds["span"] = _seconds(lambda: list(span.train(network, tasks)), network)
+    if refused := vectorised.refusal(network, tasks):
+        why.append(f"not vectorised: {refused}")
+    else:
+        try:
+            seconds["vectorised"] = _seconds(lambda: list(vectorised.train(network, tasks)), network)
+        except RuntimeError as error:  # the network does something that vmap cannot
+            why.append(f"not vectorised: {str(error).splitlines()[0][:120]}")
+    fastest = min(seconds, key=seconds.get)
+    engine = fastest if seconds["sequential"] > _MARGIN * seconds[fastest] else "sequential"
+    measured = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
+    return Choice(engine, "; ".join([f"{engine}: {measured} for {len(tasks)} clients, {max(task.steps for task in tasks)} steps", *why]))
 
 
 def _seconds(work, network: Network) -> float:

@@ -28,14 +28,14 @@ def pieces_of(work: Work, size: int) -> list[np.ndarray]:
     return [order[at : at + size] for at in range(0, len(order), size)]
 
 
-def piece_size(num_clients: int, vectorised: bool, one_by_one: bool = False) -> int:
+def piece_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:
     """Clients of a piece: small enough that work can follow load, large enough that a call is cheap (and a stack is worth it).
 
     one_by_one: every client has a host of its own, or nearly (`runtime.clients_per_host`).
     """
     if one_by_one:
         return 1
-    return min(-(-num_clients // 4), 64) if vectorised else min(max(1, num_clients // 32), 8)
+    return min(-(-num_clients // 4), 64) if engine == "vectorised" else min(max(1, num_clients // 32), 8)
 
 
 def gather(pieces: list[PieceResult], size: int) -> dict[str, np.ndarray]:
@@ -71,7 +71,7 @@ class InProcess:
 
     def run(self, work: Work) -> Outcome:
         sums, results = HostSums(), []
-        for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.vectorise, self.one_by_one)):
+        for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one)):
             piece = work.take(index_m)
             name = work.own.name if work.own else ""
             ids = piece.ids_M.tolist()

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import Describe, Losses, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import sequential, testing, vectorised
+from cfl_ray.engine import sequential, span, testing, vectorised
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
 from cfl_ray.engine.reduce import HostSums, PieceSums
@@ -31,12 +31,13 @@ class ClientFailure(Exception):
 class Worker:
     """Holds a network and the federation; does one piece at a time.
 
-    vectorise: train the clients of a piece together where that is possible.
+    engine: "sequential", "vectorised" (the clients of a piece together) or "span"; where the named one does not apply to a
+            piece, the sequential one does it.
     """
 
     network: Network
     federation: Federation
-    vectorise: bool = False
+    engine: str = "sequential"
 
     def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Memory]:
         """Does a piece: what it found, and the new memory of its clients. Weighted sums are added to `sums`."""
@@ -73,16 +74,22 @@ class Worker:
         return arrays
 
     def _trained(self, work: Train, row: Lookup, memory: Memory) -> Iterator[Trained]:
-        if self.vectorise and not work.in_order:
+        if self.engine == "vectorised" and not work.in_order:
             tasks = [self._task(work, i, row, memory) for i in range(len(work.ids_M))]
             if len(tasks) > 1 and vectorised.refusal(self.network, tasks) is None:
                 yield from vectorised.train(self.network, tasks)
                 return
+        before_P = None
         for index in range(len(work.ids_M)):
             task = self._task(work, index, row, memory)
+            if before_P is not None:
+                task = replace(task, start_P=before_P)
+            train = span.train if self.engine == "span" and span.applies(self.network, task) else sequential.train
             with _named(task.client, "training"):
-                for trained in sequential.train(self.network, [task], relay=work.in_order and index > 0):
-                    yield Trained(index, trained.row_P, trained.train_loss)
+                trained = next(train(self.network, [task]))
+            if work.in_order and _finite(trained.row_P):
+                before_P = trained.row_P.clone()
+            yield replace(trained, index=index)
 
     def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory) -> Task:
         client = int(work.ids_M[index])

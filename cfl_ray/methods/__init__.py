@@ -62,9 +62,14 @@ def construct(cls: type[Method], options: dict[str, Any]) -> Method:
         if name not in valid:
             raise ConfigError(f"method {cls.name} has no option {name!r}{nearest(name, valid)}")
     try:
-        return cls(**options)
+        return cls(**{name: _plain(value) for name, value in options.items()})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"methods: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A number such as 1e-3, which YAML 1.1 takes for text, as a number."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
 def _label(method: Method) -> str:

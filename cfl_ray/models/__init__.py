@@ -40,13 +40,13 @@ class ModelRecipe:
         label = getattr(self.factory, "__name__", repr(self.factory))
         try:
             module = self().eval()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"model {label} cannot be built with options {self.options}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"model {label} cannot be built with options {self.options}: {type(error).__name__}: {error}") from error
         try:
             with torch.no_grad():
                 outputs = module(torch.zeros(2, *self.input_shape)).shape
-        except RuntimeError as error:
-            raise ConfigError(f"model {label} does not take samples of shape {self.input_shape}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"model {label} does not take samples of shape {self.input_shape}: {type(error).__name__}: {error}") from error
         if tuple(outputs) != (2, self.num_classes):
             raise ConfigError(
                 f"model {label} answers 2 samples with shape {tuple(outputs)}, but the data has {self.num_classes} classes: its output size must be {self.num_classes}"

@@ -1,48 +1,60 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.core.plugin import PREFIX
-from cfl_ray.core.errors import ConfigError, RunError, UserError
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
-from cfl_ray.runtime.pool import Pool, host_count, told
+from cfl_ray.runtime.pool import Pool, first_line, host_count, told
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
 from cfl_ray.runtime.setup import Setup, cluster_address
 
+_CONNECT_SECONDS = 10
+_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"  # how often Ray tries to reach a cluster; default 20, each up to 40 s
+
 
 class ServerActor:
     """The server in a process of its own; it owns the hosts."""
 
-    def __init__(self, setup: Setup, run_dir: Path | None, hosts: int):
+    def start(self, packed: list[ray.ObjectRef], run_dir: Path | None, hosts: int) -> None:
+        """Starts the hosts. Not in the constructor, for the reason given in `ClientHost.start`."""
         torch.set_num_threads(1)
-        self.setup, self.run_dir = setup, run_dir
-        self.pool = Pool(setup)
-        self.pool.start(hosts)
-        self.network = setup.network()
+        self.setup: Setup = fetched(packed[0])
+        self.run_dir = run_dir
+        self.pool = Pool(self.setup)
+        self.pool.start(hosts, packed[0])
+        self.network = self.setup.network()
 
     def begin(self, label: str) -> Report:
+        self.label = label
         self.server = Server(self.setup, label, self.network, OnRay(self.pool), store_of(self.setup, self.run_dir, label))
         return self._with_faults(self.server.advance())
 
     def advance(self) -> Report:
-        return self._with_faults(self.server.advance())
+        try:
+            return self._with_faults(self.server.advance())
+        except ObjectLostError as error:  # what clients own went down with a node: the last checkpoint has it
+            self.pool.faults.append(f"what clients own was lost with a node ({first_line(error)})")
+            return self.begin(self.label)
 
     def _with_faults(self, report: Report) -> Report:
         faults, self.pool.faults = self.pool.faults, []
-        return replace(report, notes=(*report.notes, *faults))
+        return replace(report, notes=(*faults, *report.notes))
 
     def facts(self) -> dict[str, str]:
-        nodes = len({node["NodeID"] for node in ray.nodes() if node["Alive"]})
+        nodes = self.pool.nodes()
         return {"hosts": f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}", "device": self.pool.device, "engine": self.pool.choice.reason}
 
 
@@ -53,51 +65,65 @@ class RaySession:
         self.setup, self.run_dir = setup, run_dir
         self.plan = Plan(setup.experiment.rounds)
         self.retries = setup.experiment.runtime.retries
-        self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
-        _send_plugins_by_value()
-        self.hosts = host_count(setup, ray.cluster_resources())
         self.label: str | None = None
-        self._start_server()
+        self.faults: list[str] = []
+        self.actor = None
+        self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
+        try:
+            _send_plugins_by_value()
+            self.hosts = host_count(setup, ray.cluster_resources())
+            self.setup_ref = ray.put(setup)
+            self._start_server()
+        except BaseException:
+            self.close()
+            raise
 
     def _start_server(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # beside the run directory
-        self.actor = ray.remote(ServerActor).options(num_cpus=0, scheduling_strategy=here).remote(self.setup, self.run_dir, self.hosts)
+        self.actor = ray.remote(ServerActor).options(num_cpus=0, scheduling_strategy=here).remote()
+        self.started = self.actor.start.remote([self.setup_ref], self.run_dir, self.hosts)
 
     def begin(self, label: str) -> Report:
         self.label = label
-        return self._ask("begin", label)
+        return self._with_faults(self._ask("begin", label))
 
     def advance(self) -> Report:
-        return self._ask("advance")
+        return self._with_faults(self._ask("advance"))
 
     def facts(self) -> dict[str, str]:
         return self._ask("facts")
 
-    def _ask(self, verb: str, *arguments):
-        try:
-            return ray.get(getattr(self.actor, verb).remote(*arguments))
-        except RayTaskError as error:
-            raise told(error) from error
-        except RayActorError as error:
-            if isinstance(error.cause if hasattr(error, "cause") else None, UserError):
-                raise error.cause from error
-            return self._recover(error)
+    def _with_faults(self, report: Report) -> Report:
+        faults, self.faults = self.faults, []
+        return replace(report, notes=(*faults, *report.notes))
 
-    def _recover(self, error: RayActorError) -> Report:
-        """Another server, from the last checkpoint of the method at work."""
-        cause = str(error).strip().splitlines()[0]
+    def _ask(self, verb: str, *arguments):
+        while True:
+            try:
+                ray.get(self.started)
+                return ray.get(getattr(self.actor, verb).remote(*arguments))
+            except RayTaskError as error:
+                raise told(error) from error
+            except RayActorError as error:
+                self._recover(error)
+                if self.label:
+                    verb, arguments = "begin", (self.label,)  # the new server knows what is in the checkpoint, nothing else
+
+    def _recover(self, error: RayActorError) -> None:
+        """Starts another server, or raises RunError after too many. The checkpoint of the method at work is for it to load."""
+        cause = first_line(error)
         store = store_of(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
         now = next_state(Starting(), Lost(cause, saved, self.retries), self.plan)
         if isinstance(now, Failed):
             raise RunError(f"the server died ({now.cause}); everything up to round {now.from_round} is saved: `cfl-ray resume {self.run_dir}` goes on")
         self.retries -= 1
+        self.faults.append(f"the server died and was started again: {cause}")
         self._start_server()
-        report = self._ask("begin", self.label)
-        return replace(report, notes=(f"the server died and was started again: {cause}", *report.notes))
 
     def close(self) -> None:
-        ray.kill(self.actor)
+        if self.actor is not None:
+            ray.kill(self.actor)
         if self.started_here:
             ray.shutdown()
 
@@ -113,13 +139,27 @@ def connect(address: str | None, hosts: int | None = None) -> bool:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
         return True
     try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        _join(address, quiet)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or leave out runtime.address and RAY_ADDRESS to run on this machine"
+            f"no Ray cluster at {address} that takes this driver ({first_line(error)}); start one with `ray start --head` (RAY_AUTH_MODE and the token "
+            "must be the same here and there), or leave out runtime.address and RAY_ADDRESS to run on this machine"
         ) from error
     return False
+
+
+def _join(address: str, quiet: dict) -> None:
+    """Raises soon where there is no Ray, or one that refuses the token: Ray itself would try for minutes, which this bounds."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    before = os.environ.get(_ATTEMPTS)
+    os.environ.setdefault(_ATTEMPTS, "1")
+    try:
+        ray.init(address=address, **quiet)
+    finally:
+        if before is None:
+            del os.environ[_ATTEMPTS]  # it would also bound the start of a cluster of our own
 
 
 def _send_plugins_by_value() -> None:

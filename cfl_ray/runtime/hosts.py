@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.exceptions import RaySystemError
 from torch import Tensor
 
 from cfl_ray.core.work import PieceResult, Work
@@ -17,24 +18,26 @@ from cfl_ray.runtime.setup import Setup, device_of
 class ClientHost:
     """One process with one compute thread. Sums of an exchange stay here until they are collected."""
 
-    def __init__(self, setup: Setup, vectorise: bool):
+    exchange: int | None = None
+
+    def start(self, packed: list[ray.ObjectRef], engine: str) -> dict[str, Any]:
+        """Makes this host ready. Returns where it runs and on what.
+
+        Not in the constructor: what goes wrong there reaches the server as the text of a traceback, not as the error itself.
+        """
         torch.set_num_threads(1)
-        self.setup = setup
-        self.device = device_of(setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
-        self.worker = setup.worker(self.device, vectorise)
-        self.exchange: int | None = None
+        self.setup: Setup = fetched(packed[0])
+        self.device = device_of(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
+        self.worker = self.setup.worker(self.device, engine)
         self.sums = HostSums()
         self.rows: dict[tuple[int, int], Tensor] = {}
-
-    def describe(self) -> dict[str, Any]:
-        """Where this host runs and on what."""
         return {"node": ray.get_runtime_context().get_node_id(), "device": self.device}
 
     def measure_engine(self) -> choose.Choice:
         return choose.measure(self.worker.network, self.setup.federation, self.setup.local, self.setup.experiment.seed)
 
-    def set_engine(self, vectorise: bool) -> None:
-        self.worker.vectorise = vectorise
+    def set_engine(self, engine: str) -> None:
+        self.worker.engine = engine
 
     def work(self, exchange: int, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
         """Does a piece. Returns what it found, followed by the new memory of each of its clients where the work keeps any.
@@ -61,6 +64,14 @@ class ClientHost:
             return {}, {}
         sums, self.exchange, self.sums, self.rows = self.sums, None, HostSums(), {}
         return {out: row.numpy() for out, row in sums.rows.items()}, {out: float(mass) for out, mass in sums.mass.items()}
+
+
+def fetched(ref: ray.ObjectRef) -> Any:
+    """What `ref` holds. Raises what went wrong while it was unpickled here, such as DataError where this node lacks the shards."""
+    try:
+        return ray.get(ref)
+    except RaySystemError as error:
+        raise error.client_exc if isinstance(error.client_exc, Exception) else error from None
 
 
 def shared_tensor(array: np.ndarray) -> Tensor:

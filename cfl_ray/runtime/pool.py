@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from cfl_ray.engine.choose import Choice
 from cfl_ray.engine.worker import ClientFailure
@@ -17,6 +17,9 @@ from cfl_ray.runtime.setup import Setup, engine_choice
 
 _IN_FLIGHT = 2  # pieces a host has at a time: one to do, one waiting, so that it never waits for the server
 _START_SECONDS = 300
+LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or what it had found, is gone
+# One compute thread; and freed memory is kept, for fetching pages anew for every gradient takes a tenth of the time.
+_HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Host:
 
     number: int
     actor: Any
+    starting: ray.ObjectRef | None  # answers when the host stands ready; None from then on
+    node: str = ""
     restarts: int = 0
 
 
@@ -51,37 +56,79 @@ class Pool:
     exchanges: int = 0
     faults: list[str] = field(default_factory=list)  # one line for each host that was lost, until read
 
-    def start(self, count: int) -> None:
-        """Starts the hosts and settles on an engine."""
-        self.setup_ref = ray.put(self.setup)
-        self.hosts = [Host(number, self._actor()) for number in range(count)]
-        self.device = self._describe(self.hosts[0])["device"]
-        self.choice = engine_choice(self.setup, self.device, lambda: ray.get(self.hosts[0].actor.measure_engine.remote()))
+    def start(self, count: int, setup_ref: ray.ObjectRef) -> None:
+        """Starts the hosts and, once one is ready, settles on an engine."""
+        self.setup_ref = setup_ref
+        self.hosts = [Host(number, *self._actor()) for number in range(count)]
+        self._ready()
+        self.choice = engine_choice(self.setup, self.device, self._measure)
         for host in self.hosts:
-            host.actor.set_engine.remote(self.choice.vectorise)
+            host.actor.set_engine.remote(self.choice.engine)
 
-    def _describe(self, host: Host) -> dict[str, Any]:
-        try:
-            return ray.get(host.actor.describe.remote(), timeout=_START_SECONDS)
-        except GetTimeoutError:
-            raise RunError(f"no host could be placed within {_START_SECONDS} s; the cluster has {ray.available_resources()} free") from None
-        except RayTaskError as error:
-            raise told(error) from error
-        except ActorDiedError as error:
-            raise RunError(f"a client host died while it started: {_short(error)}") from error
+    def _measure(self) -> Choice:
+        while True:
+            host = self._ready()[0]
+            try:
+                return ray.get(host.actor.measure_engine.remote())
+            except LOST as error:
+                self._lost(host, error)
+            except RayTaskError as error:
+                raise told(error) from error
 
-    def _actor(self) -> Any:
+    def _actor(self) -> tuple[Any, ray.ObjectRef]:
+        """A new host and the reference that answers when it is ready."""
         runtime = self.setup.experiment.runtime
-        return (
+        actor = (
             ray.remote(ClientHost)
             .options(
                 num_cpus=runtime.cpus_per_host,
                 num_gpus=runtime.gpus_per_host,
                 scheduling_strategy="SPREAD",
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
+                runtime_env={"env_vars": _HOST_ENVIRONMENT},
             )
-            .remote(self.setup_ref, bool(self.choice and self.choice.vectorise))
+            .remote()
         )
+        return actor, actor.start.remote([self.setup_ref], self.choice.engine if self.choice else "sequential")
+
+    # ---- hosts that start: none gets work before it stands, since it may wait for room on the cluster for ever
+
+    def _ready(self) -> list[Host]:
+        """The hosts that stand ready; waits for the first."""
+        while not (ready := [host for host in self.hosts if host.starting is None]):
+            self._await([])
+        return ready
+
+    def nodes(self, seconds: float = 30) -> int:
+        """Nodes that the hosts are on, those that are ready within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (starting := [host.starting for host in self.hosts if host.starting]) and time.monotonic() < deadline:
+            for ref in ray.wait(starting, timeout=1)[0]:
+                self._greet(ref)
+        return len({host.node for host in self._ready()})
+
+    def _await(self, calls: list[ray.ObjectRef]) -> ray.ObjectRef | None:
+        """The next of `calls` that ended; None after news of a starting host, or after it was given up."""
+        starting = [host.starting for host in self.hosts if host.starting]
+        ended, _ = ray.wait(calls + starting, timeout=None if calls else _START_SECONDS)
+        if not ended:
+            for host in [host for host in self.hosts if host.starting]:
+                self._give_up(host, f"could not be placed within {_START_SECONDS} s (free: {_free()})")
+        elif ended[0] in calls:
+            return ended[0]
+        else:
+            self._greet(ended[0])
+        return None
+
+    def _greet(self, ref: ray.ObjectRef) -> None:
+        host = next(host for host in self.hosts if host.starting == ref)
+        try:
+            about = ray.get(ref)
+        except LOST as error:
+            self._lost(host, error)
+        except RayTaskError as error:
+            raise told(error) from error
+        else:
+            host.starting, host.node, self.device = None, about["node"], about["device"]
 
     # ---- work
 
@@ -104,7 +151,7 @@ class Pool:
             for host, numbers in done.items():
                 try:
                     merge(ray.get(collect(self._host(host).actor)))
-                except RayActorError as error:
+                except LOST as error:
                     todo.extend(numbers)
                     self._lost(self._host(host), error)
 
@@ -113,25 +160,24 @@ class Pool:
         waiting: dict[ray.ObjectRef, tuple[int, int, list]] = {}
         done: dict[int, list[int]] = {}
         while todo or waiting:
-            for host in list(self.hosts):
-                while todo and sum(number == host.number for number, _, _ in waiting.values()) < _IN_FLIGHT:
+            for host in self.hosts if waiting else self._ready():
+                while not host.starting and todo and sum(number == host.number for number, _, _ in waiting.values()) < _IN_FLIGHT:
                     position = self._next_for(host, calls, todo)
                     if position is None:
                         break
                     returns = calls[position].start(host.actor)
                     waiting[returns[0]] = (host.number, position, returns)
-            ready, _ = ray.wait(list(waiting), num_returns=1)
-            number, position, returns = waiting.pop(ready[0])
+            ended = self._await(list(waiting))
+            if ended is None:
+                continue
+            number, position, returns = waiting.pop(ended)
             try:
                 take(position, [ray.get(returns[0]), *returns[1:]])
                 done.setdefault(number, []).append(position)
-            except RayActorError as error:
-                todo.append(position)
-                if any(host.number == number for host in self.hosts):
-                    lost = [ref for ref, entry in waiting.items() if entry[0] == number]
-                    todo.extend(waiting.pop(ref)[1] for ref in lost)
-                    todo.extend(done.pop(number, []))
-                    self._lost(self._host(number), error)
+            except LOST as error:
+                lost = [ref for ref, entry in waiting.items() if entry[0] == number]
+                todo.extend([position, *(waiting.pop(ref)[1] for ref in lost), *done.pop(number, [])])
+                self._lost(self._host(number), error)
             except RayTaskError as error:
                 raise told(error) from error
         return done
@@ -153,17 +199,20 @@ class Pool:
     def _lost(self, host: Host, error: Exception) -> None:
         """Restarts a host that died, or goes on without it."""
         retries = self.setup.experiment.runtime.retries
+        if host.restarts >= retries:
+            return self._give_up(host, f"died after {retries} restarts ({first_line(error)})")
         ray.kill(host.actor)
-        if host.restarts < retries:
-            host.restarts += 1
-            time.sleep(min(0.1 * 2**host.restarts, 5))
-            host.actor = self._actor()
-            self.faults.append(f"host {host.number} died ({_short(error)}); restart {host.restarts} of {retries}, its work is done again")
-            return
+        host.restarts += 1
+        time.sleep(min(0.1 * 2**host.restarts, 5))
+        host.actor, host.starting = self._actor()
+        self.faults.append(f"host {host.number} died ({first_line(error)}); restart {host.restarts} of {retries}, its work is done again")
+
+    def _give_up(self, host: Host, why: str) -> None:
+        ray.kill(host.actor)
         self.hosts.remove(host)
-        self.faults.append(f"host {host.number} died after {retries} restarts; going on with {len(self.hosts)} hosts")
         if not self.hosts:
-            raise RunError(f"the last client host died after {retries} restarts: {_short(error)}; `cfl-ray resume` goes on from the last checkpoint")
+            raise RunError(f"the last client host {why}; `cfl-ray resume` goes on from the last checkpoint")
+        self.faults.append(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
 
     def stop(self) -> None:
         for host in self.hosts:
@@ -201,5 +250,10 @@ def told(error: RayTaskError) -> UserError:
     return RunError(f"{type(cause).__name__}: {cause}")
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:160]
+def _free() -> str:
+    return ", ".join(f"{value:g} {name}" for name, value in sorted(ray.available_resources().items()) if name in ("CPU", "GPU")) or "no CPU"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

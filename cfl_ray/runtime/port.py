@@ -51,7 +51,7 @@ class OnRay:
         return Outcome(gather([results[position] for position in sorted(results)], len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
 
     def piece_size(self, clients: int) -> int:
-        return piece_size(clients, self.pool.choice.vectorise, bool(self.pool.setup.experiment.runtime.clients_per_host))
+        return piece_size(clients, self.pool.choice.engine, bool(self.pool.setup.experiment.runtime.clients_per_host))
 
     def _call(self, work: Work, index_m: np.ndarray, exchange: int) -> Call:
         piece = work.take(index_m)

@@ -46,7 +46,7 @@ class InProcessSession:
         self.choice = engine_choice(
             setup, self.device, lambda: choose.measure(self.worker.network, setup.federation, setup.local, setup.experiment.seed)
         )
-        self.worker.vectorise = self.choice.vectorise
+        self.worker.engine = self.choice.engine
 
     def begin(self, label: str) -> Report:
         backend = InProcess(self.worker, bool(self.setup.experiment.runtime.clients_per_host))

@@ -38,8 +38,8 @@ class Setup:
     def network(self, device: str = "cpu") -> Network:
         return Network(self.recipe, self.federation.shape.input, device)
 
-    def worker(self, device: str = "cpu", vectorise: bool = False) -> Worker:
-        return Worker(self.network(device), self.federation, vectorise)
+    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
+        return Worker(self.network(device), self.federation, engine)
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -80,13 +80,13 @@ def engine_choice(setup: Setup, device: str, measured: Callable[[], choose.Choic
     """The configured engine, or the measured one; a measurement is kept beside the runs, so that a repeated run chooses alike."""
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
-        return choose.Choice(wanted == "vectorised", f"{wanted}: as configured")
+        return choose.Choice(wanted, f"{wanted}: as configured")
     file = Path(setup.experiment.output) / "engine-choices.json"
     known = json.loads(file.read_text()) if file.is_file() else {}
     key = choose.key(setup.network(device), setup.local)
     if key not in known:
         choice = measured()
-        known[key] = [choice.vectorise, choice.reason]
+        known[key] = [choice.engine, choice.reason]
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(known, indent=1))

@@ -1,0 +1,59 @@
+"""A federation that writes down who reads whose data, and plants faults: loaded by its path, as a user's own file would be."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from cfl_ray.data.synthetic import SyntheticFederation
+
+
+class LoggedFederation(SyntheticFederation):
+    """The synthetic federation, which appends a line `pid client` to `log` whenever a client's training data are read.
+
+    huge:    this client's inputs are 1e30 times too large, so that its update is not finite.
+    missing: reading this client's data fails.
+    odd:     this client's inputs are 1000 higher than any other's, for a model that chokes on them.
+    """
+
+    def __init__(self, clients: int, log: str, huge: int = -1, missing: int = -1, odd: int = -1):
+        super().__init__(clients, input=(8,), samples=20)
+        self.log, self.faults = log, (huge, missing, odd)
+        self.recipe = self.recipe | {"faults": self.faults}
+
+    def __reduce__(self):
+        return LoggedFederation, (self.num_clients, self.log, *self.faults)
+
+    def train(self, client):
+        with open(self.log, "a") as log:
+            log.write(f"{os.getpid()} {client}\n")
+        huge, missing, odd = self.faults
+        if client == missing:
+            raise OSError("the sensor is offline")
+        x, y = super().train(client)
+        return (x * 1e30, y) if client == huge else (x + 1000, y) if client == odd else (x, y)
+
+
+class Choking(torch.nn.Linear):
+    """A linear model that refuses inputs over 500."""
+
+    def forward(self, x):
+        if x.dim() and bool((x > 500).any()):
+            raise ValueError("input over 500")
+        return super().forward(x)
+
+
+def choking(input_shape, num_classes):
+    return Choking(input_shape[0], num_classes)
+
+
+def read(log: str | Path) -> list[tuple[int, int]]:
+    """(pid, client) of every reading so far, in order."""
+    path = Path(log)
+    return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def end(pid: int) -> None:
+    """Ends a process as the out-of-memory killer would: it has no chance to say anything."""
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,36 @@
+"""Promise 2: the same figures, bit for bit, in this process, on one host and on three, for every method."""
+
+import pytest
+
+from cfl_ray import run, simulate
+
+METHODS = ["fedavg", "fedprox", "ditto", "ifca", "local", "stocfl"]
+SCHEDULE = [{"round": 2, "join": [10, 11]}, {"round": 3, "leave": [0, 1]}]
+COHORT = {"fraction": 0.75, "availability": 0.8, "dropout": 0.2}
+
+
+@pytest.fixture
+def whole(experiment):
+    """Everything at once: all methods, clients that come, go, are unreachable and drop out, and all three protocols."""
+
+    def make(**changes):
+        return experiment(methods=METHODS, schedule=SCHEDULE, cohort=COHORT, evaluation={"tuned_epochs": 1}, **changes)
+
+    return make
+
+
+def test_the_experiment_has_something_to_get_wrong(whole, figures):
+    first, other = figures(simulate(whole())), figures(simulate(whole(seed=1)))
+    assert all(len(first[label]) == 4 and first[label] != other[label] for label in METHODS)
+    assert len({str(first[label]) for label in METHODS}) == len(METHODS)
+    rounds = [metrics for _, metrics in first["ditto"]]
+    assert any(metrics.get("clients_dropped", 0) > 0 for metrics in rounds)
+    assert [metrics["clients_online"] for metrics in rounds] == [10, 12, 10, 10]
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_hosts_do_not_change_a_bit(whole, figures, cluster, hosts):
+    expected = figures(simulate(whole()))
+    results = run(whole(runtime={"hosts": hosts}))
+    assert figures(results) == expected
+    assert results.facts["hosts"] == f"{hosts} on 1 node"
