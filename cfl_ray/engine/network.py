@@ -33,6 +33,11 @@ class AddressedDropout(nn.Module):
         return keep.float().div_(1 - self.p)
 
 
+def _channels_last(x: Tensor) -> Tensor:
+    """A copy with channels-last strides, also for one channel, where `contiguous` would leave them and kernels go by them."""
+    return torch.empty_like(x, memory_format=torch.channels_last).copy_(x)
+
+
 def _replace_dropout(module: nn.Module) -> None:
     for name, child in module.named_children():
         if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
@@ -83,7 +88,7 @@ class Network:
         views = self.spec.tensors(self.flat)
         for name, parameter in self.module.named_parameters():
             if self.channels_last and parameter.ndim == 4:
-                parameter.data = views[name].contiguous(memory_format=torch.channels_last)
+                parameter.data = _channels_last(views[name])
                 self.reordered.append((parameter, views[name]))
             else:
                 parameter.data = views[name]
@@ -123,7 +128,7 @@ class Network:
     def input(self, x: Tensor) -> Tensor:
         """Samples on the network's device, in the memory layout that its kernels like."""
         x = x.to(self.device, non_blocking=True)
-        return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.ndim == 4 else x
+        return _channels_last(x) if self.channels_last and x.ndim == 4 else x
 
     def set_noise(self, batch: int, generator: torch.Generator | None) -> None:
         """Draws the dropout masks of the next training step."""

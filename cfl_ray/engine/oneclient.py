@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import Address
-from cfl_ray.engine import sequential
+from cfl_ray.engine import span
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import Task
 
@@ -24,6 +24,7 @@ class OneClient:
     network: Network
     address: Address
     local: LocalSGD  # how it would train
+    engine: str = "sequential"
 
     @property
     def spec(self) -> ParamSpec:
@@ -46,4 +47,4 @@ class OneClient:
         local = replace(local or self.local, **changes)
         steps = int(local.steps_of(torch.tensor([len(self.y)]).numpy())[0])
         task = Task(self.client, row_P, self.x, self.y, steps, local, self.address)
-        return next(iter(sequential.train(self.network, [task]))).row_P.cpu().clone()
+        return span.train_one(self.engine, self.network, task).row_P.cpu().clone()

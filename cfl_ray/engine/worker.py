@@ -13,7 +13,7 @@ from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import Describe, Losses, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import sequential, span, testing, vectorised
+from cfl_ray.engine import span, testing, vectorised
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
 from cfl_ray.engine.reduce import HostSums, PieceSums
@@ -84,9 +84,8 @@ class Worker:
             task = self._task(work, index, row, memory)
             if before_P is not None:
                 task = replace(task, start_P=before_P)
-            train = span.train if self.engine == "span" and span.applies(self.network, task) else sequential.train
             with _named(task.client, "training"):
-                trained = next(train(self.network, [task]))
+                trained = span.train_one(self.engine, self.network, task)
             if work.in_order and _finite(trained.row_P):
                 before_P = trained.row_P.clone()
             yield replace(trained, index=index)
@@ -122,7 +121,7 @@ class Worker:
         features, floats, ok = [], [], []
         for index, client in enumerate(map(int, work.ids_M)):
             with _named(client, "describing itself"):
-                one = OneClient(client, *self.federation.train(client), self.network, work.address, work.local)
+                one = OneClient(client, *self.federation.train(client), self.network, work.address, work.local, self.engine)
                 anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
                 vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
             floats.append(len(vector))
@@ -137,7 +136,7 @@ class Worker:
         for index, client in enumerate(map(int, work.ids_M)):
             if work.tune is not None:
                 task = self._task(work, index, row, memory)
-                row_P = next(iter(sequential.train(self.network, [task]))).row_P
+                row_P = span.train_one(self.engine, self.network, task).row_P
             else:
                 row_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
             found.append(self._test_one(client, row_P, work.images))
@@ -164,7 +163,8 @@ class Worker:
 
 def _finite(row_P: Tensor) -> bool:
     """Whether every value is a number of reasonable size."""
-    return bool(torch.linalg.vector_norm(row_P, torch.inf) < LIMIT)
+    low, high = torch.aminmax(row_P)
+    return bool(low > -LIMIT) and bool(high < LIMIT)
 
 
 def _owned(own: Own, row_P: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+from dataclasses import dataclass
+
+import pytest
+
+from cfl_ray.core.method import Method, option
+
+
+class Plain:
+    """What every method must define; here it does nothing."""
+
+    def init(self, start): ...
+    def round(self, state, clients, rng): ...
+    def serve(self, state, clients): ...
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    monkeypatch.setattr(Method, "registry", dict(Method.registry))
+
+
+@pytest.fixture
+def cls():
+    @dataclass(frozen=True)
+    class Example(Plain, Method, name="example"):
+        """A method for tests. It has one option of every kind."""
+
+        share: float = option(1, "a real number whose default is whole", low=0, high=1)
+        count: int = option(3, "a whole number", low=1)
+        most: int | None = option(None, "a whole number, or no limit", low=1)
+        kind: str = option("a", "one of several", choices=("a", "b"))
+
+    return Example
+
+
+def test_registers_under_its_name(cls):
+    assert Method.registry["example"] is cls and cls().name == "example"
+    assert cls.summary() == "A method for tests. It has one option of every kind."
+
+
+@pytest.mark.parametrize("good", [{"share": 0.5}, {"share": 0}, {"share": 1}, {"count": 1}, {"most": None}, {"most": 5}, {"kind": "b"}])
+def test_values_in_range_are_taken(cls, good):
+    assert {name: getattr(cls(**good), name) for name in good} == good
+
+
+@pytest.mark.parametrize("bad, message", [
+    ({"share": 1.5}, "example.share must be in 0 .. 1, got 1.5"),
+    ({"share": float("nan")}, "example.share must be in 0 .. 1, got nan"),
+    ({"share": "x"}, "example.share must be in 0 .. 1, got 'x'"),
+    ({"share": True}, "example.share must be in 0 .. 1, got True"),
+    ({"count": 0}, "example.count must be in 1 .. inf, got 0"),
+    ({"count": 2.5}, "example.count must be a whole number, got 2.5"),
+    ({"count": None}, "example.count must be in 1 .. inf, got None"),
+    ({"most": 2.5}, "example.most must be a whole number, got 2.5"),
+    ({"most": 0}, "example.most must be in 1 .. inf, got 0"),
+    ({"kind": "c"}, "example.kind must be one of a, b, got 'c'"),
+])  # fmt: skip
+def test_other_values_are_refused_with_the_range(cls, bad, message):
+    with pytest.raises(ValueError) as error:
+        cls(**bad)
+    assert str(error.value) == message
+
+
+def test_options_describe_themselves(cls):
+    assert cls.options()[2] == {"name": "most", "type": "int | None", "default": None, "doc": "a whole number, or no limit", "low": 1, "high": None, "choices": None}
+    assert [item["type"] for item in cls.options()] == ["float", "int", "int | None", "str"]
+
+
+def test_is_frozen(cls):
+    with pytest.raises(AttributeError):
+        cls().count = 4
