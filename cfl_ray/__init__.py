@@ -7,12 +7,22 @@ import importlib
 
 _PUBLIC = {
     "Experiment": "cfl_ray.config",
-    "ConfigError": "cfl_ray.core.errors",
-    "Federation": "cfl_ray.data",
-    "Method": "cfl_ray.core.method",
+    "load": "cfl_ray.config",
     "run": "cfl_ray.runtime.launch",
     "simulate": "cfl_ray.runtime.launch",
     "resume": "cfl_ray.runtime.launch",
+    "ConfigError": "cfl_ray.core.errors",
+    "UserError": "cfl_ray.core.errors",
+    "Federation": "cfl_ray.data",
+    "federation_from_arrays": "cfl_ray.data",
+    "Method": "cfl_ray.core.method",
+    "option": "cfl_ray.core.method",
+    "State": "cfl_ray.core.state",
+    "Serving": "cfl_ray.core.serving",
+    "Own": "cfl_ray.core.clients",
+    "Pull": "cfl_ray.core.clients",
+    "by_cluster": "cfl_ray.core.grouping",
+    "everyone": "cfl_ray.core.grouping",
 }
 __all__ = sorted(_PUBLIC)
 __version__ = "0.1.0"

@@ -61,9 +61,10 @@ def resume(run_dir: Annotated[Path, typer.Argument(help="Folder of the run, as `
 def check(file: File = None, overrides: Overrides = None) -> None:
     """Validate an experiment and print what it would be: resolved config, federation, memory and traffic. Runs nothing."""
     from cfl_ray import forecast
+    from cfl_ray.tracking import redact
 
     experiment = _load(file, overrides)
-    out.print(experiment.to_yaml(), markup=False, soft_wrap=True)
+    out.print(redact(experiment.to_yaml()), markup=False, soft_wrap=True)
     forecast.show(experiment, out)
     named = " ".join([str(file) if file else "", *(overrides or ())]).strip()
     out.print(f"The config is valid. Run it with: cfl-ray run {named}".rstrip(), markup=False, soft_wrap=True)
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
-        _fail("interrupted; what was saved stays: `cfl-ray resume RUN_DIR` goes on from the last round saved", 130)
+        _fail("stopped", 130)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except Exception as error:

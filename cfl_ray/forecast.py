@@ -21,8 +21,11 @@ from cfl_ray.methods import resolve
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 
 
+@dataclass(frozen=True)
 class DryBackend:
     """Answers every question without any training, so that a round shows its traffic and nothing else."""
+
+    spec: ParamSpec
 
     def run(self, work: Work) -> Outcome:
         size = len(work.ids_M)
@@ -34,8 +37,8 @@ class DryBackend:
         if isinstance(work, Losses):
             return Outcome({"losses": np.tile(np.arange(work.num_models, dtype=float), (size, 1))})
         assert isinstance(work, Describe)
-        features = np.ones((size, work.sketch or 1), np.float32)
-        return Outcome({"features": features, "ok": np.ones(size, bool), "floats": np.full(size, work.sketch or 1)})
+        length = min(work.sketch or self.spec.trained, self.spec.trained)
+        return Outcome({"features": np.ones((size, length), np.float32), "ok": np.ones(size, bool), "floats": np.full(size, self.spec.trained)})
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, loca
     state, ids, mbit = method.init(start), np.arange(cohort), []
     for number in (1, 2):
         books = Round()
-        clients = Clients(ids, np.ones(cohort, np.int64), spec, local, DryBackend(), 0, number, books)
+        clients = Clients(ids, np.ones(cohort, np.int64), spec, local, DryBackend(spec), 0, number, books)
         state = method.round(state, clients, Draws(0, number))
         mbit.append((books.ledger.down_bits / num_clients / 1e6, books.ledger.up_bits / num_clients / 1e6))
     return Traffic(mbit[0], mbit[1], state.num_clusters)

@@ -19,7 +19,7 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 
 
-def planted(clients: int = 8, groups: int = 2, samples: int = 40, seed: int = 0) -> SyntheticFederation:
+def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0) -> SyntheticFederation:
     """Clients of group i mod `groups`. Groups see the same 4x4 images of 4 kinds and disagree about the label of every one."""
     return SyntheticFederation(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples, seed=seed)
 
@@ -37,7 +37,7 @@ def uneven(sizes: Sequence[int], shape: tuple[int, ...] = (6,), classes: int = 3
 class Spoiled(SyntheticFederation):
     """A planted federation in which the training samples of some clients are NaN."""
 
-    def __init__(self, spoiled: Sequence[int], clients: int = 8, groups: int = 2, samples: int = 40):
+    def __init__(self, spoiled: Sequence[int], clients: int = 8, groups: int = 2, samples: int = 200):
         super().__init__(clients, input=(1, 4, 4), classes=4, groups=groups, samples=samples)
         self.spoiled = set(spoiled)
 

@@ -24,6 +24,12 @@ class RunError(UserError):
     """A run that was started correctly and could not go on."""
 
 
+class Interrupted(RunError):
+    """A run that a person stopped."""
+
+    exit_status = 130
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     valid = sorted(valid)

@@ -116,7 +116,7 @@ class RaySession:
         saved = (store.rounds() or [0])[-1] if store else 0
         now = next_state(Starting(), Lost(cause, saved, self.retries), self.plan)
         if isinstance(now, Failed):
-            raise RunError(f"the server died ({now.cause}); everything up to round {now.from_round} is saved: `cfl-ray resume {self.run_dir}` goes on")
+            raise RunError(f"the server died after round {now.from_round} ({now.cause})")
         self.retries -= 1
         self.faults.append(f"the server died and was started again: {cause}")
         self._start_server()

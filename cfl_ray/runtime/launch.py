@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError
 from cfl_ray.report.figures import write_figures
 from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report
@@ -20,6 +19,7 @@ from cfl_ray.runtime.setup import Setup, cluster_address, prepare
 from cfl_ray.tracking import ARTIFACTS, ROUND_METRICS, RUN_METRICS, MlflowTracker, RoundRecord, RunInfo, Spool, Tracker, flatten, read_end, read_records, redact, resolve_uri, summarise
 
 CONFIG = "config.yaml"
+_HASH = "# config hash "
 
 
 @dataclass
@@ -47,26 +47,57 @@ def simulate(experiment: Experiment | None = None, run_dir: str | Path | None = 
     return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
 
 
-def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True) -> Results:
-    """Goes on with a run that stopped, from its last checkpoints. Raises ConfigError where `run_dir` holds no run."""
+def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None) -> Results:
+    """Goes on with a run that stopped, from its last checkpoints. Raises ConfigError where `run_dir` holds no run.
+
+    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method) that no file can hold.
+    """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
         raise ConfigError(f"{run_dir} holds no run: there is no {file}")
-    return _launch(config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
+    if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
+        raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
+    return _launch(experiment or config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
 
 
 def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False) -> Results:
     watcher.preparing("federation")
     setup = prepare(experiment, watcher.preparing)
-    directory = _claim(experiment, run_dir, resumed) if keep else None
+    directory = _directory(experiment, run_dir, resumed) if keep else None
     watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
     session = _session(setup, directory, on_ray)
     try:
         facts = session.facts()
+        if directory is not None and not resumed:
+            _write_config(directory, experiment)
         watcher.started(setup, directory, facts)
         return _Driver(setup, session, directory, watcher, facts).all_methods()
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
+    except RunError as error:
+        raise RunError(f"{error}. {_how_to_go_on(directory)}") from error
     finally:
         session.close()
+
+
+def _how_to_go_on(directory: Path | None) -> str:
+    if directory is None or not (directory / CONFIG).exists():
+        return "Nothing was kept"
+    return f"Every finished round is kept; go on with: cfl-ray resume {directory}"
+
+
+def _write_config(directory: Path, experiment: Experiment) -> None:
+    """config.yaml, readable by its owner alone: a tracking URI may hold a password. Its first line says the hash."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / CONFIG
+    file.touch(mode=0o600)
+    file.write_text(f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}")
+
+
+def _hash_of(file: Path) -> str:
+    """The hash of the config that a run directory belongs to; objects made in Python have no other trace."""
+    first = file.read_text().partition("\n")[0]
+    return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash
 
 
 def _session(setup: Setup, directory: Path | None, on_ray: bool) -> Session:
@@ -86,18 +117,14 @@ def new_run_dir(experiment: Experiment) -> Path:
     return next(path for path in itertools.chain([first], others) if not path.exists())
 
 
-def _claim(experiment: Experiment, run_dir: str | Path | None, resumed: bool) -> Path:
-    """The run directory with this experiment's config in it. Raises ConfigError where it belongs to another one."""
+def _directory(experiment: Experiment, run_dir: str | Path | None, resumed: bool) -> Path:
+    """The run directory, not yet made. Raises ConfigError where it holds a run that is not to be resumed."""
     directory = Path(run_dir or new_run_dir(experiment)).absolute()
     file = directory / CONFIG
     if file.is_file() and not resumed:
-        there = config.load(file)
-        if there.config_hash != experiment.config_hash:
-            raise ConfigError(f"{directory} belongs to another config (hash {there.config_hash}, this one has {experiment.config_hash}); choose another folder")
+        if (there := _hash_of(file)) != experiment.config_hash:
+            raise ConfigError(f"{directory} belongs to another config (hash {there}, this one has {experiment.config_hash}); choose another folder")
         raise ConfigError(f"{directory} holds a run of this config already; go on with it by `cfl-ray resume {directory}` or choose another folder")
-    directory.mkdir(parents=True, exist_ok=True)
-    if not resumed:
-        file.write_text(experiment.to_yaml())
     return directory
 
 
@@ -150,7 +177,7 @@ class _Driver:
                 if status == "FINISHED":
                     moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
                     write_figures(directory / ARTIFACTS, {label: records})
-                    (directory / ARTIFACTS / CONFIG).write_text(self.experiment.to_yaml())
+                    (directory / ARTIFACTS / CONFIG).write_text(redact(self.experiment.to_yaml()))
                 tracker.finish(status, summary)
         return MethodResult(label, records, summary)
 

@@ -211,7 +211,7 @@ class Pool:
         ray.kill(host.actor)
         self.hosts.remove(host)
         if not self.hosts:
-            raise RunError(f"the last client host {why}; `cfl-ray resume` goes on from the last checkpoint")
+            raise RunError(f"the last client host {why}")
         self.faults.append(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
 
     def stop(self) -> None:

@@ -38,7 +38,7 @@ RUN_METRICS = {
     "rounds_to_target": "rounds until `accuracy` first reached evaluation.target",
     "mbit_to_target": "mbit_down + mbit_up at that round",
     "rounds_to_stable_clusters": "the last round at which any assignment changed, plus one",
-    "newcomer_accuracy": "mean P-server accuracy of the clients that never trained, 0..1",
+    "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
 }
 METRICS = ROUND_METRICS | RUN_METRICS
 

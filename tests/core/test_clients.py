@@ -29,7 +29,7 @@ class Notebook:
         if isinstance(work, Losses):
             return Outcome({"losses": np.arange(size * work.num_models, dtype=float).reshape(size, -1)})
         if isinstance(work, Describe):
-            return Outcome({"features": np.ones((size, 16), np.float32), "ok": ok, "floats": np.full(size, P)})
+            return Outcome({"features": np.ones((size, P), np.float32), "ok": ok, "floats": np.full(size, P)})
         arrays = {"ok": ok, "train_loss": np.where(ok, work.ids_M / 10, np.nan), "held": np.tile([0.5, 0.25], (size, 1))}
         if work.keep is not None:
             arrays["kept"] = np.ones((size, work.keep.count), np.float32)

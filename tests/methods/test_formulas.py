@@ -1,0 +1,314 @@
+"""One or two rounds of two clients with a linear model, full batch: the expected parameters are the formula of the paper.
+
+With weights W (C, D), a client's gradient is g(W) = (softmax(X W') - Y)' X / n, and one step is W - eta g(W).
+"""
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, uneven
+from torch import nn
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods.ditto import Ditto
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedprox import FedProx
+from cfl_ray.methods.ifca import IFCA
+from cfl_ray.methods.local import Local
+from cfl_ray.methods.stocfl import StoCFL, StoCFLState
+
+ETA, N_0, N_1 = 0.5, 12, 4
+STEPS = 2
+
+
+def stage(steps: int = STEPS, **changes) -> Stage:
+    """Clients 0 and 1 hold 12 and 4 samples with 5 inputs, of 3 classes."""
+    return Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=steps, lr=ETA, **changes))
+
+
+def data(one: Stage, client: int) -> tuple[np.ndarray, np.ndarray]:
+    x, y = one.federation.train(client)
+    return x.double().numpy(), np.eye(3)[y]
+
+
+def loss(one: Stage, client: int, w: np.ndarray) -> float:
+    x, y = data(one, client)
+    return -np.log((np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True) * y).sum(1)).mean()
+
+
+def gradient(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
+    x, y = data(one, client)
+    return (np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True) - y).T @ x / len(x)
+
+
+def sgd(one: Stage, client: int, w: np.ndarray, pull: float = 0.0, to: np.ndarray | float = 0.0, steps: int = STEPS) -> np.ndarray:
+    """`steps` times W <- W - eta (g(W) + pull (W - to))."""
+    for _ in range(steps):
+        w = w - ETA * (gradient(one, client, w) + pull * (w - to))
+    return w
+
+
+def matrix(row_P: torch.Tensor) -> np.ndarray:
+    return row_P.double().reshape(3, 5).numpy()
+
+
+def assert_close(row_P: torch.Tensor, expected: np.ndarray):
+    assert np.allclose(matrix(row_P), expected, rtol=0, atol=1e-6), np.abs(matrix(row_P) - expected).max()
+
+
+def mean(a: np.ndarray, b: np.ndarray, weights: str = "samples") -> np.ndarray:
+    """(n_0 a + n_1 b) / (n_0 + n_1), or (a + b) / 2."""
+    return (N_0 * a + N_1 * b) / (N_0 + N_1) if weights == "samples" else (a + b) / 2
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+class TestFedAvg:
+    def test_is_the_mean_of_what_clients_trained(self, weights):
+        one = stage()
+        w = matrix(one.model())
+        state = one.play(FedAvg(weights=weights), None)
+        assert_close(state.models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
+
+    def test_goes_on_from_the_mean(self, weights):
+        one = stage()
+        first = mean(sgd(one, 0, matrix(one.model())), sgd(one, 1, matrix(one.model())), weights)
+        state = one.play(FedAvg(weights=weights), None, [1])
+        assert_close(state.models_KP[0], sgd(one, 1, first))
+
+
+class TestFedProx:
+    @pytest.mark.parametrize("mu", [0.01, 1.0])
+    def test_pulls_to_the_received_model_which_stays_frozen(self, mu):
+        """W2 = W1 - eta (g(W1) + mu (W1 - w)): the first step has no pull yet, the second one does."""
+        one = stage()
+        w = matrix(one.model())
+
+        def client(number):
+            w1 = w - ETA * gradient(one, number, w)
+            return w1 - ETA * (gradient(one, number, w1) + mu * (w1 - w))
+
+        state = one.play(FedProx(mu=mu), None)
+        assert_close(state.models_KP[0], mean(client(0), client(1)))
+
+    def test_the_pull_is_no_reference_to_the_live_model(self):
+        """PACFL's trap: a penalty that is identically zero would give FedAvg."""
+        plain, pulled = (stage().play(method, None).models_KP for method in (FedAvg(), FedProx(mu=1.0)))
+        assert (plain - pulled).abs().max() > 1e-3
+
+
+class TestLocal:
+    def test_every_client_goes_on_from_its_own_model(self):
+        one = stage()
+        w = matrix(one.model())
+        one.play(Local(), None, [0])
+        assert_close(one.backend.memory["personal", 0], sgd(one, 0, w, steps=2 * STEPS))
+        assert_close(one.backend.memory["personal", 1], sgd(one, 1, w))
+
+
+class TestDitto:
+    LAM = 0.7
+
+    def test_the_personal_model_is_pulled_to_the_downloaded_one(self):
+        """v_i from w_0 near w_0, then from its own value near w_1: not near W_i, the client's own result."""
+        one = stage()
+        w0 = matrix(one.model())
+        w1 = mean(sgd(one, 0, w0), sgd(one, 1, w0))
+        state = one.play(Ditto(lam=self.LAM), None)
+        assert_close(state.models_KP[0], w1)
+        v1 = [sgd(one, client, w0, self.LAM, w0) for client in (0, 1)]
+        for client in (0, 1):
+            assert_close(one.backend.memory["personal", client], v1[client])
+        state = one.play(Ditto(lam=self.LAM), None, state=state, first=2)
+        for client in (0, 1):
+            assert_close(one.backend.memory["personal", client], sgd(one, client, v1[client], self.LAM, w1))
+        assert_close(state.models_KP[0], mean(sgd(one, 0, w1), sgd(one, 1, w1)))
+
+    def test_the_personal_model_of_a_late_client_starts_from_the_first_model(self):
+        one = stage()
+        w0 = matrix(one.model())
+        one.play(Ditto(lam=self.LAM), [0], [1])
+        assert_close(one.backend.memory["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
+
+    def test_serves_the_personal_model_and_the_global_one_to_who_has_none(self):
+        one = stage()
+        method = Ditto(lam=self.LAM)
+        state = one.play(method, [0])
+        serving = method.serve(state, one.clients())
+        assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
+        assert serving.own.name == "personal" and [client for _, client in one.backend.owned()] == [0]
+
+
+class TestIFCA:
+    @pytest.fixture
+    def apart(self):
+        """Two models: model k is the one that has trained on client k, so that each client prefers its own."""
+        one = stage()
+        models = [sgd(one, client, matrix(one.model(client)), steps=8) for client in (0, 1)]
+        assert [int(np.argmin([loss(one, client, w) for w in models])) for client in (0, 1)] == [0, 1]
+        state = IFCA(num_clusters=2).init(one.start())
+        return one, models, state.advance(models_KP=torch.tensor(np.stack(models)).float().reshape(2, 15))
+
+    def test_every_client_trains_the_model_with_the_least_loss(self, apart):
+        one, models, state = apart
+        state = one.play(IFCA(num_clusters=2), None, state=state)
+        assert state.assign_N.tolist() == [0, 1]
+        for k in (0, 1):
+            assert_close(state.models_KP[k], sgd(one, k, models[k]))
+
+    def test_a_model_that_nobody_chose_stays(self, apart):
+        one, _, state = apart
+        state = state.advance(models_KP=torch.cat([state.models_KP, torch.full((1, 15), 9.0)]))
+        after = one.play(IFCA(num_clusters=3), [0], state=state)
+        assert torch.equal(after.models_KP[1:], state.models_KP[1:]) and not torch.equal(after.models_KP[0], state.models_KP[0])
+        assert after.assign_N.tolist() == [0, -1]
+
+    def test_ties_go_to_the_lowest(self, apart):
+        one, _, state = apart
+        state = one.play(IFCA(num_clusters=2), None, state=state.advance(models_KP=state.models_KP[:1].repeat(2, 1)))
+        assert state.assign_N.tolist() == [0, 0]
+
+    @pytest.mark.parametrize("weights", ["samples", "uniform"])
+    def test_two_clients_of_a_cluster_are_averaged(self, weights):
+        one = stage()
+        method = IFCA(num_clusters=1, weights=weights)
+        w = matrix(one.model())
+        assert_close(one.play(method, None).models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
+
+    def test_serves_by_the_loss_of_the_moment(self, apart):
+        one, _, state = apart
+        assert IFCA(num_clusters=2).serve(state, one.clients([1, 0])).row_M.tolist() == [1, 0]
+        assert one.books.ledger.down_bits == 0
+
+    def test_compares_on_the_first_samples_only(self, apart):
+        one, models, state = apart
+        x, y = data(one, 0)
+        asked = []
+        one.backend.run = lambda work, run=one.backend.run: (asked.append(work), run(work))[1]
+        one.play(IFCA(num_clusters=2, select_samples=3), None, state=state)
+        assert asked[0].max_samples == 3 and asked[0].num_models == 2
+
+
+class TestStoCFL:
+    LAM = 0.7
+
+    def signatures(self, one: Stage) -> list[np.ndarray]:
+        found = [gradient(one, client, matrix(one.model())) for client in (0, 1)]
+        return [g / np.linalg.norm(g) for g in found]
+
+    def cosine(self, one: Stage) -> float:
+        a, b = self.signatures(one)
+        return float((a * b).sum())
+
+    def test_signature_is_the_direction_of_the_gradient_at_the_first_model(self):
+        one = stage()
+        state = one.play(StoCFL(tau=1.0), None)
+        assert state.seen_S.tolist() == [0, 1]
+        for client, expected in enumerate(self.signatures(one)):
+            assert_close(state.signature_SF[client], expected)
+
+    def test_displacement_is_the_direction_in_which_training_moves_the_anchor(self):
+        """psi - W after 3 epochs, full batch here (50 >= n), as a unit vector."""
+        one = stage()
+        state = one.play(StoCFL(tau=1.0, signature="displacement", signature_epochs=3), None)
+        for client in (0, 1):
+            moved = matrix(one.model()) - sgd(one, client, matrix(one.model()), steps=3)
+            assert_close(state.signature_SF[client], moved / np.linalg.norm(moved))
+
+    def test_two_clusters_each_near_the_global_model(self):
+        """theta_k = steps from theta_k with the pull to omega_t; omega the plain average."""
+        one = stage()
+        method, w = StoCFL(tau=self.cosine(one) + 1e-3, lam=self.LAM), matrix(one.model())
+        state = one.play(method, None)
+        assert state.assign_N.tolist() == [0, 1]
+        theta = [sgd(one, client, w, self.LAM, w) for client in (0, 1)]
+        omega = mean(sgd(one, 0, w), sgd(one, 1, w))
+        for k in (0, 1):
+            assert_close(state.models_KP[k], theta[k])
+        assert_close(state.global_KP[0], omega)
+        state = one.play(method, None, state=state, first=2)
+        for k in (0, 1):
+            assert_close(state.models_KP[k], sgd(one, k, theta[k], self.LAM, omega))
+        assert_close(state.global_KP[0], mean(sgd(one, 0, omega), sgd(one, 1, omega)))
+        assert_close(state.anchor_KP[0], w)
+
+    def test_one_cluster_where_the_cosine_reaches_tau(self):
+        one = stage()
+        w = matrix(one.model())
+        state = one.play(StoCFL(tau=self.cosine(one) - 1e-3, lam=self.LAM), None)
+        assert state.assign_N.tolist() == [0, 0] and state.num_clusters == 1
+        assert_close(state.models_KP[0], mean(*(sgd(one, client, w, self.LAM, w) for client in (0, 1))))
+
+    @pytest.mark.parametrize("new_model", ["global", "initial"])
+    def test_a_late_cluster_starts_from_omega_or_from_the_first_model(self, new_model):
+        one = stage()
+        method = StoCFL(tau=self.cosine(one) + 1e-3, lam=self.LAM, new_model=new_model)
+        state = one.play(method, [0], [1])
+        w, omega = matrix(one.model()), sgd(one, 0, matrix(one.model()))
+        assert_close(state.models_KP[1], sgd(one, 1, omega if new_model == "global" else w, self.LAM, omega))
+        assert_close(state.models_KP[0], sgd(one, 0, w, self.LAM, w))
+
+    def test_chain_hands_the_global_model_from_client_to_client(self):
+        """W_0 from omega, W_1 from W_0; omega is their mean all the same."""
+        one = stage()
+        w = matrix(one.model())
+        state = one.play(StoCFL(tau=-1.0, global_update="chain"), None)
+        first = sgd(one, 0, w)
+        assert_close(state.global_KP[0], mean(first, sgd(one, 1, first)))
+
+    @pytest.mark.parametrize("merge_model", ["larger", "mean"])
+    def test_model_of_a_merged_cluster(self, merge_model):
+        """Two clusters with equal signatures and one member each merge: the lower number's model, or the mean of both."""
+        one = stage(steps=1)
+        first = StoCFL(tau=1.0).init(one.start())
+        models_KP = torch.stack([torch.full((15,), 1.0), torch.full((15,), 3.0)])
+        state = first.advance(models_KP=models_KP, assign_N=np.array([0, 1], np.int32), seen_S=np.arange(2), signature_SF=torch.ones(2, 15) / 15**0.5)
+        method = StoCFL(tau=0.9, lam=0.0, merge_model=merge_model)
+        begun = matrix(torch.full((15,), 1.0 if merge_model == "larger" else 2.0))
+        state = one.play(method, None, state=state)
+        assert isinstance(state, StoCFLState) and state.assign_N.tolist() == [0, 0]
+        assert_close(state.models_KP[0], mean(*(sgd(one, client, begun, steps=1) for client in (0, 1))))
+
+    def test_newcomers_are_placed_by_their_signature(self):
+        """At least tau: into the cluster. Below: a cluster of its own, with the model of the most similar one. Costs a signature each."""
+        for margin, clusters in ((-1e-3, [0, 0]), (1e-3, [0, 1])):
+            one = stage()
+            method = StoCFL(tau=self.cosine(one) + margin, lam=self.LAM)
+            state = one.play(method, [0])
+            joined = method.join(state, one.clients([1], number=2))
+            assert joined.assign_N.tolist() == clusters and joined.seen_S.tolist() == [0, 1]
+            assert torch.equal(joined.models_KP, state.models_KP.repeat(max(clusters) + 1, 1))
+            assert (one.books.ledger.down_bits, one.books.ledger.up_bits) == (0, 32 * 15)
+            assert method.serve(joined, one.clients()).row_M.tolist() == clusters
+
+    @pytest.mark.parametrize("tau", [-1.0, 0.5])
+    def test_newcomers_before_there_is_any_cluster(self, tau):
+        one = stage()
+        method = StoCFL(tau=tau)
+        state = method.join(method.init(one.start()), one.clients([1]))
+        assert state.assign_N.tolist() == [-1, 0] and torch.equal(state.models_KP, state.global_KP)
+        assert one.play(method, None, state=state).assign_N.min() == 0
+
+    def test_leavers_signatures_are_forgotten_and_clusters_of_nobody_with_them(self):
+        one = stage()
+        method = StoCFL(tau=1.0)
+        state = one.play(method, None)
+        left = method.leave(state, np.array([0]))
+        assert left.seen_S.tolist() == [1] and left.assign_N.tolist() == [-1, 1]
+        assert torch.equal(left.signature_SF, state.signature_SF[1:])
+        after = one.play(method, [1], state=left, first=2)
+        assert after.num_clusters == 1 and after.assign_N.tolist() == [-1, 0]
+        again = one.play(method, None, state=after, first=3)
+        assert again.seen_S.tolist() == [1, 0] and again.assign_N.tolist() == [1, 0], "who comes back is described anew"
+
+    def test_serves_omega_to_who_is_not_known(self):
+        one = stage()
+        method = StoCFL()
+        state = one.play(method, [1])
+        serving = method.serve(state, one.clients())
+        assert torch.equal(serving.models_KP[serving.row_M], torch.cat([state.global_KP, state.models_KP]))
+
+    def test_long_signatures_are_projected(self):
+        """15 coordinates in 16 features stay; in a sketch of fewer they would not: the option's least value is 16."""
+        one = Stage(uneven([N_0, N_1], (9,)), lambda: nn.Linear(9, 3, bias=False), LocalSGD(steps=1, lr=ETA))
+        assert one.play(StoCFL(sketch=16), None).signature_SF.shape == (2, 16)
+        assert one.play(StoCFL(sketch=27), None).signature_SF.shape == (2, 27)

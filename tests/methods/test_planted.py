@@ -1,0 +1,131 @@
+"""Planted groups are found exactly: separable data, so an adjusted Rand index below 1 is a defect."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Spoiled, Stage, planted
+from torch import nn
+
+from cfl_ray.core.cohort import Population
+from cfl_ray.core.grouping import agreement
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods import REGISTRY
+from cfl_ray.methods.ifca import IFCA
+from cfl_ray.methods.stocfl import StoCFL
+
+CLIENTS, GROUPS = 12, 3
+LOCAL = LocalSGD(epochs=5, batch_size=40, lr=0.5)
+
+
+def mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def stage(federation=None, engine="sequential") -> Stage:
+    return Stage(federation or planted(CLIENTS, GROUPS), mlp, LOCAL, engine)
+
+
+def cohorts(participation: float, rounds: int) -> list[np.ndarray]:
+    population = Population(CLIENTS, (), 0)
+    return [population.draw(number, participation, None, 1.0, 0.0).ids_M for number in range(1, rounds + 1)]
+
+
+def accuracy(one: Stage, method, state) -> float:
+    """P-server: the served model of every client on its group's test set."""
+    serving = method.serve(state, one.clients())
+    hits = []
+    for client, row in enumerate(serving.row_M):
+        one.network.load(serving.models_KP[row])
+        x, y = one.federation.test(client)
+        hits.append((torch.cat(list(one.network.logits(x))).argmax(1) == y).float().mean().item())
+    return float(np.mean(hits))
+
+
+@pytest.mark.parametrize("participation, rounds", [(1.0, 3), (0.3, 12)])
+def test_stocfl_finds_the_groups(participation, rounds):
+    one, method = stage(), StoCFL(tau=0.5)
+    drawn = cohorts(participation, rounds)
+    state = one.play(method, *drawn)
+    seen = np.unique(np.concatenate(drawn))
+    assert len(seen) >= 11 and np.array_equal(np.sort(state.seen_S), seen)
+    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1 and state.num_clusters == GROUPS
+    assert accuracy(one, method, state) > 0.9
+
+
+@pytest.mark.parametrize("participation, rounds", [(1.0, 4), (0.3, 15)])
+def test_ifca_finds_the_groups_from_an_easy_start(participation, rounds):
+    """Each model starts from a short training on one client of a group: from random starts one model often wins everybody."""
+    one, method = stage(), IFCA(num_clusters=GROUPS)
+    state = method.init(one.start())
+    warm = []
+    for group in range(GROUPS):
+        clients = one.clients([group])
+        warm.append(clients.train(clients.send(state.models_KP[group : group + 1]), mix=torch.ones(1, 1)).mixed(state.models_KP[:1]))
+    state = one.play(method, *cohorts(participation, rounds), state=state.advance(models_KP=torch.cat(warm)))
+    chosen = method.serve(state, one.clients()).row_M
+    assert agreement(one.federation.group_N, chosen)["ari"] == 1
+    known = state.assign_N >= 0
+    assert known.sum() >= 11 and np.array_equal(state.assign_N[known], chosen[known])
+    assert accuracy(one, method, state) > 0.9
+
+
+def test_one_model_cannot_serve_the_groups():
+    """What makes the two tests above mean something: groups disagree about every label, so one model gets at most a third right
+    of them (and 4 % for noise)."""
+    one, method = stage(), REGISTRY["fedavg"]()
+    assert accuracy(one, method, one.play(method, *[None] * 5)) < 1 / GROUPS + 0.04
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_clusters_without_participants_keep_their_model(name):
+    """After everybody took part once, a round with clients of group 0 alone."""
+    one, method = stage(), REGISTRY[name]()
+    state = one.play(method, None, None)
+    after = one.play(method, [0, 3], state=state, first=3)
+    touched = np.unique(after.assign_N[[0, 3]])
+    untouched = [k for k in range(state.num_clusters) if k not in touched]
+    assert torch.equal(after.models_KP[untouched], state.models_KP[untouched])
+    assert len(untouched) == {"ifca": 3, "stocfl": GROUPS - 1, "local": 1}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_round_is_a_pure_function(name):
+    """The state it is given stays as it is, and the same state gives the same next one (with the same memory of the clients)."""
+    one, method = stage(), REGISTRY[name]()
+    state = one.play(method, [0, 1, 2, 3])
+    before = {key: value.clone() for key, value in state.split()[0].items()}
+    memory = {key: value.clone() for key, value in one.backend.memory.items()}
+    results = []
+    for _ in range(2):
+        one.backend.restore(memory.items())
+        results.append(one.play(method, [2, 3, 4, 5], state=state, first=2).split()[0])
+    assert all(torch.equal(value, before[key]) for key, value in state.split()[0].items())
+    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_spoiled_client_changes_nothing_for_the_others(name, engine):
+    """Rounds with a client whose data are NaN, and the same rounds without it, end in the same models.
+
+    Full batch: StoCFL asks such a client for its signature again in every round, which gives later exchanges other addresses.
+    """
+    method, local = REGISTRY[name](), LocalSGD(epochs=5, lr=0.5)
+    ids, others = list(range(8)), [0, 1, 2, 3, 4, 6, 7]
+    spoiled, clean = (Stage(Spoiled([5]), mlp, local, engine) for _ in range(2))
+    with_it, without = spoiled.play(method, ids, ids), clean.play(method, others, others)
+    assert 5 in spoiled.books.rejected and 5 not in clean.books.rejected
+    assert torch.allclose(with_it.models_KP, without.models_KP, rtol=0, atol=1e-6)
+    assert np.array_equal(with_it.assign_N[others], without.assign_N[others])
+    assert spoiled.backend.owned() == clean.backend.owned()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_cohort_of_spoiled_clients_alone_changes_no_model(name):
+    method = REGISTRY[name]()
+    one = Stage(Spoiled([4, 5]), mlp, LOCAL)
+    state = one.play(method, [0, 1, 2, 3])
+    after = one.play(method, [4, 5], state=state, first=2)
+    assert torch.equal(after.models_KP, state.models_KP) and one.books.rejected.keys() == {4, 5}
+    fresh = one.play(method, [4, 5])
+    assert not fresh.models_KP.isnan().any()
