@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cfl_ray.core.errors import ConfigError, nearest
 
-# Sections whose values cannot change a result: left out of the hash that says whether two configs are the same experiment.
-NOT_HASHED = {"runtime", "tracking", "output", "name"}
+NOT_HASHED = {"runtime", "tracking", "output", "name"}  # cannot change a result: two configs that differ in these alone are the same experiment
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 SOURCES = ("digits", "mnist", "fashion_mnist", "cifar10", "images", "femnist", "femnist_leaf", "mnist_by_writer", "synthetic", "arrays")
 
@@ -132,7 +131,7 @@ class Event(Section):
     """Clients that come or go before a round is drawn."""
 
     round: int = Field(ge=1, description="the round before which it happens, counted from 1")
-    join: list[int] = Field([], description="clients that come (absent until their first join)")
+    join: list[int] = Field([], description="clients that come: absent before, unless they left earlier")
     leave: list[int] = Field([], description="clients that go")
 
 
@@ -212,7 +211,7 @@ class Experiment(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, as YAML can hold it; objects made in Python by their names."""
-        return json.loads(json.dumps(self.model_dump(), default=_name_of))
+        return json.loads(json.dumps(self.model_dump() | {"methods": self.methods}, default=_name_of))
 
     def to_yaml(self) -> str:
         """The resolved config: loading it gives an equal experiment."""
@@ -273,8 +272,9 @@ def check_cohort(wanted: int, available: int) -> None:
 def _name_of(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {getattr(value, "name", type(value).__name__): dataclasses.asdict(value)}
+    if dataclasses.is_dataclass(value):  # a method or its class: as `methods` takes them
+        name = getattr(value, "name", type(value).__name__)
+        return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 

@@ -37,7 +37,8 @@ class Population:
     def __init__(self, num_clients: int, changes: Sequence[Change], seed: int):
         self.num_clients, self.seed = num_clients, seed
         self.changes = sorted(changes, key=lambda change: change.round)
-        later = {client for change in changes for client in change.join}
+        mentions = [(client, comes) for change in self.changes for ids, comes in ((change.join, True), (change.leave, False)) for client in ids]
+        later = {client for client, comes in dict(reversed(mentions)).items() if comes}  # whose first mention is a join
         online = np.ones(num_clients, bool)
         online[sorted(later)] = False
         self.newcomers = np.array(sorted(later), np.int64)

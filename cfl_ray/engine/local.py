@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Memory, Worker
 
@@ -66,39 +67,28 @@ class InProcess:
 
     def __init__(self, worker: Worker, one_by_one: bool = False):
         self.worker, self.one_by_one = worker, one_by_one
-        self.memory: dict[OwnedKey, Tensor] = {}  # (name, client) -> columns it owns
-        self._changed: set[OwnedKey] = set()
+        self.memory = Owned()
 
     def run(self, work: Work) -> Outcome:
         sums, results = HostSums(), []
         for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one)):
             piece = work.take(index_m)
-            name = work.own.name if work.own else ""
             ids = piece.ids_M.tolist()
-            memory = {i: self.memory[name, client] for i, client in enumerate(ids) if work.own and (name, client) in self.memory}
+            memory = self.memory.of(work.own, ids)
             result, kept = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], memory, sums)
             if work.remembers:
-                entries = {(name, ids[i]): value for i, value in kept.items()}
-                self.memory.update(entries)
-                self._changed.update(entries)
+                self.memory.update(work.own, {ids[i]: value for i, value in kept.items()})
             results.append(result)
         return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
 
     def forget(self, ids: np.ndarray) -> None:
-        gone = set(np.asarray(ids).tolist())
-        for key in [key for key in self.memory if key[1] in gone]:
-            del self.memory[key]
-            self._changed.discard(key)
+        self.memory.forget(ids)
 
     def owned(self) -> Iterable[OwnedKey]:
-        """Keys of everything that clients own now."""
         return self.memory.keys()
 
     def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
-        """What clients own that changed since the last call, one at a time."""
-        changed, self._changed = sorted(self._changed), set()
-        return ((key, self.memory[key]) for key in changed)
+        return self.memory.changed()
 
     def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
-        """Takes over what clients owned when a checkpoint was written."""
-        self.memory = dict(entries)
+        self.memory.restore(entries)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.local import gather, mass_of, piece_size, pieces_of
+from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.hosts import shared_tensor
 from cfl_ray.runtime.pool import Call, Pool
@@ -19,8 +20,7 @@ class OnRay:
     """Backend over a pool of hosts. What clients own stays in the object store; only references are held here."""
 
     pool: Pool
-    memory: dict[OwnedKey, ray.ObjectRef] = field(default_factory=dict)
-    _changed: set[OwnedKey] = field(default_factory=set)
+    memory: Owned = field(default_factory=Owned)
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef]]] = field(default_factory=dict)  # by table: the rows put so far
     _address: tuple | None = None
 
@@ -28,7 +28,7 @@ class OnRay:
         pieces = pieces_of(work, self.piece_size(len(work.ids_M)))
         exchange = self.pool.next_exchange()
         self._forget_rows_of_other_rounds(work.address)
-        kept: dict[OwnedKey, ray.ObjectRef] = {}
+        kept: dict[int, ray.ObjectRef] = {}
         results: dict[int, PieceResult] = {}
         sums = HostSums()
 
@@ -37,7 +37,7 @@ class OnRay:
             if work.remembers:
                 ok_m = returns[0].arrays["ok"]
                 ids = work.ids_M[returns[0].index_m].tolist()
-                kept.update({(work.own.name, client): ref for client, ref, ok in zip(ids, returns[1:], ok_m) if ok})
+                kept.update({client: ref for client, ref, ok in zip(ids, returns[1:], ok_m) if ok})
 
         def merge(gathered: tuple[dict[int, np.ndarray], dict[int, float]]) -> None:
             rows, mass = gathered
@@ -46,8 +46,8 @@ class OnRay:
         mixes = getattr(work, "mix", None) is not None
         calls = [self._call(work, index_m, exchange) for index_m in pieces]
         self.pool.run(calls, take, (lambda actor: actor.collect.remote(exchange)) if mixes else None, merge)
-        self.memory.update(kept)
-        self._changed.update(kept)
+        if work.remembers:
+            self.memory.update(work.own, kept)
         return Outcome(gather([results[position] for position in sorted(results)], len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
 
     def piece_size(self, clients: int) -> int:
@@ -55,16 +55,14 @@ class OnRay:
 
     def _call(self, work: Work, index_m: np.ndarray, exchange: int) -> Call:
         piece = work.take(index_m)
-        name = work.own.name if work.own else ""
         ids = piece.ids_M.tolist()
-        owners = [i for i, client in enumerate(ids) if (name, client) in self.memory]
+        owned = self.memory.of(work.own, ids)
         refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
         returns = 1 + (len(ids) if work.remembers else 0)
         per_host = self.pool.setup.experiment.runtime.clients_per_host
 
         def start(actor) -> list[ray.ObjectRef]:
-            owned = [self.memory[name, ids[i]] for i in owners]
-            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, owners, *owned)
+            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(owned), *owned.values())
             return made if isinstance(made, list) else [made]
 
         return Call(start, ids[0] // per_host if per_host else None)
@@ -85,21 +83,13 @@ class OnRay:
     # ---- what clients own
 
     def forget(self, ids: np.ndarray) -> None:
-        gone = set(np.asarray(ids).tolist())
-        for key in [key for key in self.memory if key[1] in gone]:
-            del self.memory[key]
-            self._changed.discard(key)
+        self.memory.forget(ids)
 
     def owned(self) -> Iterable[OwnedKey]:
         return self.memory.keys()
 
     def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
-        changed, self._changed = sorted(self._changed), set()
-        return ((key, shared_tensor(ray.get(self.memory[key]))) for key in changed)
+        return ((key, shared_tensor(ray.get(ref))) for key, ref in self.memory.changed())
 
     def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
-        self.memory = {key: ray.put(value.numpy()) for key, value in entries}
-
-    def clear(self) -> None:
-        """Ready for another method."""
-        self.memory, self._changed, self._rows = {}, set(), {}
+        self.memory.restore((key, ray.put(value.numpy())) for key, value in entries)

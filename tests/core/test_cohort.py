@@ -83,11 +83,10 @@ class TestDraw:
 
 
 class TestComingAndGoing:
-    CHANGES = (Change(3, join=(8, 9), leave=(0,)), Change(5, join=(0,), leave=(8,)))
-
-    def test_clients_that_join_are_absent_before(self):
-        population = Population(10, self.CHANGES, 0)
-        assert population.online.tolist() == [1, 2, 3, 4, 5, 6, 7] and population.newcomers.tolist() == [0, 8, 9]
+    def test_clients_that_join_are_absent_before_unless_they_left(self):
+        population = Population(10, (Change(5, join=(0,), leave=(8,)), Change(3, join=(8, 9), leave=(0,))), 0)
+        assert population.online.tolist() == [0, 1, 2, 3, 4, 5, 6, 7] and population.newcomers.tolist() == [8, 9]
+        assert [[part.tolist() for part in population.advance(number)] for number in (3, 5)] == [[[8, 9], [0]], [[0], [8]]]
 
     def test_changes_happen_before_their_round(self):
         population = Population(10, (Change(3, join=(8, 9), leave=(0,)),), 0)

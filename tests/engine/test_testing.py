@@ -95,4 +95,4 @@ def test_tuned_clients_train_first_and_keep_nothing():
         stage.backend.run(work.TestClients(Address(0, 1, -1), np.arange(2), (stage.model()[None],), start=start, tune=tune, steps_M=steps)).arrays["scores"]
         for tune, steps in ((None, None), (stage.local, np.array([20, 20])))
     )
-    assert (tuned[:, 0] > plain[:, 0] + 0.2).all() and stage.backend.memory == {}
+    assert (tuned[:, 0] > plain[:, 0] + 0.2).all() and stage.memory == {}

@@ -277,7 +277,7 @@ def port_results(stage: Stage) -> dict[str, torch.Tensor]:
         clients = replace(stage.clients(number=number), measure=100)
         sent = clients.send(start_KP, np.array([0, 0, 1, 1, 0]))
         updates = clients.train(sent, mix=mix, own=head, keep=stage.network.spec.head, pulls=[Pull(0.1, sent)])
-    memory = torch.stack([stage.backend.memory["head", client] for client in range(5)])
+    memory = torch.stack([stage.memory["head", client] for client in range(5)])
     assert torch.equal(memory, updates.kept_MF), "a client keeps the head that it brought back"
     held = torch.tensor([stage.books.held[client] for client in range(5)])
     return {"mixed": updates.mixed(empty=start_KP), "kept": updates.kept_MF, "loss": torch.tensor(updates.train_loss_M), "held": held}

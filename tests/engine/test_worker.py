@@ -159,7 +159,7 @@ class TestRejection:
         assert stage.books.rejected == {2: "update", 5: "update"} and sorted(stage.books.train_loss) == good
         assert updates.kept_MF.isnan().all(1).tolist() == [i not in good for i in range(8)]
         assert torch.allclose(updates.mixed(empty=torch.zeros(1, 68))[0], updates.kept_MF[good].mean(0), atol=1e-6)
-        assert sorted(client for _, client in stage.backend.memory) == good
+        assert sorted(client for _, client in stage.memory) == good
 
     def test_an_update_beyond_2_to_the_20_is_left_out(self):
         """One step from 0 with learning rate eta moves the bias by eta (softmax - share): beyond 2^20 for eta = 1e8."""
@@ -201,7 +201,7 @@ class TestMemory:
         own = Own("head", spec.head)
         clients = stage.clients()
         clients.train(clients.send(stage.model()[None]), own=own)
-        mine = stage.backend.memory["head", 1].clone()
+        mine = stage.memory["head", 1].clone()
         clients = stage.clients([1], number=2)
         result = clients.train(clients.send(stage.model(5)[None]), own=own, keep=spec.all, local=LocalSGD(lr=1e-9, steps=1)).kept_MF[0]
         assert torch.allclose(spec.head.of(result), mine, atol=1e-6) and torch.allclose(spec.base.of(result), spec.base.of(stage.model(5)), atol=1e-6)

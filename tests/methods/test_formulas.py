@@ -101,8 +101,8 @@ class TestLocal:
         one = stage()
         w = matrix(one.model())
         one.play(Local(), None, [0])
-        assert_close(one.backend.memory["personal", 0], sgd(one, 0, w, steps=2 * STEPS))
-        assert_close(one.backend.memory["personal", 1], sgd(one, 1, w))
+        assert_close(one.memory["personal", 0], sgd(one, 0, w, steps=2 * STEPS))
+        assert_close(one.memory["personal", 1], sgd(one, 1, w))
 
 
 class TestDitto:
@@ -117,17 +117,17 @@ class TestDitto:
         assert_close(state.models_KP[0], w1)
         v1 = [sgd(one, client, w0, self.LAM, w0) for client in (0, 1)]
         for client in (0, 1):
-            assert_close(one.backend.memory["personal", client], v1[client])
+            assert_close(one.memory["personal", client], v1[client])
         state = one.play(Ditto(lam=self.LAM), None, state=state, first=2)
         for client in (0, 1):
-            assert_close(one.backend.memory["personal", client], sgd(one, client, v1[client], self.LAM, w1))
+            assert_close(one.memory["personal", client], sgd(one, client, v1[client], self.LAM, w1))
         assert_close(state.models_KP[0], mean(sgd(one, 0, w1), sgd(one, 1, w1)))
 
     def test_the_personal_model_of_a_late_client_starts_from_the_first_model(self):
         one = stage()
         w0 = matrix(one.model())
         one.play(Ditto(lam=self.LAM), [0], [1])
-        assert_close(one.backend.memory["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
+        assert_close(one.memory["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
 
     def test_serves_the_personal_model_and_the_global_one_to_who_has_none(self):
         one = stage()

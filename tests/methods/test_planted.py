@@ -94,7 +94,7 @@ def test_a_round_is_a_pure_function(name):
     one, method = stage(), REGISTRY[name]()
     state = one.play(method, [0, 1, 2, 3])
     before = {key: value.clone() for key, value in state.split()[0].items()}
-    memory = {key: value.clone() for key, value in one.backend.memory.items()}
+    memory = {key: value.clone() for key, value in one.memory.items()}
     results = []
     for _ in range(2):
         one.backend.restore(memory.items())

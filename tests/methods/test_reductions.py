@@ -47,8 +47,8 @@ def test_fedprox_without_its_term_is_fedavg_with_mini_batches_and_momentum_too()
 def test_the_personal_models_of_ditto_without_its_term_are_local():
     one, _ = play(Ditto(lam=0))
     other, _ = play(Local())
-    assert one.backend.memory.keys() == other.backend.memory.keys() and len(one.backend.memory) == 8
-    assert all(torch.equal(value, other.backend.memory[key]) for key, value in one.backend.memory.items())
+    assert one.memory.keys() == other.memory.keys() and len(one.memory) == 8
+    assert all(torch.equal(value, other.memory[key]) for key, value in one.memory.items())
 
 
 def test_the_global_model_of_stocfl_is_fedavg_whatever_its_clusters():
@@ -75,6 +75,6 @@ def test_stocfl_with_tau_of_one_is_ditto_like():
     ditto, _ = play(Ditto(lam=0.2))
     assert state.num_clusters == 8
     for client in range(8):
-        mine = ditto.backend.memory["personal", client]
+        mine = ditto.memory["personal", client]
         assert torch.allclose(state.models_KP[state.assign_N[client]], mine, rtol=0, atol=1e-7), client
     assert np.array_equal(np.sort(state.assign_N), np.arange(8))

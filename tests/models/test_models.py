@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import nn
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.models import REGISTRY, recipe
+
+MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
+
+
+@pytest.mark.parametrize("name, options, shape, classes, parameters", [
+    ("mlp", {"hidden": 200}, MNIST, 10, 159_010),  # 784 * 200 + 200 + 200 * 10 + 10: IFCA
+    ("mlp", {"hidden": 2048}, MNIST, 10, 1_628_170),  # 784 * 2048 + 2048 + 2048 * 10 + 10: StoCFL
+    ("lenet5", {}, CIFAR, 10, 62_006),  # FedClust, PACFL
+    ("lenet5", {}, MNIST, 10, 44_426),
+    ("femnist_cnn", {}, MNIST, 62, 1_206_590),  # StoCFL's FEMNIST
+    ("leaf_cnn", {}, MNIST, 10, 582_026),  # CAM
+    ("leaf_cnn", {}, CIFAR, 10, 878_538),
+    ("digits_cnn", {}, (1, 8, 8), 10, 16 * 9 + 16 + 16 * 16 * 10 + 10),
+])  # fmt: skip
+def test_has_the_parameters_of_its_paper(name, options, shape, classes, parameters):
+    module = recipe(name, options, shape, classes)()
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
+    assert module(torch.zeros(3, *shape)).shape == (3, classes)
+
+
+def test_every_registered_model_is_counted_above():
+    counted = test_has_the_parameters_of_its_paper.pytestmark[0].args[1]
+    assert {name for name, *_ in counted} == set(REGISTRY)
+
+
+def test_femnist_cnn_starts_from_xavier():
+    """Uniform in +-sqrt(6 / (fan in + fan out)) and biases of zero."""
+    module = recipe("femnist_cnn", {}, MNIST, 62)()
+    first, last = module[0], module[-1]
+    assert 0.9 < first.weight.abs().max() / (6 / (1 * 9 + 32 * 9)) ** 0.5 <= 1 and 0.9 < last.weight.abs().max() / (6 / (128 + 62)) ** 0.5 <= 1
+    assert not first.bias.any() and not last.bias.any()
+
+
+@pytest.mark.parametrize("size", [28, 29, 30, 32])
+@pytest.mark.parametrize("name", ["lenet5", "femnist_cnn", "leaf_cnn"])
+def test_sizes_follow_the_images(name, size):
+    assert recipe(name, {}, (2, size, size + 1), 7)()(torch.zeros(1, 2, size, size + 1)).shape == (1, 7)
+
+
+def test_a_recipe_builds_a_new_module_every_time():
+    made = recipe("mlp", {"hidden": 4}, (1, 2, 2), 3)
+    assert made() is not made() and made().state_dict().keys() == made().state_dict().keys()
+
+
+def factory(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes))
+
+
+def test_a_factory_is_given_what_it_asks_for():
+    """Only parameters it names are passed; options come on top."""
+    assert recipe(factory, {}, (3, 2, 2), 5)()[1].out_features == 5
+    assert recipe(lambda width: nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Linear(width, 5)), {"width": 9}, (3, 2, 2), 5)()[1].out_features == 9
+
+
+def test_a_factory_from_a_file(tmp_path):
+    (tmp_path / "net.py").write_text("from torch import nn\n\ndef Net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes))\n")
+    assert recipe(f"{tmp_path}/net.py:Net", {}, (3, 2, 2), 5)()[1].out_features == 5
+
+
+@pytest.mark.parametrize("name, options, shape, message", [
+    ("lenet", {}, MNIST, r"unknown model 'lenet' \(did you mean 'lenet5'\?\)"),
+    ("mlp", {"hiden": 5}, MNIST, "model mlp cannot be built with options {'hiden': 5}: .*unexpected keyword argument 'hiden'"),
+    ("mlp", {"hidden": -5}, MNIST, "model mlp cannot be built with options {'hidden': -5}: RuntimeError"),
+    ("mlp", {"hidden": "many"}, MNIST, "model mlp cannot be built with options {'hidden': 'many'}: TypeError"),
+    ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),
+    ("lenet5", {}, (64,), "model lenet5 cannot be built with options {}: ValueError"),
+    (lambda: nn.Linear(784, 10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\)"),
+    (lambda: nn.BatchNorm1d(10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\): ValueError"),
+    (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 7)), {}, MNIST,
+     r"answers 2 samples with shape \(2, 7\), but the data has 10 classes: its output size must be 10"),
+    (lambda: nn.Linear(28, 10), {}, MNIST, r"answers 2 samples with shape \(2, 1, 28, 10\), but the data has 10 classes"),
+    (lambda: None, {}, MNIST, "cannot be built with options {}: AttributeError"),
+    ("missing.py:Net", {}, MNIST, "model 'missing.py:Net': there is no file /"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_before_a_run(name, options, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(name, options, shape, 10)
+

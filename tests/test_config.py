@@ -1,0 +1,275 @@
+"""Strict YAML in, the same YAML out; every error says where, what is allowed, and the nearest valid name."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import yaml
+
+import cfl_ray
+from cfl_ray import config
+from cfl_ray.config import Experiment, load
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.method import Method
+from cfl_ray.data import federation_from_arrays
+from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.methods.ifca import IFCA
+from cfl_ray.methods.stocfl import StoCFL
+
+
+def refused(message: str, **values):
+    with pytest.raises(ConfigError, match=message):
+        Experiment(**values)
+
+
+@pytest.fixture
+def federation():
+    draw = np.random.default_rng(0)
+    return federation_from_arrays(draw.random((20, 3)).astype("float32"), draw.integers(0, 2, 20), np.repeat([0, 1], 10))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a YAML file and returns its path."""
+
+    def write(text: str):
+        path = tmp_path / "experiment.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+class TestErrors:
+    @pytest.mark.parametrize("values, message", [
+        ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
+        ({"local": {"epoch": 3}}, r"unknown key 'local.epoch' \(did you mean 'epochs'\?\)"),
+        ({"data": {"partition": {"alhpa": 3}}}, r"unknown key 'data.partition.alhpa' \(did you mean 'alpha'\?\)"),
+        ({"data": {"columns": {"lable": "y"}}}, r"unknown key 'data.columns.lable' \(did you mean 'label'\?\)"),
+        ({"schedule": [{"round": 1}, {"round": 2, "joins": [1]}]}, r"unknown key 'schedule.1.joins' \(did you mean 'join'\?\)"),
+        ({"cohort": {"zzz": 1}}, "unknown key 'cohort.zzz'; valid: availability, clients, dropout, fraction"),
+    ])  # fmt: skip
+    def test_an_unknown_key_names_the_nearest(self, values, message):
+        refused(message, **values)
+
+    @pytest.mark.parametrize("values, message", [
+        ({"rounds": 0}, "^rounds: .*greater than or equal to 1, got 0$"),
+        ({"seed": -1}, "^seed: .*greater than or equal to 0, got -1$"),
+        ({"seed": 2**31}, "^seed: .*less than 2147483648, got 2147483648$"),
+        ({"cohort": {"fraction": 1.5}}, "^cohort.fraction: .*less than or equal to 1, got 1.5$"),
+        ({"cohort": {"fraction": 0}}, "^cohort.fraction: .*greater than 0, got 0$"),
+        ({"cohort": {"dropout": 1}}, "^cohort.dropout: .*less than 1, got 1$"),
+        ({"local": {"lr": 0}}, "^local.lr: .*greater than 0, got 0$"),
+        ({"local": {"momentum": 1.0}}, "^local.momentum: .*less than 1, got 1.0$"),
+        ({"local": {"epochs": 2.5}}, "^local.epochs: .*integer.*, got 2.5$"),
+        ({"data": {"shift": {"kind": "rotate"}}}, "^data.shift.kind: .*'none', 'rotated', 'shifted'.*, got 'rotate'$"),
+        ({"data": {"shift": {"angles": [0, 45]}}}, r"^data.shift: angles must be multiples of 90 degrees, got \[45\]"),
+        ({"runtime": {"engine": "fast"}}, "^runtime.engine: .*'sequential'.*, got 'fast'$"),
+        ({"methods": []}, r"^methods: .*at least 1 item.*, got \[\]$"),
+        ({"name": "a/b"}, "^name: .*, got 'a/b'$"),
+        ({"schedule": [{"join": [1]}]}, "^schedule.0.round: Field required"),
+        ({"cohort": {"clients": 50}}, "^cohort.clients: 50 clients per round, but the federation has 40; at most 40$"),
+    ])  # fmt: skip
+    def test_a_value_out_of_range_says_the_range(self, values, message):
+        refused(message, **values)
+
+    def test_all_problems_are_told_at_once(self):
+        refused("unknown key 'round'.*\n.*cohort.fraction|cohort.fraction.*\n.*unknown key 'round'", round=1, cohort={"fraction": 2})
+
+    @pytest.mark.parametrize("source, nearest", [("minst", "mnist"), ("cifar", "cifar10")])
+    def test_an_unknown_data_set_names_the_nearest(self, source, nearest):
+        refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"source": source})
+        refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"shift": {"other": source}})
+
+    @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
+    def test_data_that_are_neither_a_section_nor_a_federation(self, data):
+        refused("^data: Input should be a valid dictionary", data=data)
+
+    def test_nothing_is_changed_afterwards(self):
+        with pytest.raises(Exception, match="frozen"):
+            Experiment().rounds = 5
+
+
+class TestYaml:
+    @pytest.mark.parametrize("overrides", [
+        [],
+        ["local.lr=1e-5", "local.batch_size=null", "cohort.clients=7", "methods=[local, {ifca: {num_clusters: 2}}]"],
+        ["schedule=[{round: 2, join: [3]}]", "data.shift.kind=pathological", "data.normalize=[[0.5], [0.25]]", "evaluation.target=0.9", "model.options={hidden: 7}"],
+    ])  # fmt: skip
+    def test_what_is_written_is_what_was_read(self, overrides, file):
+        experiment = load(None, overrides)
+        text = experiment.to_yaml()
+        again = load(file(text))
+        assert again == experiment and again.to_yaml() == text and again.config_hash == experiment.config_hash
+
+    def test_every_key_is_written_except_a_federation(self):
+        written = yaml.safe_load(Experiment().to_yaml())
+        assert written.keys() == Experiment.model_fields.keys()
+        for name, section in written.items():
+            if isinstance(section, dict):
+                assert section.keys() == type(getattr(Experiment(), name)).model_fields.keys() - {"federation"}
+
+    def test_every_key_has_a_description(self):
+        sections = [value for value in vars(config).values() if isinstance(value, type) and issubclass(value, config.Section) and value is not config.Section]
+        missing = [
+            f"{section.__name__}.{name}"
+            for section in sections for name, item in section.model_fields.items()
+            if not item.description and not (isinstance(item.annotation, type) and issubclass(item.annotation, config.Section))
+        ]  # fmt: skip
+        assert len(sections) > 10 and missing == []
+
+    @pytest.mark.parametrize("text, message", [
+        ("rounds: [1", "experiment.yaml is not valid YAML"),
+        ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
+        ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
+        ("3: 4", "experiment.yaml must hold keys and values"),
+    ])  # fmt: skip
+    def test_other_files_are_refused(self, text, message, file):
+        with pytest.raises(ConfigError, match=message):
+            load(file(text))
+
+    def test_a_file_that_is_not_there(self):
+        with pytest.raises(ConfigError, match="there is no config file nowhere.yaml"):
+            load("nowhere.yaml")
+
+    def test_an_empty_file_is_all_defaults(self, file):
+        assert load(file("")) == Experiment()
+
+    def test_no_file_is_the_built_in_example(self):
+        assert load().name == "rotated-digits" and load() == load(config.QUICKSTART)
+
+
+class TestOverrides:
+    def test_set_one_key_and_leave_the_others(self, file):
+        path = file("rounds: 7\nlocal: {epochs: 3, lr: 0.5}\n")
+        experiment = load(path, ["local.lr=0.05", "cohort.fraction=0.25", "model.name=lenet5", "data.partition.samples=10"])
+        assert (experiment.rounds, experiment.local.epochs, experiment.local.lr) == (7, 3, 0.05)
+        assert (experiment.cohort.fraction, experiment.model.name, experiment.data.partition.samples) == (0.25, "lenet5", 10)
+
+    @pytest.mark.parametrize("text, value", [("1e-3", 0.001), ("0.5", 0.5), ("1", 1.0)])
+    def test_numbers(self, text, value):
+        assert load(None, [f"local.lr={text}"]).local.lr == value
+
+    def test_the_last_one_counts(self):
+        assert load(None, ["rounds=3", "rounds=4"]).rounds == 4
+
+    @pytest.mark.parametrize("override, message", [
+        ("local.lr", "override 'local.lr' must look like section.key=value, e.g. local.lr=0.05"),
+        ("=3", "override '=3' must look like section.key=value"),
+        ("rounds.x=3", "override 'rounds.x=3': rounds is a value, not a section"),
+        ("rounds=[3", r"rounds=\[3 is not valid YAML"),
+        ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
+    ])  # fmt: skip
+    def test_errors(self, override, message, file):
+        with pytest.raises(ConfigError, match=message):
+            load(file("rounds: 7"), [override])
+
+
+class TestHash:
+    @pytest.mark.parametrize("override", ["runtime.hosts=3", "runtime.engine=vectorised", "tracking.enabled=false", "output=elsewhere", "name=other",
+                                          "data.root=/x", "data.shards=/y", "data.download=true"])  # fmt: skip
+    def test_ignores_where_it_runs_and_where_results_go(self, override):
+        assert load(None, [override]).config_hash == load().config_hash
+
+    @pytest.mark.parametrize("override", ["seed=1", "rounds=7", "local.lr=0.2", "cohort.dropout=0.1", "data.partition.clients=30", "model.name=lenet5",
+                                          "methods=[fedavg]", "methods=[{fedprox: {mu: 0.1}}]", "schedule=[]", "evaluation.every=2"])  # fmt: skip
+    def test_changes_with_what_can_change_a_result(self, override):
+        assert load(None, [override]).config_hash != load().config_hash
+
+    def test_of_a_method_follows_its_class_and_options(self):
+        assert len({Experiment(methods=[method]).config_hash for method in (REGISTRY["fedavg"](), REGISTRY["ifca"](), IFCA(num_clusters=2))}) == 3
+        assert len(Experiment().config_hash) == 12 and int(Experiment().config_hash, 16) >= 0
+
+    def test_of_a_federation_made_in_python_follows_its_content(self, federation):
+        draw = np.random.default_rng(1)
+        other = federation_from_arrays(draw.random((20, 3)).astype("float32"), draw.integers(0, 2, 20), np.repeat([0, 1], 10))
+        assert Experiment(data=federation).config_hash == Experiment(data=federation).config_hash != Experiment(data=other).config_hash
+
+
+class TestPython:
+    def test_takes_a_federation_a_factory_and_methods(self, federation):
+        def Net(num_classes): ...
+
+        experiment = Experiment(data=federation, model=Net, methods=[StoCFL(tau=0.3), IFCA])
+        assert experiment.data.federation is federation and experiment.data.source == "arrays" and experiment.model.name is Net
+        written = experiment.to_dict()
+        assert written["methods"] == [{"stocfl": dataclasses.asdict(StoCFL(tau=0.3))}, "ifca"] and written["model"]["name"].endswith("Net")
+        assert resolve(written["methods"]) == {"stocfl": StoCFL(tau=0.3), "ifca": IFCA()}, "a run with these can be resumed"
+
+    def test_is_what_the_package_offers(self):
+        assert cfl_ray.Experiment is Experiment and cfl_ray.Method is Method
+        with pytest.raises(AttributeError, match="no attribute 'Experimnt'"):
+            cfl_ray.Experimnt
+
+
+class TestMethods:
+    def test_of_every_kind_in_order(self, tmp_path):
+        (tmp_path / "mine.py").write_text(MINE)
+        found = resolve(["stocfl", {"ifca": {"num_clusters": 2}}, f"{tmp_path}/mine.py:Mine", {f"{tmp_path}/mine.py:Mine": {"share": 0.5}}, StoCFL(tau=0.1)])
+        assert list(found) == ["stocfl", "ifca", "mine", "mine-share=0.5", "stocfl-tau=0.1"]
+        assert found["ifca"] == IFCA(num_clusters=2) and found["mine-share=0.5"].share == 0.5 and found["stocfl-tau=0.1"].tau == 0.1
+        assert set(resolve(["all"])) == set(REGISTRY)
+
+    def test_a_number_that_yaml_takes_for_text(self, file):
+        """YAML 1.1 reads 1e-3 as a string; the method gets the number."""
+        (method,) = resolve(load(file("methods: [{fedprox: {mu: 1e-3}}]")).methods).values()
+        assert method.mu == 0.001
+
+    @pytest.mark.parametrize("entries, message", [
+        (["stocf"], r"unknown method 'stocf' \(did you mean 'stocfl'\?\)"),
+        ([{"stocfl": {"tua": 0.5}}], r"method stocfl has no option 'tua' \(did you mean 'tau'\?\)"),
+        ([{"stocfl": {"tau": 1.5}}], "methods: stocfl.tau must be in -1 .. 1, got 1.5"),
+        ([{"stocfl": {"signature": "grad"}}], "methods: stocfl.signature must be one of gradient, displacement, got 'grad'"),
+        ([{"ifca": {"num_clusters": 2.5}}], "methods: ifca.num_clusters must be a whole number, got 2.5"),
+        ([{"ifca": {"select_samples": 2.5}}], "methods: ifca.select_samples must be a whole number, got 2.5"),
+        ([{"ifca": {"num_clusters": "1e-3"}}], "methods: ifca.num_clusters must be in 1 .. inf, got 0.001"),
+        ([{"ifca": {}, "stocfl": {}}], "methods: an entry is one name with its options"),
+        (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice with the same options"),
+        (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
+        ([5], "unknown method '5'"),
+    ])  # fmt: skip
+    def test_errors(self, entries, message):
+        with pytest.raises(ConfigError, match=message):
+            resolve(entries)
+
+    def test_a_file_without_that_class(self, tmp_path):
+        (tmp_path / "mine3.py").write_text(MINE)
+        with pytest.raises(ConfigError, match=r"mine3.py has no 'Min' \(did you mean 'Mine'\?\)"):
+            resolve([f"{tmp_path}/mine3.py:Min"])
+        with pytest.raises(ConfigError, match="is a int, not a subclass of cfl_ray.Method"):
+            resolve([f"{tmp_path}/mine3.py:NUMBER"])
+
+
+MINE = '''
+from dataclasses import dataclass
+from cfl_ray import Method
+from cfl_ray.core.method import option
+
+NUMBER = 3
+
+@dataclass(frozen=True)
+class Mine(Method, name="mine"):
+    """Mine."""
+
+    share: float = option(1, "a share", low=0, high=1)
+
+    def init(self, start): ...
+    def round(self, state, clients, rng): ...
+    def serve(self, state, clients): ...
+'''
+
+
+def test_options_of_a_users_method_are_checked_like_ours():
+    @dataclass(frozen=True)
+    class Local(Method, name="users_local"):
+        def init(self, start): ...
+        def round(self, state, clients, rng): ...
+        def serve(self, state, clients): ...
+
+    try:
+        with pytest.raises(ConfigError, match="method users_local has no option 'x'"):
+            resolve([{Local: {"x": 1}}])
+        assert list(resolve([Local])) == ["users_local"] and "users_local" not in REGISTRY
+    finally:
+        del Method.registry["users_local"]
