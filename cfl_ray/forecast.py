@@ -11,6 +11,7 @@ from rich.table import Table
 from cfl_ray import data, models
 from cfl_ray.config import Experiment
 from cfl_ray.core.clients import Clients, Round
+from cfl_ray.core.cohort import Change, Population, share
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
@@ -64,13 +65,13 @@ def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, loca
 
 def show(experiment: Experiment, console: Console) -> None:
     """Prints the federation's size and, per method, traffic and memory. Raises ConfigError for what cannot work."""
-    given = experiment.data.federation
     size = data.describe(experiment.data, experiment.seed)
     recipe = models.recipe(experiment.model.name, experiment.model.options, size.input, size.num_classes)
     spec = ParamSpec.of(recipe())
     fewest, median, most = size.samples
-    online = size.clients - len({client for event in experiment.schedule for client in event.join})
-    cohort = experiment.cohort.clients or max(1, int(experiment.cohort.fraction * online))
+    changes = [Change(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule]
+    online = len(Population(size.clients, changes, experiment.seed).online)
+    cohort = experiment.cohort.clients or share(experiment.cohort.fraction, online)
     local = LocalSGD(**experiment.local.model_dump())
     steps = local.steps_of(np.array([median]))[0]
     console.print(

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,33 +141,32 @@ class Ours:
         self.session = RaySession(prepare(experiment), None)
         self.session.begin("fedavg")
         self.engine = self.session.facts()["engine"]
-        self.peak: dict[str, float] = {}
+        self.peak: dict[str, float] = {}  # MB of private memory, by kind of process
+        self.closing = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def round(self) -> float:
-        seconds = self.session.advance().metrics["round_seconds"]
-        for name, mb in self.memory().items():
-            self.peak[name] = max(mb, self.peak.get(name, 0))
-        return seconds
+        return self.session.advance().metrics["round_seconds"]
 
-    def memory(self) -> dict[str, float]:
-        """MB by kind of process: peak resident set since it started."""
-        found: dict[str, float] = {}
-        for process in psutil.process_iter(["name", "cmdline"]):
-            title = " ".join(process.info["cmdline"] or [])
-            kind = "server" if title.startswith("ray::ServerActor") else "host" if title.startswith("ray::ClientHost") else None
-            if kind:
-                found[kind] = max(found.get(kind, 0), _peak_mb(process.pid))
-        return found
+    def _watch(self) -> None:
+        """Linux keeps no peak of private memory, so it is looked at ten times a second."""
+        kinds = {"ray::ServerActor": "server", "ray::ClientHost": "host"}
+        processes = {}
+        while not self.closing.wait(0.1):
+            if len(processes) < 1 + len(os.sched_getaffinity(0)):
+                titles = {process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])}
+                processes = {pid: kind for pid, title in titles.items() for prefix, kind in kinds.items() if title.startswith(prefix)}
+            for pid, kind in processes.items():
+                self.peak[kind] = max(self.peak.get(kind, 0), _private_mb(pid))
 
     def close(self) -> None:
+        self.closing.set()
         self.session.close()
 
 
-def _peak_mb(pid: int) -> float:
-    """Peak anonymous memory is not kept by Linux, so this is VmHWM less what is shared (the object store, libraries)."""
+def _private_mb(pid: int) -> float:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    shared = int(status["RssFile"].split()[0]) + int(status["RssShmem"].split()[0])
-    return (int(status["VmHWM"].split()[0]) - shared) / 1000
+    return int(status.get("RssAnon", "0").split()[0]) / 1000
 
 
 def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experiment:
@@ -202,7 +202,7 @@ def speed(names: list[str], rounds: int) -> None:
 
 
 def memory(rounds: int) -> None:
-    print("peak memory of server and of the largest host (resident, without what is shared), W1 with data made from the client's id")
+    print("peak private memory of server and of the largest host, W1 with data made from the client's id")
     work = WORKLOADS["W1"]
     for clients, cohort in ((4_800, 480), (48_000, 4_800), (1_000_000, 480)):
         data = {"source": "synthetic", "partition": {"clients": clients}, "synthetic_samples": work.samples}

@@ -193,6 +193,8 @@ class Clients:
 
     def losses(self, sent: Sent, *, max_samples: int | None = None) -> np.ndarray:
         """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number."""
+        if not len(self):
+            return np.zeros((0, len(sent.models_KP)))
         work = Losses(self._address(), self.ids_M, (sent.models_KP,), num_models=len(sent.models_KP), max_samples=max_samples)
         return np.nan_to_num(self.backend.run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
 
@@ -206,6 +208,8 @@ class Clients:
         sketch: project the result to this many features where it is made (`core.sketch`); cosines survive within about 1/sqrt(F).
         floats: what the client uploads by the paper's count (None: the length of the result without projection).
         """
+        if not len(self):
+            return torch.zeros(0, sketch or 0), np.zeros(0, bool)
         tables = _Tables()
         work = Describe(
             self._address(),

@@ -59,6 +59,8 @@ class Method(ABC):
             value, meta = getattr(self, item.name), item.metadata
             if meta.get("choices") and value not in meta["choices"]:
                 raise ValueError(f"{self.name}.{item.name} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
+            if isinstance(item.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{self.name}.{item.name} must be true or false, got {value!r}")
             if meta.get("low") is None and meta.get("high") is None:
                 continue
             low, high = meta["low"] if meta["low"] is not None else -np.inf, meta["high"] if meta["high"] is not None else np.inf

@@ -1,8 +1,8 @@
 """Models are rows.
 
 The parameters of a model travel as one float32 row; K models are a matrix `(K, P)`, and a weighted mean of clients is
-`weight_KM @ theta_MP`. Float buffers (BatchNorm statistics) are further columns that are averaged but not trained; integer
-buffers are not part of a row.
+`weight_KM @ theta_MP`. Frozen parameters and float buffers (BatchNorm statistics) are further columns that are averaged but not
+trained; integer buffers are not part of a row.
 
 Axis letters, used as suffixes of names everywhere:
     N all clients    M clients of this round    K clusters    P columns of a row    C classes
@@ -50,10 +50,11 @@ class ParamSpec:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParamSpec":
-        params = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+        params = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
+        frozen = [(name, tuple(p.shape)) for name, p in module.named_parameters() if not p.requires_grad]
         kept = module.state_dict().keys()  # buffers that are not persistent are working space
         buffers = [(name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in kept]
-        names, shapes = zip(*(params + buffers)) if params else ((), ())
+        names, shapes = zip(*(params + frozen + buffers)) if params else ((), ())
         return cls(names, shapes, len(params))
 
     @cached_property

@@ -60,7 +60,8 @@ class Network:
         self._trial_forward()
         self.module.to(self.device)
         self.flat = self.spec.row_of(self.module).to(self.device)
-        self.params = list(self.module.parameters())
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        self.counters = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}  # not in a row: clients begin anew
         self.channels_last = self.device.type == "cpu" and any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in self.module.modules())
         self.reordered: list[tuple[nn.Parameter, Tensor]] = []  # parameters kept in another memory order, with their place in `flat`
         self._pour()
@@ -104,6 +105,8 @@ class Network:
         self.flat.copy_(row_P)
         for parameter, view in self.reordered:
             parameter.copy_(view)
+        for name, first in self.counters.items():
+            self.module.get_buffer(name).copy_(first)
 
     @torch.no_grad()
     def row(self) -> Tensor:

@@ -37,7 +37,7 @@ class OneClient:
         total = None
         for x_B, y_B in zip(self.x.split(batch), self.y.split(batch)):
             loss = cross_entropy(self.network.module(self.network.input(x_B)), y_B.to(self.network.device), reduction="sum") / len(self.y)
-            grads = torch.autograd.grad(loss, self.network.params)
+            grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
             part = torch.cat([g.reshape(-1) for g in grads])
             total = part if total is None else total.add_(part)
         return total.cpu()

@@ -32,7 +32,7 @@ def _train_loaded(network: Network, task: Task) -> float:
         if noise is not None:
             network.set_noise(len(y_B), noise)
         loss = cross_entropy(network.module(x_B), y_B)
-        step = list(torch.autograd.grad(loss, params))
+        step = list(torch.autograd.grad(loss, params, materialize_grads=True))
         losses.append(loss.detach())
         with torch.no_grad():
             update.decay(step, params)

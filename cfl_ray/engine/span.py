@@ -26,7 +26,7 @@ _MOST = 0.5  # of n / D up to which the shortcut can pay
 
 def first_linear(network: Network) -> int | None:
     """Position of the linear layer that sees the flattened input, in a Sequential; None where the network does not begin with one."""
-    if not isinstance(network.module, nn.Sequential) or network.dropouts:
+    if not isinstance(network.module, nn.Sequential) or network.dropouts or not all(p.requires_grad for p in network.module.parameters()):
         return None
     for position, layer in enumerate(network.module):
         if isinstance(layer, nn.Linear):
@@ -106,7 +106,7 @@ def _train_loaded(network: Network, task: Task) -> float:
         with torch.no_grad():
             z = span.z()
         loss = cross_entropy(rest(z if linear.bias is None else z + linear.bias), y)
-        grad_z, *step = torch.autograd.grad(loss, [z, *others])
+        grad_z, *step = torch.autograd.grad(loss, [z, *others], materialize_grads=True)
         with torch.no_grad():
             step.insert(first, torch.zeros(()))  # the place of the first layer's weights, whose step is in the span
             update.decay(step, network.params, leave_out=first)

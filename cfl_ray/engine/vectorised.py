@@ -95,7 +95,7 @@ def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: T
         logits = functional_call(network.module, (params, buffers), (x_B,))
         return (cross_entropy(logits, y_B, reduction="none") * weight_B).sum(), buffers
 
-    counters = {name: b.repeat(len(tasks), *[1] * b.ndim) for name, b in network.module.named_buffers() if not b.is_floating_point()}
+    counters = {name: first.repeat(len(tasks), *[1] * first.ndim) for name, first in network.counters.items()}
     gradient = vmap(grad_and_value(loss_of, has_aux=True))
     velocity = torch.zeros_like(rows_mP[:, :trained]) if local.momentum else None
     total_m = torch.zeros(len(tasks), device=network.device)

@@ -54,6 +54,7 @@ class CheckpointStore:
         self.memory_files: list[str] = []
         self.owner: dict[Key, str] = {}  # the file that holds the current value of a key
         self.entries: dict[str, int] = {}  # keys written to each file
+        self.digests: dict[str, str] = {}  # sha256 of each file
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, oldest first."""
@@ -76,7 +77,7 @@ class CheckpointStore:
             "config_hash": self.config_hash,
             "values": values,
             "state_sha256": _sha256(scratch / "state.safetensors"),
-            "memory": {name: _size(self.directory / "memory" / name) for name in self.memory_files},
+            "memory": {name: self.digests[name] for name in self.memory_files},
             "live": sorted([name, client] for name, client in self.owner),
         }
         meta["meta_sha256"] = _meta_hash(meta)
@@ -110,9 +111,11 @@ class CheckpointStore:
             raise RunError(f"{folder} belongs to config {meta['config_hash']}, not {self.config_hash}")
         if (found := _sha256(folder / "state.safetensors")) != meta["state_sha256"]:
             raise RunError(f"{folder / 'state.safetensors'} has sha256 {found[:12]}, expected {meta['state_sha256'][:12]}")
-        for name, size in meta["memory"].items():
-            if (actual := _size(self.directory / "memory" / Path(name).name)) != size:
-                raise RunError(f"memory file {name} has {actual} bytes, expected {size}")
+        for name, digest in meta["memory"].items():
+            if not (self.directory / "memory" / Path(name).name).is_file():
+                raise RunError(f"memory file {name} is missing")
+            if (found := _sha256(self.directory / "memory" / Path(name).name)) != digest:
+                raise RunError(f"memory file {name} has sha256 {found[:12]}, expected {digest[:12]}")
         with safe_open(folder / "state.safetensors", "pt") as entries:
             tensors = {name: entries.get_tensor(name) for name in entries.keys()}
         self._adopt(meta)
@@ -120,7 +123,7 @@ class CheckpointStore:
 
     def _adopt(self, meta: dict[str, Any]) -> None:
         live = {(name, client) for name, client in meta["live"]}
-        self.memory_files, self.owner, self.entries = list(meta["memory"]), {}, {}
+        self.memory_files, self.owner, self.entries, self.digests = list(meta["memory"]), {}, {}, dict(meta["memory"])
         for file in self.memory_files:
             with safe_open(self.directory / "memory" / file, "pt") as entries:
                 keys = [_key(text) for text in entries.keys()]
@@ -151,7 +154,7 @@ class CheckpointStore:
         _sync_file(scratch)
         scratch.rename(folder / name)
         self.memory_files = [file for file in self.memory_files if file != name] + [name]
-        self.entries[name] = len(batch)
+        self.entries[name], self.digests[name] = len(batch), _sha256(folder / name)
         self.owner.update({key: name for key in batch})
 
     def _compact(self, round: int) -> None:
@@ -176,7 +179,10 @@ class CheckpointStore:
             shutil.rmtree(self.directory / "checkpoints" / f"{round:06d}", ignore_errors=True)
         needed = set(self.memory_files)
         for round in self.rounds():
-            needed |= set(json.loads((self.directory / "checkpoints" / f"{round:06d}" / "meta.json").read_text())["memory"])
+            try:
+                needed |= set(json.loads((self.directory / "checkpoints" / f"{round:06d}" / "meta.json").read_text())["memory"])
+            except (OSError, ValueError, KeyError):  # a damaged one cannot be used, so nothing needs keeping for it
+                continue
         for file in (self.directory / "memory").glob("*.safetensors"):
             if file.name not in needed:
                 file.unlink(missing_ok=True)
@@ -194,10 +200,6 @@ def _meta_hash(meta: dict[str, Any]) -> str:
 def _sha256(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1
 
 
 def _sync(folder: Path) -> None:

@@ -42,9 +42,13 @@ class Evaluator:
         wanted, total = self.settings.clients, self.federation.num_clients
         if wanted is None or len(online) <= wanted:
             return online
-        sample = stream(self.seed, 0, 0, -1, "evaluated").choice(total, min(total, 2 * wanted), replace=False)
-        at = np.minimum(np.searchsorted(online, sample), len(online) - 1)
-        return np.sort(sample[online[at] == sample][:wanted])
+        for asked in (2 * wanted, 20 * wanted, total):  # the more are away, the more have to be asked
+            sample = stream(self.seed, 0, 0, -1, "evaluated").choice(total, min(total, asked), replace=False)
+            at = np.minimum(np.searchsorted(online, sample), len(online) - 1)
+            found = sample[online[at] == sample][:wanted]
+            if len(found) == wanted:
+                break
+        return np.sort(found)
 
     def serving(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: what each client would predict with now."""

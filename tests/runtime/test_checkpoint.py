@@ -161,8 +161,8 @@ DAMAGE = {  # what is done to a file of round 2, and what the reason says
     "flipped bit in the tensors": ("state.safetensors", flip, r"state.safetensors has sha256 \w{12}, expected \w{12}"),
     "truncated tensors": ("state.safetensors", lambda path: os.truncate(path, path.stat().st_size - 1), "has sha256"),
     "missing tensors": ("state.safetensors", lambda path: path.unlink(), "No such file"),
-    "truncated memory": ("../../memory/000002-0.safetensors", lambda path: os.truncate(path, 50), r"memory file 000002-0.safetensors has 50 bytes, expected \d+"),
-    "missing memory": ("../../memory/000002-0.safetensors", lambda path: path.unlink(), "memory file 000002-0.safetensors has -1 bytes"),
+    "truncated memory": ("../../memory/000002-0.safetensors", lambda path: os.truncate(path, 50), r"memory file 000002-0.safetensors has sha256 \w+, expected \w+"),
+    "missing memory": ("../../memory/000002-0.safetensors", lambda path: path.unlink(), "memory file 000002-0.safetensors is missing"),
 }
 
 
@@ -203,14 +203,12 @@ class TestDamage:
         with pytest.raises(RunError, match=f"has format 99, this version reads {checkpoint.FORMAT}"):
             reopened(saver).load()
 
-    @pytest.mark.xfail(strict=True, reason="memory files are checked by size alone, so a flipped bit in one is not noticed")
     def test_a_flipped_bit_in_the_memory_is_noticed(self, saver):
         saver.save(1, [0, 1])
         saver.save(2, [0])
         flip(saver.file(2, "../../memory/000002-0.safetensors"))
         assert_round(reopened(saver).load(), 1, {0: 1, 1: 1})
 
-    @pytest.mark.xfail(strict=True, reason="_discard_old reads the descriptions of all kept checkpoints, also of one that load() passed over")
     def test_an_old_damaged_checkpoint_does_not_stop_the_run(self, saver):
         saver.save(1)
         saver.save(2)
