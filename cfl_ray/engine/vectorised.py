@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
@@ -16,6 +16,8 @@ def refusal(network: Network, tasks: Sequence[Task]) -> str | None:
     """Why these tasks cannot be stacked, or None. Batch statistics would see the padding of unequal batches."""
     if not network.batch_statistics:
         return None
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in network.module.modules()):
+        return "cumulative batch statistics depend on a counter"
     sizes = {len(task.y) if batch is None else len(batch) for task in tasks for batch in task.batches()}
     steps = {task.steps for task in tasks}
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
