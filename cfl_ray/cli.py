@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cfl_ray.core.errors import ConfigError, UserError
 
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray where this is the entry point of a submitted job
 app = typer.Typer(
     help="Clustered federated learning: many clients with different data; find which belong together, train a model per group.",
     epilog="Begin with `cfl-ray run`: it needs no download and takes about a minute.",
@@ -105,6 +106,8 @@ def _load(file: Path | None, overrides: list[str] | None):
         file, changes = None, [str(file), *changes]
     experiment = config.load(file, changes)
     resolve(experiment.methods)
+    if IN_JOB in os.environ and not Path(experiment.output).is_absolute():  # a job's working directory is a copy that goes with it
+        experiment = experiment.model_copy(update={"output": str(Path.home() / experiment.output)})
     _deliver_earlier_results(experiment)
     return experiment
 

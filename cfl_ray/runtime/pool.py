@@ -141,7 +141,8 @@ class Pool:
         """Makes every call once and hands its returns to `take(call number, returns)`.
 
         With `collect`, each host that worked is asked for what it gathered, and `merge` gets that once per host. A host that
-        dies before it was collected takes its gathered calls with it: they are made again.
+        dies before it was collected takes its gathered calls with it: they are made again. Raises ObjectLostError when something
+        that the calls need (what clients own) went down with its node.
         """
         todo = deque(range(len(calls)))
         while todo:
@@ -174,12 +175,12 @@ class Pool:
             try:
                 take(position, [ray.get(returns[0]), *returns[1:]])
                 done.setdefault(number, []).append(position)
+            except RayTaskError as error:  # before LOST: an argument that is lost makes an error that is both
+                raise error.cause if isinstance(error.cause, ObjectLostError) else told(error) from error
             except LOST as error:
                 lost = [ref for ref, entry in waiting.items() if entry[0] == number]
                 todo.extend([position, *(waiting.pop(ref)[1] for ref in lost), *done.pop(number, [])])
                 self._lost(self._host(number), error)
-            except RayTaskError as error:
-                raise told(error) from error
         return done
 
     def _next_for(self, host: Host, calls: list[Call], todo: deque[int]) -> int | None:

@@ -87,6 +87,7 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
+    _stand_somewhere()
     path = sqlite_path(uri)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,14 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
         client = MlflowClient(uri)
         artifacts = (path.parent / "mlartifacts").as_uri() if path else None
         return client, _experiment_id(client, experiment, artifacts)
+
+
+def _stand_somewhere() -> None:
+    """MLflow asks for the working directory. Ray removes that of a job while it is at work, when two nodes share a machine."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir(Path.home())
 
 
 def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:
