@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cfl_ray.core.errors import ConfigError, UserError
+from cfl_ray.core.errors import UserError
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray where this is the entry point of a submitted job
 app = typer.Typer(

@@ -1,5 +1,7 @@
 """Bad input: one clear message that names the thing, the limit and what to do; exit status 2; no traceback."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,6 @@ BAD = {
     "no such file": (["nowhere.yaml"], "there is no config file nowhere.yaml"),
     "override without value": (["rounds=3", "lr"], "must look like section.key=value"),
     "plugin absent": (["methods=[mine.py:Mine]"], "there is no file"),
-    "no cluster": (["runtime.address=127.0.0.1:1"], "no Ray cluster at 127.0.0.1:1"),
 }
 
 
@@ -53,6 +54,15 @@ def test_bad_input_is_told_clearly(case, capsys):
     assert expected in said
     assert "Traceback" not in said
     assert not list(Path("runs").glob("*/config.yaml")) if Path("runs").exists() else True
+
+
+def test_no_cluster_at_the_address(tmp_path):
+    """In a process of its own: this one may have joined a cluster already."""
+    command = [Path(sys.executable).with_name("cfl-ray"), "run", "runtime.address=127.0.0.1:1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr and "ray start --head" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
 
 
 def test_model_with_the_wrong_number_of_outputs(capsys):

@@ -10,7 +10,6 @@ from torch import Tensor
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.params import Columns
 
-
 OwnedKey = tuple[str, int]  # (name, client) of something that a client owns
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import Federation, Shape
 from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
 from cfl_ray.data.plan import split_rows
-from cfl_ray.core.errors import DataError
 
 Array = np.ndarray | torch.Tensor | Sequence
 

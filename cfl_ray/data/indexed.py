@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cfl_ray.data.federation import Federation, Shape
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.federation import Federation, Shape
 
 Samples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y integer (n,)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cfl_ray.data.images import Images, Progress
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.images import Images, Progress
 
 SIDE = 28
 CLASSES = 62

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import Columns
-from cfl_ray.data.images import Images, Progress
 from cfl_ray.core.errors import DataError, nearest
+from cfl_ray.data.images import Images, Progress
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 

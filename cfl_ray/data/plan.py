@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.config import Data
+from cfl_ray.core.errors import DataError
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
 from cfl_ray.data.shifts import Group, Variant, make_groups
-from cfl_ray.core.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cfl_ray.config import Data
+from cfl_ray.core.errors import DataError
 from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Progress, Source
@@ -18,7 +19,6 @@ from cfl_ray.data.sources import locate
 from cfl_ray.data.store import AGAIN, Folder
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.data.writing import shard_bytes, write_shards
-from cfl_ray.core.errors import DataError
 
 
 @dataclass(frozen=True)

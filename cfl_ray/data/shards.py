@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import Shape
 from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
 from cfl_ray.data.store import AGAIN, Folder
-from cfl_ray.core.errors import DataError
 
 MANIFEST = "manifest.json"
 

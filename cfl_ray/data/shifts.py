@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.config import Shift
-from cfl_ray.data.images import Images
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.images import Images
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cfl_ray.config import Columns, Data
+from cfl_ray.core.errors import DataError, nearest
 from cfl_ray.core.rng import stream
 from cfl_ray.data import leaf, parquet
 from cfl_ray.data.images import Images, Progress, Source, find, roots
-from cfl_ray.core.errors import DataError, nearest
 
 
 def locate(name: str, data: Data) -> Source:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.data.images import Progress
 from cfl_ray.data.plan import Client, Plan
 from cfl_ray.data.shards import MANIFEST, File, Manifest, index_schema, sample_schema
 from cfl_ray.data.store import Folder, cache, digest
-from cfl_ray.core.errors import DataError
 
 FILE_BYTES = 64 << 20  # pixels of one file, about; a client never spans two
 

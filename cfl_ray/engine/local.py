@@ -1,6 +1,5 @@
 """The port's backend in this process: one worker does every piece."""
 
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -9,8 +8,7 @@ from torch import Tensor
 from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
-from cfl_ray.engine.worker import Memory, Worker
-
+from cfl_ray.engine.worker import Worker
 
 
 def pieces_of(work: Work, size: int) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 
-
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 
 

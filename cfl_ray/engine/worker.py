@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Describe, Losses, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import Describe, Losses, Own, PieceResult, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
 from cfl_ray.engine.network import Network

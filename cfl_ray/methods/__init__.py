@@ -6,9 +6,9 @@ import pkgutil
 import re
 from typing import Any
 
+from cfl_ray.core.errors import ConfigError, nearest
 from cfl_ray.core.method import Method
 from cfl_ray.core.plugin import load_plugin
-from cfl_ray.core.errors import ConfigError, nearest
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

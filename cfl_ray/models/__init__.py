@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cfl_ray.core.plugin import load_plugin
 from cfl_ray.core.errors import ConfigError, nearest
+from cfl_ray.core.plugin import load_plugin
 from cfl_ray.models import cnn, mlp
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {

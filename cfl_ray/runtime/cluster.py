@@ -11,8 +11,8 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.core.plugin import PREFIX
 from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.plugin import PREFIX
 from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
 from cfl_ray.runtime.pool import Pool, first_line, host_count, told

@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor
 
-from cfl_ray.core.work import PieceResult, Work
+from cfl_ray.core.work import Work
 from cfl_ray.engine import choose
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.setup import Setup, device_of

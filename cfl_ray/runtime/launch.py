@@ -16,7 +16,22 @@ from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.setup import Setup, cluster_address, prepare
-from cfl_ray.tracking import ARTIFACTS, ROUND_METRICS, RUN_METRICS, MlflowTracker, RoundRecord, RunInfo, Spool, Tracker, flatten, read_end, read_records, redact, resolve_uri, summarise
+from cfl_ray.tracking import (
+    ARTIFACTS,
+    ROUND_METRICS,
+    RUN_METRICS,
+    MlflowTracker,
+    RoundRecord,
+    RunInfo,
+    Spool,
+    Tracker,
+    flatten,
+    read_end,
+    read_records,
+    redact,
+    resolve_uri,
+    summarise,
+)
 
 CONFIG = "config.yaml"
 _HASH = "# config hash "

@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
+from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.engine.choose import Choice
 from cfl_ray.engine.worker import ClientFailure
-from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.runtime.hosts import ClientHost
 from cfl_ray.runtime.setup import Setup, engine_choice
 

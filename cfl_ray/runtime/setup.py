@@ -10,13 +10,13 @@ import torch
 
 from cfl_ray import data, models
 from cfl_ray.config import Experiment, check_cohort
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import choose
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
 
