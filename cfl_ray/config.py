@@ -55,7 +55,7 @@ class Partition(Section):
 
 
 class Test(Section):
-    """Which test data measures a client (ALGORITHMS: cluster-view, label-view, hold-out)."""
+    """Which test data measures a client: cluster-view, label-view or hold-out."""
 
     view: Literal["cluster", "label", "holdout"] = Field(
         "cluster", description="cluster: the official test set shifted as the client's group; label: its images of the client's labels; holdout: a split of the client's own")

@@ -3,8 +3,6 @@
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
-from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 
 
@@ -26,6 +24,10 @@ def everyone(weight_M: np.ndarray) -> Tensor:
 
 def agreement(true_M: np.ndarray, found_M: np.ndarray) -> dict[str, float]:
     """ARI, NMI, purity (0..1) and correct_clients (best one-to-one matching of clusters and groups; a count) of M clients."""
+    # Imported here: a second of every host's start, and only the server measures agreement.
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+    from sklearn.metrics.cluster import contingency_matrix
+
     table = contingency_matrix(true_M, found_M)
     rows, columns = linear_sum_assignment(-table)
     return {

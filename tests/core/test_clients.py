@@ -43,7 +43,7 @@ def clients(ids=(3, 5, 8), backend=None, number=1, measure=0) -> Clients:
 
 MODELS = torch.arange(3 * P).reshape(3, P).float()
 
-# ALGORITHMS.md, section 0: floats per participant down and up, by P, and up once per new client; K = 4 clusters
+# As the papers count: floats per participant down and up, by P, and up once per new client; K = 4 clusters
 TRAFFIC = {
     "fedavg": (P, P, 0), "fedprox": (P, P, 0), "ditto": (P, P, 0), "local": (0, 0, 0),
     "ifca": (4 * P, P + 1, 0), "stocfl": (2 * P, 2 * P, P),
