@@ -1,5 +1,6 @@
 """What an experiment will need, before it runs: sizes, memory and traffic."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -16,7 +17,16 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.work import Describe, Losses, Outcome, Train, Work
+from cfl_ray.core.work import (
+    Describe,
+    Losses,
+    MixPending,
+    Outcome,
+    TestClients,
+    Train,
+    Work,
+)
+from cfl_ray.data.federation import Shape
 from cfl_ray.methods import resolve
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
@@ -27,19 +37,24 @@ class DryBackend:
     """Answers every question without any training, so that a round shows its traffic and nothing else."""
 
     spec: ParamSpec
+    inputs: int  # floats of one sample
+    classes: int
 
     def run(self, work: Work) -> Outcome:
         size = len(work.ids_M)
-        if isinstance(work, Train):
+        if isinstance(work, (Train, MixPending)):
             arrays = {"ok": np.ones(size, bool), "train_loss": np.zeros(size)}
-            if work.keep is not None:
-                arrays["kept"] = np.zeros((size, work.keep.count), np.float32)
+            if getattr(work, "keep", None) is not None:
+                arrays |= {"kept": np.ones((size, work.keep.count), np.float32), "norm": np.ones(size)}
             return Outcome(arrays, {}, None if work.mix is None else np.zeros(work.mix.num_rows))
         if isinstance(work, Losses):
             return Outcome({"losses": np.tile(np.arange(work.num_models, dtype=float), (size, 1))})
+        if isinstance(work, TestClients):
+            return Outcome({"scores": np.zeros((size, 3))})
         assert isinstance(work, Describe)
-        length = min(work.sketch or self.spec.trained, self.spec.trained)
-        return Outcome({"features": np.ones((size, length), np.float32), "ok": np.ones(size, bool), "floats": np.full(size, self.spec.trained)})
+        length = getattr(work.function, "floats", lambda inputs, classes: self.spec.trained)(self.inputs, self.classes)
+        features = np.ones((size, min(work.sketch or length, length)), np.float32)
+        return Outcome({"features": features, "ok": np.ones(size, bool), "floats": np.full(size, length)})
 
 
 @dataclass(frozen=True)
@@ -51,13 +66,16 @@ class Traffic:
     models: int  # cluster models after the first round
 
 
-def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD) -> Traffic:
+def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: Shape) -> Traffic:
     """What one round costs, counted by the method itself on clients that answer without training."""
     start = Start(num_clients, spec, lambda index: torch.zeros(spec.size))
     state, ids, mbit = method.init(start), np.arange(cohort), []
     for number in (1, 2):
         books = Round()
-        clients = Clients(ids, np.ones(cohort, np.int64), spec, local, DryBackend(spec), 0, number, books)
+        clients = Clients(
+            ids, np.ones(cohort, np.int64), spec, local, DryBackend(spec, math.prod(shape.input), shape.num_classes), 0, number, books,
+            reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
+        )  # fmt: skip
         state = method.round(state, clients, Draws(0, number))
         mbit.append((books.ledger.down_bits / num_clients / 1e6, books.ledger.up_bits / num_clients / 1e6))
     return Traffic(mbit[0], mbit[1], state.num_clusters)
@@ -83,7 +101,7 @@ def show(experiment: Experiment, console: Console) -> None:
     console.print(f"a round: {cohort} clients, about {steps} steps each; {experiment.rounds} rounds", markup=False, soft_wrap=True)
     table = Table("method", "Mbit/client down, up: round 1", "later rounds", "whole run", "server MB", "each host MB", title="expected")
     for label, method in resolve(experiment.methods).items():
-        found = traffic(method, size.clients, cohort, spec, local)
+        found = traffic(method, size.clients, cohort, spec, local, Shape(tuple(size.input), size.num_classes))
         total = sum(found.first_round) + (experiment.rounds - 1) * sum(found.later_round)
         model = spec.size * 4
         server = _PROCESS_BYTES + (found.models + 1) * 4 * model + 12 * size.clients

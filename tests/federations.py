@@ -12,7 +12,7 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
-from cfl_ray.core.work import Own, OwnedKey
+from cfl_ray.core.work import OwnedKey
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.local import InProcess
@@ -68,7 +68,7 @@ class Stage:
     @property
     def memory(self) -> dict[OwnedKey, Tensor]:
         """What every client owns now, by (name, client)."""
-        return {(name, client): self.backend.memory.of(Own(name), [client])[0] for name, client in self.backend.owned()}
+        return {key: self.backend.memory[key] for key in self.backend.owned()}
 
     def start(self) -> Start:
         return Start(self.federation.num_clients, self.network.spec, self.model)

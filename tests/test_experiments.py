@@ -50,6 +50,7 @@ def test_forecast_counts_what_a_run_books(tmp_path, monkeypatch):
     """`cfl-ray check` and the run agree about traffic, for every method, to the bit."""
     import cfl_ray
     from cfl_ray.core.local import LocalSGD
+    from cfl_ray.data.federation import Shape
     from cfl_ray.methods import REGISTRY
 
     monkeypatch.chdir(tmp_path)
@@ -61,7 +62,7 @@ def test_forecast_counts_what_a_run_books(tmp_path, monkeypatch):
     spec = cfl_ray.runtime.launch.prepare(experiment).network().spec
     assert set(results.methods) == set(REGISTRY)
     for label, method in resolve(experiment.methods).items():
-        expected = forecast.traffic(method, 8, 8, spec, LocalSGD(epochs=1))
+        expected = forecast.traffic(method, 8, 8, spec, LocalSGD(epochs=1), Shape((6,), 10))
         down, up = (expected.first_round[side] + expected.later_round[side] for side in (0, 1))
         final = results[label].final
         assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label

@@ -10,19 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.work import Address, Backend, Describe, Losses, Mix, Outcome, Own, PullRows, Rows, Train
+from cfl_ray.core.updates import Ledger, Round, Updates
+from cfl_ray.core.work import (
+    Address,
+    Backend,
+    Describe,
+    Keep,
+    Losses,
+    Mix,
+    MixPending,
+    Outcome,
+    Own,
+    PullRows,
+    Rows,
+    TestClients,
+    Train,
+)
 
-__all__ = ["Clients", "Ledger", "Own", "Pull", "Sent", "Updates"]
-
-
-@dataclass
-class Ledger:
-    """Bits that crossed, summed over clients."""
-
-    down_bits: int = 0
-    up_bits: int = 0
+__all__ = ["Clients", "Keep", "Ledger", "Own", "Pull", "Round", "Sent", "Updates"]
 
 
 @dataclass(frozen=True)
@@ -39,53 +46,17 @@ class Sent:
 
 @dataclass(frozen=True)
 class Pull:
-    """Adds (weight / 2) * ||w - to||^2 to the local objective, over `columns` (None: all trained ones)."""
+    """Adds (weight / 2) * ||w - to||^2 to the local objective, over `columns` (None: all trained ones).
+
+    follow: the anchor moves too, by anchor <- anchor - follow * weight * (anchor - w) after `every` steps and after the last.
+            The client then uploads the anchor; w stays with it.
+    """
 
     weight: float
     to: Sent
     columns: Columns | None = None
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What a cohort's training came to."""
-
-    outcome: Outcome
-    mix: Mix | None
-
-    def mixed(self, empty: Tensor) -> Tensor:
-        """float32 (R, P): the weighted mean of every output row; rows without any update come from `empty`."""
-        rows_RP = empty.clone()
-        for row, sum_P in self.outcome.sums.items():
-            if self.outcome.mass_R[row] > 0:
-                rows_RP[row] = (sum_P / self.outcome.mass_R[row]).float()
-        return rows_RP
-
-    @property
-    def kept_MF(self) -> Tensor:
-        """float32 (M, F): the columns asked for with `keep`; rows of rejected clients are NaN."""
-        return torch.from_numpy(self.outcome.arrays["kept"])
-
-    @property
-    def ok_M(self) -> np.ndarray:
-        """bool (M,): False for a client whose update was not finite (or beyond 2^20) and was left out."""
-        return self.outcome.arrays["ok"]
-
-    @property
-    def train_loss_M(self) -> np.ndarray:
-        """float64 (M,): mean mini-batch loss over the last local epoch."""
-        return self.outcome.arrays["train_loss"]
-
-
-@dataclass
-class Round:
-    """What a round leaves beside the next state: traffic, and what was noticed of its clients."""
-
-    ledger: Ledger = field(default_factory=Ledger)
-    exchanges: int = 0
-    rejected: dict[int, str] = field(default_factory=dict)  # client -> why its update was left out
-    train_loss: dict[int, float] = field(default_factory=dict)
-    held: dict[int, tuple[float, float]] = field(default_factory=dict)  # client -> P-local accuracy and macro-F1
+    follow: float = 0.0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,6 +72,7 @@ class Clients:
     number: int  # of the round
     books: Round = field(repr=False, default_factory=Round)
     measure: int = 0  # test images per client for P-local
+    reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)  # ids and sizes of all that could take part
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -108,6 +80,13 @@ class Clients:
     def select(self, mask_M: np.ndarray) -> "Clients":
         """Those for which `mask_M` (bool or indices) holds; books go to the same round."""
         return replace(self, ids_M=self.ids_M[mask_M], size_M=self.size_M[mask_M])
+
+    def all(self) -> "Clients":
+        """Every client that is online and can be reached in this round, this cohort among them: for rounds that need everybody."""
+        if self.reachable is None:
+            return self
+        ids, sizes = self.reachable()
+        return replace(self, ids_M=ids, size_M=sizes)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
         """Weight (M,) of each client in an average: its `samples`, or `uniform`."""
@@ -127,9 +106,10 @@ class Clients:
         self._down(self.spec.size if columns is None else columns.count)
         return Sent(models_KP, row_M)
 
-    def broadcast(self, models_KP: Tensor, *, columns: Columns | None = None) -> Sent:
-        """Sends every model to every client."""
-        self._down(len(models_KP) * (self.spec.size if columns is None else columns.count))
+    def broadcast(self, models_KP: Tensor, *, shared: Columns | None = None) -> Sent:
+        """Sends every model to every client; columns that all models share cross once."""
+        once = shared.count if shared and len(models_KP) else 0
+        self._down(len(models_KP) * (self.spec.size - once) + once)
         return Sent(models_KP)
 
     def known(self, models_KP: Tensor) -> Sent:
@@ -152,7 +132,10 @@ class Clients:
         mix: Tensor | None = None,
         pulls: Sequence[Pull] = (),
         own: Own | None = None,
-        keep: Columns | None = None,
+        keep: Keep | Columns | None = None,
+        mix_later: bool = False,
+        beside: Sent | None = None,
+        rule: Rule | None = None,
         local: LocalSGD | None = None,
         steps_M: np.ndarray | None = None,
         relay: bool = False,
@@ -160,53 +143,88 @@ class Clients:
     ) -> Updates:
         """Every client trains on its own data from its row of `start`.
 
-        mix:    weights (R, M), any scale >= 0. Sums form where the training happens; only (R, P) comes back.
-        own:    columns taken from the client's memory where it has one, and kept there afterwards.
-        keep:   columns of every client's result to bring back, (M, F): for methods that need the rows themselves.
-        relay:  client j starts from client j-1's result: a chain, not federated averaging.
-        held:   the client keeps this result as its model: what protocol P-local measures.
+        mix:       weights (R, M), any scale >= 0. Sums form where the training happens; only (R, P) comes back.
+        own:       columns taken from the client's memory where it has one, and kept there afterwards.
+        keep:      columns of every client's result to bring back, (M, F): for methods that compare clients.
+        mix_later: results stay where they were made until `Clients.mix` says, in this round, how to average them.
+        beside:    frozen models whose logits are added to those of the trained one.
+        rule:      how a step is made of gradients; None: the gradient of one batch.
+        relay:     client j starts from client j-1's result: a chain, not federated averaging.
+        held:      the client keeps this result as its model: what protocol P-local measures.
         """
         local = local or self.local
+        keep = Keep(keep) if isinstance(keep, Columns) else keep
+        private = own.columns if own and own.private else None
         tables = _Tables()
         work = Train(
             self._address(),
             self.ids_M,
             start=tables.rows(start),
-            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns) for pull in pulls if pull.weight),
+            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.weight),
+            beside=None if beside is None else tables.rows(beside),
+            rule=rule,
             local=local,
-            steps_M=local.steps_of(self.size_M) if steps_M is None else np.asarray(steps_M, np.int64),
+            steps_M=local.steps_of(self.size_M, parts=rule.batches if rule else 1) if steps_M is None else np.asarray(steps_M, np.int64),
             mix=None if mix is None else _normalised(mix, len(self)),
             own=own,
             keep=keep,
+            mix_later=mix_later,
             in_order=relay,
             measure=self.measure if held else 0,
             tables=tables.as_tuple(),
         )
-        if mix is not None:
-            private = own.columns.count if own and own.columns and own.private else 0
-            self.upload(self.spec.size - private)
+        if mix is not None or mix_later:
+            self.upload(self.spec.size - (private.count if private else 0))
         elif keep is not None:
-            self.upload(keep.count)
+            self.upload(keep.columns.count)
         outcome = self.backend.run(work)
         self._note_training(outcome, held)
-        return Updates(outcome, work.mix)
+        return Updates(outcome, work.mix, private, work.address.exchange)
 
-    def losses(self, sent: Sent, *, max_samples: int | None = None) -> np.ndarray:
-        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number."""
+    def mix(self, updates: Updates, weight_RM: Tensor) -> Updates:
+        """Averages the results of a `train(..., mix_later=True)` of this round; no further traffic. Clients without a sound result are left out."""
+        mix = _normalised(weight_RM, len(self))
+        outcome = self.backend.run(MixPending(self._address(), self.ids_M, (), mix=mix, pending=updates.exchange))
+        return Updates(outcome, mix, updates.private, updates.exchange)
+
+    def losses(self, sent: Sent, *, max_samples: int | None = None, beside: Sent | None = None) -> np.ndarray:
+        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number.
+
+        beside: frozen models whose logits are added to those of every model.
+        """
         if not len(self):
             return np.zeros((0, len(sent.models_KP)))
-        work = Losses(self._address(), self.ids_M, (sent.models_KP,), num_models=len(sent.models_KP), max_samples=max_samples)
+        tables = _Tables()
+        tables.rows(sent.choose(self.first()))
+        work = Losses(
+            self._address(),
+            self.ids_M,
+            num_models=len(sent.models_KP),
+            max_samples=max_samples,
+            beside=None if beside is None else tables.rows(beside),
+            tables=tables.as_tuple(),
+        )
         return np.nan_to_num(self.backend.run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
+
+    def accuracies(self, sent: Sent) -> np.ndarray:
+        """float64 (M, K): accuracy of each of the K models on each client's TEST data: only to reproduce results that were made with this leak."""
+        found_KM = []
+        for k in range(len(sent.models_KP)):
+            start = Rows(0, np.full(len(self), k))
+            found_KM.append(self.backend.run(TestClients(self._address(), self.ids_M, (sent.models_KP,), start=start)).arrays["scores"][:, 0])
+        return np.nan_to_num(np.stack(found_KM, 1))
 
     def describe(
         self, function: Callable, anchor: Sent | None = None, *, sketch: int | None = None, floats: int | None = None, local: LocalSGD | None = None
     ) -> tuple[Tensor, np.ndarray]:
         """`function(client, anchor_P)` of each client as float32 (M, F), and bool (M,): False where it was not finite.
 
+        Results of different lengths are filled up with zeros.
+
         What the function may use of a client is `engine.oneclient.OneClient`.
 
         sketch: project the result to this many features where it is made (`core.sketch`); cosines survive within about 1/sqrt(F).
-        floats: what the client uploads by the paper's count (None: the length of the result without projection).
+        floats: what a client uploads by the paper's count (None: the length of its result without projection).
         """
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
@@ -221,7 +239,7 @@ class Clients:
             tables=tables.as_tuple(),
         )
         arrays = self.backend.run(work).arrays
-        self.upload(int(arrays["floats"][0]) if floats is None and len(self) else floats or 0)
+        self.books.ledger.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         self._reject(~arrays["ok"], "signature")
         return torch.from_numpy(arrays["features"]), arrays["ok"]
 

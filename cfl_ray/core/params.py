@@ -29,7 +29,7 @@ class Columns:
 
     def of(self, rows: Tensor) -> Tensor:
         """These columns of `rows` (..., P): a view when they are one range, a copy otherwise."""
-        parts = [rows[..., start:stop] for start, stop in self.ranges]
+        parts = [rows[..., start:stop] for start, stop in self.ranges] or [rows[..., :0]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def put(self, rows: Tensor, values: Tensor) -> None:
@@ -88,16 +88,40 @@ class ParamSpec:
         return self._ranges(lambda name: name.startswith(prefixes))
 
     @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """Modules that have trained parameters of their own, from input to output."""
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.names[: self.num_params]))
+
+    def top(self, count: int) -> Columns:
+        """The last `count` layers, weights and biases (all columns where there are no more)."""
+        if count >= len(self.layers):
+            return self.all
+        upper = set(self.layers[len(self.layers) - count :])
+        return self._ranges(lambda name: name.rpartition(".")[0] in upper)
+
+    def bottom(self, count: int) -> Columns:
+        """Everything except the `count` last layers."""
+        if count >= len(self.layers):
+            return Columns(())
+        upper = set(self.layers[len(self.layers) - count :])
+        return self._ranges(lambda name: name.rpartition(".")[0] not in upper)
+
+    @cached_property
     def head(self) -> Columns:
         """The final layer, weights and bias: the tensors of the last module that has parameters."""
-        module = self.names[self.num_params - 1].rpartition(".")[0]
-        return self._ranges(lambda name: name.rpartition(".")[0] == module)
+        return self.top(1)
 
     @cached_property
     def base(self) -> Columns:
         """Everything except the head."""
-        module = self.names[self.num_params - 1].rpartition(".")[0]
-        return self._ranges(lambda name: name.rpartition(".")[0] != module)
+        return self.bottom(1)
+
+    @cached_property
+    def linear(self) -> Columns:
+        """The fully connected layers, weights and biases. All trained columns where there is none."""
+        shape = dict(zip(self.names, self.shapes))
+        modules = {layer for layer in self.layers if any(len(shape[n]) == 2 for n in self.names[: self.num_params] if n.rpartition(".")[0] == layer)}
+        return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else Columns(((0, self.trained),))
 
     def _ranges(self, wanted) -> Columns:
         ranges: list[tuple[int, int]] = []
@@ -111,11 +135,11 @@ class ParamSpec:
         return Columns(tuple(ranges))
 
     def tensors(self, rows: Tensor) -> dict[str, Tensor]:
-        """Named views into `rows` (..., P), each (..., *shape)."""
-        starts = (0, *self.ends)
+        """Named views into `rows` (..., P), each (..., *shape); only the trained tensors where the rows are no longer than those."""
+        starts, wanted = (0, *self.ends), self.num_params if rows.shape[-1] == self.trained else len(self.names)
         return {
             name: rows[..., start:stop].unflatten(-1, shape) if shape else rows[..., start]
-            for name, shape, start, stop in zip(self.names, self.shapes, starts, self.ends)
+            for name, shape, start, stop in zip(self.names[:wanted], self.shapes, starts, self.ends)
         }
 
     def row_of(self, module: nn.Module) -> Tensor:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.core.params import Columns
+from cfl_ray.core.sketch import sketch
 
 OwnedKey = tuple[str, int]  # (name, client) of something that a client owns
 
@@ -40,12 +42,35 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Columns of what a client uploads that come back row by row, for methods that compare clients."""
+
+    columns: Columns
+    change: bool = False  # the difference to where the client started
+    sketch: int | None = None  # project to this many features where it is made (`core.sketch`); None: the columns themselves
+
+    def features(self, rows: Tensor, seed: int) -> Tensor:
+        """float32 (..., F) of whole rows (..., P), for the server's own models: what a client with this row would send."""
+        values = self.columns.of(rows)
+        if self.sketch is None or self.sketch >= values.shape[-1]:
+            return values
+        return torch.stack([sketch(row, self.sketch, seed) for row in values.reshape(-1, values.shape[-1])]).reshape(*rows.shape[:-1], self.sketch)
+
+    @property
+    def count(self) -> int:
+        """F."""
+        return min(self.columns.count, self.sketch or self.columns.count)
+
+
+@dataclass(frozen=True)
 class PullRows:
-    """A proximal term (weight / 2) * ||w - anchor||^2 over some columns (None: all)."""
+    """A proximal term (weight / 2) * ||w - anchor||^2 over some columns (None: all); its anchor may move."""
 
     weight: float
     anchor: Rows
     columns: Columns | None = None
+    follow: float = 0.0  # anchor <- anchor - follow * weight * (anchor - w)
+    every: int = 1  # after so many steps, and after the last
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,10 @@ class Work:
     address: Address
     ids_M: np.ndarray
     tables: tuple[Tensor, ...] = field(repr=False)
+    own: Own | None = None
+    beside: Rows | None = None  # frozen models whose logits are added to those of the others
+    in_order: bool = False  # one piece, clients one after another
+    pending: int | None = None  # the exchange of this round whose results are still where they were made, if this one uses them
 
     def take(self, index_m: np.ndarray) -> Self:
         """The piece with these clients, without the tables."""
@@ -86,13 +115,10 @@ class Work:
         """Every use of the tables."""
         return [value for item in fields(self) if isinstance(value := getattr(self, item.name), Rows)]
 
-    own: Own | None = None
-    in_order: bool = False  # one piece, clients one after another
-
     @property
-    def remembers(self) -> bool:
-        """Whether clients keep something new of this exchange."""
-        return False
+    def stays(self) -> tuple[bool, bool]:
+        """Whether something new of every client stays behind: what it owns, and its result until it is mixed."""
+        return False, False
 
 
 def _take_mix(mix: Mix, index_m: np.ndarray, num_clients: int) -> Mix:
@@ -109,31 +135,37 @@ class Train(Work):
     start: Rows = None
     local: LocalSGD = None
     steps_M: np.ndarray = None
+    rule: Rule | None = None  # None: the gradient of one batch
     pulls: tuple[PullRows, ...] = ()
     mix: Mix | None = None
-    keep: Columns | None = None
+    keep: Keep | None = None
+    mix_later: bool = False
     measure: int = 0  # test images per client for P-local; 0: no test
 
     @property
-    def remembers(self) -> bool:
-        return self.own is not None
+    def stays(self) -> tuple[bool, bool]:
+        return self.own is not None, self.mix_later
 
     def rows(self) -> list[Rows]:
-        return [self.start, *(pull.anchor for pull in self.pulls)]
+        return [self.start, *([self.beside] if self.beside else []), *(pull.anchor for pull in self.pulls)]
+
+
+@dataclass(frozen=True)
+class MixPending(Work):
+    """Weighted sums (`mix`) of results that an earlier exchange of the round left where they were trained."""
+
+    mix: Mix = None
 
 
 @dataclass(frozen=True)
 class Losses(Work):
-    """Mean training loss (M, K) of the K rows of the one table on each client's data."""
+    """Mean training loss (M, K) of the K rows of table 0 on each client's data."""
 
     num_models: int = 0
     max_samples: int | None = None
 
     def rows(self) -> list[Rows]:
-        return [Rows(0, np.arange(self.num_models))]
-
-    def take(self, index_m: np.ndarray) -> Self:
-        return replace(self, ids_M=self.ids_M[index_m], tables=())
+        return [Rows(0, np.arange(self.num_models)), *([self.beside] if self.beside else [])]
 
 
 @dataclass(frozen=True)
@@ -151,9 +183,13 @@ class TestClients(Work):
     """Tests each client's own model on its own test data: accuracy, macro-F1 and loss (M,)."""
 
     start: Rows = None
+    vote: int = 0  # this many first rows of table 0 predict together, by the mean of their probabilities; 0: one model
     images: int | None = None  # of a shared test set, per client
-    tune: LocalSGD | None = None  # train this much first (P-tune)
+    tune: LocalSGD | None = None  # train this much first (P-tune, or a method that adapts before it predicts)
     steps_M: np.ndarray | None = None
+
+    def rows(self) -> list[Rows]:
+        return [*_uses(self.start, self.vote), *([self.beside] if self.beside else [])]
 
 
 @dataclass(frozen=True)
@@ -161,6 +197,14 @@ class TestShared(Work):
     """Tests row `start.row_M[j]` on shared test set `ids_M[j]`: confusion matrices (M, C, C) and loss per true class (M, C)."""
 
     start: Rows = None
+    vote: int = 0
+
+    def rows(self) -> list[Rows]:
+        return [*_uses(self.start, self.vote), *([self.beside] if self.beside else [])]
+
+
+def _uses(start: Rows, vote: int) -> list[Rows]:
+    return [Rows(0, np.arange(vote))] if vote else [start]
 
 
 @dataclass

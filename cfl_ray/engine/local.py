@@ -43,9 +43,11 @@ def gather(pieces: list[PieceResult], size: int) -> dict[str, np.ndarray]:
         return {}
     arrays = {}
     for name, first in pieces[0].arrays.items():
-        whole = np.empty((size, *first.shape[1:]), first.dtype)
+        shape = np.max([piece.arrays[name].shape[1:] for piece in pieces], axis=0).astype(int)  # features may have different lengths
+        whole = np.zeros((size, *shape), first.dtype)
         for piece in pieces:
-            whole[piece.index_m] = piece.arrays[name]
+            array = piece.arrays[name]
+            whole[(piece.index_m, *map(slice, array.shape[1:]))] = array
         arrays[name] = whole
     return arrays
 
@@ -68,14 +70,13 @@ class InProcess:
         self.memory = Owned()
 
     def run(self, work: Work) -> Outcome:
+        self.memory.begin(work)
         sums, results = HostSums(), []
         for index_m in pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one)):
             piece = work.take(index_m)
             ids = piece.ids_M.tolist()
-            memory = self.memory.of(work.own, ids)
-            result, kept = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], memory, sums)
-            if work.remembers:
-                self.memory.update(work.own, {ids[i]: value for i, value in kept.items()})
+            result, left = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], self.memory.of(piece), sums)
+            self.memory.keep(work, *({ids[i]: value for i, value in values.items()} for values in (left.owned, left.pending)))
             results.append(result)
         return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
 

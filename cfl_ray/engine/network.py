@@ -108,6 +108,13 @@ class Network:
             self.module.get_buffer(name).copy_(first)
 
     @torch.no_grad()
+    def load_trained(self, trained: Tensor) -> None:
+        """Replaces the trained parameters (trained columns,) and leaves buffers as they are."""
+        self.flat[: self.spec.trained].copy_(trained)
+        for parameter, view in self.reordered:
+            parameter.copy_(view)
+
+    @torch.no_grad()
     def row(self) -> Tensor:
         """The row (P,) of the network as it is now: valid until it changes again."""
         for parameter, view in self.reordered:
@@ -136,6 +143,11 @@ class Network:
         """Draws the dropout masks of the next training step."""
         for layer in self.dropouts.values():
             layer.mask = layer.draw(batch, generator).to(self.device)
+
+    def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
+        """Outputs (n, C) of a row that is loaded for it."""
+        self.load(row_P)
+        return torch.cat(list(self.logits(x)))
 
     @torch.no_grad()
     def logits(self, x: Tensor, batch: int = 1024) -> Iterable[Tensor]:

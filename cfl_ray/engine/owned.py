@@ -1,11 +1,11 @@
-"""What clients own between rounds: personal models, private heads."""
+"""What clients have where they are: what they own between rounds, and results of this round that are not mixed yet."""
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.work import Own, OwnedKey
+from cfl_ray.core.work import OwnedKey, Work
 
 
 class Owned:
@@ -14,18 +14,33 @@ class Owned:
     def __init__(self):
         self._values: dict[OwnedKey, Any] = {}
         self._changed: set[OwnedKey] = set()
+        self._pending: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then client
+        self._round: tuple | None = None
 
-    def of(self, own: Own | None, ids: Iterable[int]) -> dict[int, Any]:
-        """Values by position in `ids`, of the clients that own something under this name."""
-        if own is None:
+    def begin(self, work: Work) -> None:
+        """Drops pending results of other rounds."""
+        now = (work.address.round, work.address.exchange < 0)  # evaluation has exchanges of its own
+        if now != self._round:
+            self._round, self._pending = now, {}
+
+    def of(self, work: Work) -> dict[int, Any]:
+        """What the clients of `work` bring to it, by their position in it."""
+        ids = work.ids_M.tolist()
+        if work.pending is not None:
+            pending = self._pending[work.pending]
+            return {i: pending[client] for i, client in enumerate(ids) if client in pending}
+        if work.own is None:
             return {}
-        return {i: self._values[own.name, client] for i, client in enumerate(ids) if (own.name, client) in self._values}
+        return {i: self._values[work.own.name, client] for i, client in enumerate(ids) if (work.own.name, client) in self._values}
 
-    def update(self, own: Own, values: Mapping[int, Any]) -> None:
-        """Takes new values by client."""
-        entries = {(own.name, client): value for client, value in values.items()}
-        self._values.update(entries)
-        self._changed.update(entries)
+    def keep(self, work: Work, owned: Mapping[int, Any], pending: Mapping[int, Any]) -> None:
+        """Takes what an exchange left behind, by client."""
+        if work.own is not None:
+            entries = {(work.own.name, client): value for client, value in owned.items()}
+            self._values.update(entries)
+            self._changed.update(entries)
+        if work.stays[1]:
+            self._pending.setdefault(work.address.exchange, {}).update(pending)
 
     def forget(self, ids: np.ndarray) -> None:
         """Drops everything the clients `ids` own."""
@@ -33,6 +48,9 @@ class Owned:
         for key in [key for key in self._values if key[1] in gone]:
             del self._values[key]
             self._changed.discard(key)
+
+    def __getitem__(self, key: OwnedKey) -> Any:
+        return self._values[key]
 
     def keys(self) -> KeysView[OwnedKey]:
         return self._values.keys()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import Pulled, Task, Trained
 
@@ -14,32 +14,73 @@ from cfl_ray.engine.task import Pulled, Task, Trained
 def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
     """Trains each task in turn, from its own start."""
     for index, task in enumerate(tasks):
+        offset_BC = offsets(network, task)
         network.load(task.start_P)
-        loss = _train_loaded(network, task)
-        yield Trained(index, network.row(), loss)
+        pulls = [ProximalTerm(network, pull) for pull in task.pulls]
+        loss = _train_loaded(network, task, pulls, offset_BC)
+        row_P = network.row()
+        yield Trained(index, row_P, loss, next((pull.moved(row_P) for pull in pulls if pull.pull.follow), None))
 
 
-def _train_loaded(network: Network, task: Task) -> float:
+def offsets(network: Network, task: Task) -> Tensor | None:
+    """Logits (n, C) of the frozen model beside the trained one: they do not change during training."""
+    return None if task.beside_P is None else network.logits_of(task.beside_P, task.x)
+
+
+def _train_loaded(network: Network, task: Task, pulls: list["ProximalTerm"], offset_BC: Tensor | None) -> float:
     """SGD on the loaded row. Returns the mean loss over the last local epoch."""
     params, update = network.params, Update(task.local)
-    x, y = network.input(task.x), task.y.to(network.device)
-    pulls = [ProximalTerm(network, pull) for pull in task.pulls]
-    noise = task.noise() if network.dropouts else None
-    losses = []
+    gradient = _Gradient(network, task, offset_BC)
     network.module.train()
-    for batch in task.batches():
-        x_B, y_B = (x, y) if batch is None else (x[batch], y[batch])
-        if noise is not None:
-            network.set_noise(len(y_B), noise)
-        loss = cross_entropy(network.module(x_B), y_B)
-        step = list(torch.autograd.grad(loss, params, materialize_grads=True))
-        losses.append(loss.detach())
+    batches = task.batches()
+    for number in range(task.steps):
+        gradient.batches = [next(batches) for _ in range(task.parts)]
+        step = gradient.tensors(0) if task.rule is None else gradient.by(task.rule)
         with torch.no_grad():
             update.decay(step, params)
             for pull in pulls:
                 pull.add_to(step)
             update.apply(params, step)
-    return torch.stack(losses[-task.tail :]).mean().item()
+            for pull in pulls:
+                if pull.pull.moves_after(number, task.steps):
+                    pull.move()
+    return torch.stack(gradient.losses[-task.tail :]).mean().item()
+
+
+class _Gradient:
+    """Gradients of one client's loss on the batches of the present step."""
+
+    def __init__(self, network: Network, task: Task, offset_BC: Tensor | None):
+        self.network, self.offset_BC = network, offset_BC
+        self.x, self.y = network.input(task.x), task.y.to(network.device)
+        self.noise = task.noise() if network.dropouts else None
+        self.batches: list = []
+        self.losses: list[Tensor] = []  # one per step
+
+    def tensors(self, batch: int) -> list[Tensor]:
+        """At the loaded row, tensor by tensor."""
+        chosen = self.batches[batch]
+        x_B, y_B, offset_BC = (v if chosen is None or v is None else v[chosen] for v in (self.x, self.y, self.offset_BC))
+        if self.noise is not None:
+            self.network.set_noise(len(y_B), self.noise)
+        logits_BC = self.network.module(x_B)
+        loss = cross_entropy(logits_BC if offset_BC is None else logits_BC + offset_BC, y_B)
+        grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
+        self.losses.append(loss.detach())
+        return grads
+
+    def by(self, rule: Rule) -> list[Tensor]:
+        """The direction that a rule makes of them; the loss noted is that of its first gradient."""
+        w, known = self.network.row()[: self.network.spec.trained].clone(), len(self.losses)
+
+        def at(row: Tensor, batch: int) -> Tensor:
+            self.network.load_trained(row)
+            return torch.cat([g.reshape(-1) for g in self.tensors(batch)])
+
+        direction = rule(at, w)
+        del self.losses[known + 1 :]
+        self.network.load_trained(w)
+        return self.network.views(direction)
 
 
 class Update:
@@ -71,10 +112,11 @@ class ProximalTerm:
     """Gradient of (weight / 2) * ||w - anchor||^2, tensor by tensor."""
 
     def __init__(self, network: Network, pull: Pulled):
-        self.weight = pull.weight
-        self.inside = network.tensors_in(pull.columns)
+        self.pull, self.weight = pull, pull.weight
+        self.inside, self.trained = network.tensors_in(pull.columns), network.spec.trained
         self.params = [network.params[i].detach() for i in self.inside]
-        self.anchors = network.views(pull.anchor_P.to(network.device), pull.columns)
+        self.anchor_P = pull.anchor_P.to(network.device, copy=pull.follow > 0)
+        self.anchors = network.views(self.anchor_P, pull.columns)
 
     def anchor_of(self, tensor: int) -> Tensor:
         return self.anchors[self.inside.index(tensor)]
@@ -85,3 +127,11 @@ class ProximalTerm:
         mine = [step[self.inside[at]] for at in kept]
         torch._foreach_add_(mine, [self.params[at] for at in kept], alpha=self.weight)
         torch._foreach_sub_(mine, [self.anchors[at] for at in kept], alpha=self.weight)
+
+    def move(self) -> None:
+        """anchor <- anchor - follow * weight * (anchor - w)."""
+        torch._foreach_lerp_(self.anchors, self.params, self.pull.follow * self.weight)
+
+    def moved(self, row_P: Tensor) -> Tensor:
+        """The anchor as it is now, with the buffers of `row_P`."""
+        return torch.cat([self.anchor_P[: self.trained], row_P[self.trained :]])

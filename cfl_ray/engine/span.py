@@ -40,6 +40,8 @@ def applies(network: Network, task: Task) -> bool:
     """Whether this task is full-batch, with few enough samples, on a network that begins with a linear layer."""
     batch = task.local.batch_size or len(task.y)
     inputs = task.x[0].numel()
+    if task.rule is not None or any(pull.follow for pull in task.pulls):
+        return False
     return batch >= len(task.y) and len(task.y) <= _MOST * inputs and task.steps > 1 and first_linear(network) is not None
 
 
@@ -52,8 +54,9 @@ def train_one(engine: str, network: Network, task: Task) -> Trained:
 def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
     """Trains each task in turn. Every one of them must satisfy `applies`."""
     for index, task in enumerate(tasks):
+        offset_BC = sequential.offsets(network, task)
         network.load(task.start_P)
-        loss = _train_loaded(network, task)
+        loss = _train_loaded(network, task, offset_BC)
         yield Trained(index, network.row(), loss)
 
 
@@ -90,7 +93,7 @@ class _Span:
         return weight
 
 
-def _train_loaded(network: Network, task: Task) -> float:
+def _train_loaded(network: Network, task: Task, offset_BC: Tensor | None) -> float:
     """SGD on the loaded row. Returns the loss of the last step, which is the last epoch."""
     position = first_linear(network)
     linear, rest = network.module[position], network.module[position + 1 :]
@@ -105,7 +108,8 @@ def _train_loaded(network: Network, task: Task) -> float:
     for _ in range(task.steps):
         with torch.no_grad():
             z = span.z()
-        loss = cross_entropy(rest(z if linear.bias is None else z + linear.bias), y)
+        logits_BC = rest(z if linear.bias is None else z + linear.bias)
+        loss = cross_entropy(logits_BC if offset_BC is None else logits_BC + offset_BC, y)
         grad_z, *step = torch.autograd.grad(loss, [z, *others], materialize_grads=True)
         with torch.no_grad():
             step.insert(first, torch.zeros(()))  # the place of the first layer's weights, whose step is in the span

@@ -2,16 +2,29 @@
 
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Describe, Losses, Own, PieceResult, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import (
+    Describe,
+    Keep,
+    Losses,
+    MixPending,
+    Own,
+    PieceResult,
+    Rows,
+    TestClients,
+    TestShared,
+    Train,
+    Work,
+)
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
 from cfl_ray.engine.network import Network
@@ -20,7 +33,15 @@ from cfl_ray.engine.reduce import HostSums, PieceSums
 from cfl_ray.engine.task import Pulled, Task, Trained
 
 Lookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
-Memory = dict[int, Tensor]  # client -> the columns it owns
+Memory = dict[int, Tensor]  # position in the piece -> what the client has: columns it owns, or its result until it is mixed
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a piece leaves behind per client."""
+
+    owned: Memory = field(default_factory=dict)
+    pending: Memory = field(default_factory=dict)
 
 
 class ClientFailure(Exception):
@@ -39,36 +60,48 @@ class Worker:
     federation: Federation
     engine: str = "sequential"
 
-    def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Memory]:
-        """Does a piece: what it found, and the new memory of its clients. Weighted sums are added to `sums`."""
-        kept: Memory = {}
-        do = {Train: self._train, Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
-        arrays = do[type(work)](work, row, memory, kept, sums)
-        return PieceResult(index_m, arrays), kept
+    def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Left]:
+        """Does a piece: what it found, and what its clients keep of it. Weighted sums are added to `sums`.
+
+        memory: what the clients own, or, where the work mixes pending results, those.
+        """
+        left = Left()
+        if isinstance(work, Train):
+            arrays = self._train(work, row, memory, left, sums)
+        elif isinstance(work, MixPending):
+            arrays = self._mix_pending(work, memory, sums)
+        else:
+            do = {Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
+            arrays = do[type(work)](work, row, memory)
+        return PieceResult(index_m, arrays), left
 
     # ---- training
 
-    def _train(self, work: Train, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+    def _train(self, work: Train, row: Lookup, memory: Memory, left: Left, sums: HostSums) -> dict[str, np.ndarray]:
         size = len(work.ids_M)
         arrays = {"ok": np.zeros(size, bool), "train_loss": np.full(size, np.nan)}
         if work.keep is not None:
             arrays["kept"] = np.full((size, work.keep.count), np.nan, np.float32)
+            arrays["norm"] = np.full(size, np.nan)
         if work.measure:
             arrays["held"] = np.full((size, 2), np.nan)
         piece = PieceSums(work.mix) if work.mix is not None else None
         for trained in self._trained(work, row, memory):
-            index, row_P = trained.index, trained.row_P
-            if not _finite(row_P) or not np.isfinite(trained.train_loss):
+            index, row_P, upload_P = trained.index, trained.row_P, trained.upload_P
+            if not _finite(row_P) or not _finite(upload_P) or not np.isfinite(trained.train_loss):
                 continue
             arrays["ok"][index], arrays["train_loss"][index] = True, trained.train_loss
             if piece is not None:
-                piece.add(index, row_P)
+                piece.add(index, upload_P)
             if work.keep is not None:
-                arrays["kept"][index] = work.keep.of(row_P).cpu().numpy()
+                start_P = row(work.start.table, int(work.start.row_M[index])) if work.keep.change else None
+                arrays["kept"][index], arrays["norm"][index] = _kept(work.keep, upload_P, start_P, work.address.seed)
             if work.own is not None:
-                kept[index] = _owned(work.own, row_P)
-            if work.measure:
-                arrays["held"][index] = self._test_one(int(work.ids_M[index]), row_P, work.measure)[:2]
+                left.owned[index] = _owned(work.own, row_P)
+            if work.mix_later:
+                left.pending[index] = upload_P.cpu().clone()
+            if work.measure:  # last: it may load another row into the network
+                arrays["held"][index] = self._test_one(work, index, row, row_P, work.measure)[:2]
         if piece is not None:
             sums.add(piece.rows, piece.mass)
         return arrays
@@ -95,29 +128,45 @@ class Worker:
         with _named(client, "reading its data"):
             x, y = self.federation.train(client)
         start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
+        beside_P = _beside(work, index, row)
+        if isinstance(work, TestClients):
+            return Task(client, start_P, x, y, int(work.steps_M[index]), work.tune, work.address, beside_P=beside_P)
         pulls = tuple(
-            Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns) for pull in getattr(work, "pulls", ())
+            Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns, pull.follow, pull.every) for pull in work.pulls
         )
-        local = work.local if isinstance(work, Train) else work.tune
-        return Task(client, start_P, x, y, int(work.steps_M[index]), local, work.address, pulls)
+        return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P)
+
+    def _mix_pending(self, work: MixPending, memory: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+        piece = PieceSums(work.mix)
+        for index in sorted(memory):
+            piece.add(index, memory[index])
+        sums.add(piece.rows, piece.mass)
+        return {"ok": np.isin(np.arange(len(work.ids_M)), list(memory))}
 
     # ---- looking
 
     @torch.no_grad()
-    def _losses(self, work: Losses, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+    def _losses(self, work: Losses, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
         data = [self.federation.train(int(client)) for client in work.ids_M]
         data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data]
         x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
         sizes = [len(y) for _, y in data]
         losses_MK = np.empty((len(sizes), work.num_models))
+        offset = None if work.beside is None else self._beside_logits(work.beside, row, [x for x, _ in data])
         for model in range(work.num_models):
-            self.network.load(row(0, model))
-            logits = torch.cat(list(self.network.logits(x)))
+            logits = self.network.logits_of(row(0, model), x)
+            logits = logits if offset is None else logits + offset
             loss_B = cross_entropy(logits, y.to(logits.device), reduction="none").cpu()
             losses_MK[:, model] = [part.mean().item() for part in loss_B.split(sizes)]
         return {"losses": losses_MK}
 
-    def _describe(self, work: Describe, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+    def _beside_logits(self, beside: Rows, row: Lookup, parts: list[Tensor]) -> Tensor:
+        """Logits of the models beside, each on its own client's samples; clients that share one are done together."""
+        if len(np.unique(beside.row_M)) == 1:
+            return self.network.logits_of(row(beside.table, int(beside.row_M[0])), torch.cat(parts))
+        return torch.cat([self.network.logits_of(row(beside.table, int(model)), x) for model, x in zip(beside.row_M, parts)])
+
+    def _describe(self, work: Describe, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
         features, floats, ok = [], [], []
         for index, client in enumerate(map(int, work.ids_M)):
             with _named(client, "describing itself"):
@@ -127,35 +176,41 @@ class Worker:
             floats.append(len(vector))
             ok.append(_finite(vector))
             features.append(vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed))
-        return {"features": torch.stack(features).numpy(), "floats": np.array(floats), "ok": np.array(ok)}
+        return {"features": pad_sequence(features, batch_first=True).numpy(), "floats": np.array(floats), "ok": np.array(ok)}
 
     # ---- testing
 
-    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
         found = []
-        for index, client in enumerate(map(int, work.ids_M)):
+        for index in range(len(work.ids_M)):
             if work.tune is not None:
                 task = self._task(work, index, row, memory)
                 row_P = span.train_one(self.engine, self.network, task).row_P
             else:
                 row_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
-            found.append(self._test_one(client, row_P, work.images))
+            found.append(self._test_one(work, index, row, row_P, work.images))
         return {"scores": np.array(found).reshape(-1, 3)}
 
-    def _test_one(self, client: int, row_P: Tensor, images: int | None) -> tuple[float, float, float]:
+    def _test_one(self, work: Work, index: int, row: Lookup, row_P: Tensor, images: int | None) -> tuple[float, float, float]:
         """Accuracy, macro-F1 and mean loss of one model on one client's own test data."""
+        client = int(work.ids_M[index])
         with _named(client, "testing"):
-            if row_P is not self.network.flat:
-                self.network.load(row_P)
+            logits = self._predictor(work, index, row, row_P)
             x, y = self.federation.test(client, images)
-            confusion_CC, loss_C = testing.confusion(self.network, x, y, self.federation.shape.num_classes)
+            confusion_CC, loss_C = testing.confusion(logits, x, y, self.federation.shape.num_classes)
         return testing.scores(confusion_CC, loss_C)
 
-    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory, kept: Memory, sums: HostSums) -> dict[str, np.ndarray]:
+    def _predictor(self, work: Work, index: int, row: Lookup, row_P: Tensor) -> testing.Logits:
+        """How the client predicts: one model, one with another's logits added, or several that vote."""
+        if vote := getattr(work, "vote", 0):
+            return testing.vote(self.network, [row(0, model) for model in range(vote)])
+        return testing.added(self.network, row_P, _beside(work, index, row))
+
+    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
         confusions, losses = [], []
-        for test_set, model in zip(work.ids_M.tolist(), work.start.row_M.tolist()):
-            self.network.load(row(work.start.table, model))
-            confusion_CC, loss_C = testing.confusion(self.network, *self.federation.test_set(test_set), self.federation.shape.num_classes)
+        for index, test_set in enumerate(work.ids_M.tolist()):
+            logits = self._predictor(work, index, row, row(work.start.table, int(work.start.row_M[index])))
+            confusion_CC, loss_C = testing.confusion(logits, *self.federation.test_set(test_set), self.federation.shape.num_classes)
             confusions.append(confusion_CC)
             losses.append(loss_C)
         return {"confusion": np.stack(confusions), "loss": np.stack(losses)}
@@ -165,6 +220,19 @@ def _finite(row_P: Tensor) -> bool:
     """Whether every value is a number of reasonable size."""
     low, high = torch.aminmax(row_P)
     return bool(low > -LIMIT) and bool(high < LIMIT)
+
+
+def _beside(work: Work, index: int, row: Lookup) -> Tensor | None:
+    return None if work.beside is None else row(work.beside.table, int(work.beside.row_M[index]))
+
+
+def _kept(keep: Keep, upload_P: Tensor, start_P: Tensor | None, seed: int) -> tuple[np.ndarray, float]:
+    """What comes back of one client, and its length before any projection."""
+    values = keep.columns.of(upload_P).cpu()
+    if start_P is not None:
+        values = values - keep.columns.of(start_P)
+    norm = values.double().norm().item()
+    return (values if keep.sketch is None else sketch(values, keep.sketch, seed)).numpy(), norm
 
 
 def _owned(own: Own, row_P: Tensor) -> Tensor:

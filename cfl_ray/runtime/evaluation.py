@@ -52,14 +52,14 @@ class Evaluator:
 
     def serving(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: what each client would predict with now."""
-        if serving.own is None and self.federation.view != "holdout":
-            return self._shared(serving, clients)
-        return self._own(serving, clients)
+        if serving.alone or self.federation.view == "holdout":
+            return self._own(serving, clients, serving.tune)
+        return self._shared(serving, clients)
 
     def tuned(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
         """P-tune(F): the same after F local epochs."""
         local = replace(local, epochs=self.settings.tuned_epochs, steps=None)
-        return self._own(serving, clients, local)
+        return self._own(replace(serving, vote=False), clients, local)
 
     def _own(self, serving: Serving, clients: Clients, tune: LocalSGD | None = None) -> Scores:
         """Every client tests a model of its own on its own test data."""
@@ -69,9 +69,11 @@ class Evaluator:
         work = TestClients(
             Address(self.seed, clients.number, -1),
             clients.ids_M[order],
-            (serving.models_KP,),
+            _tables(serving),
             start=Rows(0, serving.row_M[order]),
             own=serving.own,
+            beside=_beside(serving, len(clients)),
+            vote=len(serving.models_KP) if serving.vote else 0,
             images=images,
             tune=tune,
             steps_M=steps_M[order] if tune else None,
@@ -84,7 +86,14 @@ class Evaluator:
         """Clients that share a model and a test set share its confusion counts: each pair is tested once."""
         test_set_M = self.federation.test_set_of(clients.ids_M)
         pairs, which_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
-        work = TestShared(Address(self.seed, clients.number, -1), pairs[:, 1], (serving.models_KP,), start=Rows(0, pairs[:, 0]))
+        work = TestShared(
+            Address(self.seed, clients.number, -1),
+            pairs[:, 1],
+            _tables(serving),
+            start=Rows(0, pairs[:, 0]),
+            beside=_beside(serving, len(pairs)),
+            vote=len(serving.models_KP) if serving.vote else 0,
+        )
         arrays = self.backend.run(work).arrays
         labels_MC = self.federation.labels_of(clients.ids_M)
         if labels_MC is None:
@@ -92,6 +101,14 @@ class Evaluator:
             return Scores(clients.ids_M, *per_pair[which_M.reshape(-1)].T)
         found = [scores(arrays["confusion"][pair], arrays["loss"][pair], labels_C) for pair, labels_C in zip(which_M.reshape(-1), labels_MC)]
         return Scores(clients.ids_M, *np.array(found).T)
+
+
+def _tables(serving: Serving) -> tuple[Tensor, ...]:
+    return (serving.models_KP,) if serving.beside_P is None else (serving.models_KP, serving.beside_P[None])
+
+
+def _beside(serving: Serving, count: int) -> Rows | None:
+    return None if serving.beside_P is None else Rows(1, np.zeros(count, np.int64))
 
 
 def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) -> Scores:

@@ -40,18 +40,19 @@ class ClientHost:
         self.worker.engine = engine
 
     def work(self, exchange: int, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
-        """Does a piece. Returns what it found, followed by the new memory of each of its clients where the work keeps any.
+        """Does a piece. Returns what it found, followed by what each of its clients owns now and by its pending result, where the work leaves any.
 
         refs:   the model rows this piece uses, fetched at most once per exchange.
-        owners: positions in the piece of the clients whose memory follows in `owned`.
+        owners: positions in the piece of the clients whose memory, or pending result, follows in `owned`.
         """
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
         memory = {position: shared_tensor(value) for position, value in zip(owners, owned)}
-        result, kept = self.worker.run(piece, index_m, lambda table, row: self._row(refs, table, row), memory, self.sums)
-        if not piece.remembers:
+        result, left = self.worker.run(piece, index_m, lambda table, row: self._row(refs, table, row), memory, self.sums)
+        stays = [values for values, wanted in zip((left.owned, left.pending), piece.stays) if wanted]
+        if not stays:
             return result
-        return result, *(kept[i].numpy() if i in kept else None for i in range(len(index_m)))
+        return result, *(values[i].numpy() if i in values else None for values in stays for i in range(len(index_m)))
 
     def _row(self, refs: dict[tuple[int, int], ray.ObjectRef], table: int, row: int) -> Tensor:
         if (table, row) not in self.rows:

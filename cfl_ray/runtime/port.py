@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import ray
@@ -28,16 +29,18 @@ class OnRay:
         pieces = pieces_of(work, self.piece_size(len(work.ids_M)))
         exchange = self.pool.next_exchange()
         self._forget_rows_of_other_rounds(work.address)
-        kept: dict[int, ray.ObjectRef] = {}
+        self.memory.begin(work)
+        left: tuple[dict[int, ray.ObjectRef], ...] = ({}, {})  # owned, pending
         results: dict[int, PieceResult] = {}
         sums = HostSums()
 
         def take(position: int, returns: list) -> None:
             results[position] = returns[0]
-            if work.remembers:
-                ok_m = returns[0].arrays["ok"]
-                ids = work.ids_M[returns[0].index_m].tolist()
-                kept.update({client: ref for client, ref, ok in zip(ids, returns[1:], ok_m) if ok})
+            ids = work.ids_M[returns[0].index_m].tolist()
+            refs = iter(returns[1:])
+            for kept, wanted in zip(left, work.stays):
+                if wanted:
+                    kept.update({client: ref for client, ref, ok in zip(ids, islice(refs, len(ids)), returns[0].arrays["ok"]) if ok})
 
         def merge(gathered: tuple[dict[int, np.ndarray], dict[int, float]]) -> None:
             rows, mass = gathered
@@ -46,8 +49,7 @@ class OnRay:
         mixes = getattr(work, "mix", None) is not None
         calls = [self._call(work, index_m, exchange) for index_m in pieces]
         self.pool.run(calls, take, (lambda actor: actor.collect.remote(exchange)) if mixes else None, merge)
-        if work.remembers:
-            self.memory.update(work.own, kept)
+        self.memory.keep(work, *left)
         return Outcome(gather([results[position] for position in sorted(results)], len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
 
     def piece_size(self, clients: int) -> int:
@@ -56,13 +58,13 @@ class OnRay:
     def _call(self, work: Work, index_m: np.ndarray, exchange: int) -> Call:
         piece = work.take(index_m)
         ids = piece.ids_M.tolist()
-        owned = self.memory.of(work.own, ids)
+        brought = self.memory.of(piece)
         refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
-        returns = 1 + (len(ids) if work.remembers else 0)
+        returns = 1 + sum(work.stays) * len(ids)
         per_host = self.pool.setup.experiment.runtime.clients_per_host
 
         def start(actor) -> list[ray.ObjectRef]:
-            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(owned), *owned.values())
+            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *brought.values())
             return made if isinstance(made, list) else [made]
 
         return Call(start, ids[0] // per_host if per_host else None)

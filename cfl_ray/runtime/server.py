@@ -14,7 +14,18 @@ from cfl_ray.core.work import Backend
 from cfl_ray.engine.network import Network
 from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
-from cfl_ray.runtime.lifecycle import Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
+from cfl_ray.runtime.lifecycle import (
+    Done,
+    Evaluating,
+    Finished,
+    Lifecycle,
+    Loaded,
+    Plan,
+    Running,
+    Saving,
+    Starting,
+    next_state,
+)
 from cfl_ray.runtime.setup import Setup
 
 
@@ -175,8 +186,14 @@ class Server:
         images = 0 if not measure else 2**62 if self.federation.view == "holdout" else self.experiment.evaluation.local_images
         return Clients(
             np.asarray(ids, np.int64), self.federation.size_N[ids], self.network.spec, self.local, self.backend,
-            self.experiment.seed, number, books or self.books, images,
+            self.experiment.seed, number, books or self.books, images, lambda: self._reachable(number),
         )  # fmt: skip
+
+    def _reachable(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sizes of all clients online that are reachable in this round and do not fail in it."""
+        cohort = self.experiment.cohort
+        ids = self.population.draw(number, 1.0, None, cohort.availability, cohort.dropout).ids_M
+        return ids, self.federation.size_N[ids]
 
 
 def _listed(ids: np.ndarray) -> str:

@@ -69,7 +69,7 @@ class TestTraffic:
         (lambda c: c.send(MODELS, np.array([0, 1, 2])), P),
         (lambda c: c.send(MODELS, columns=SPEC.head), 8),
         (lambda c: c.broadcast(MODELS), 3 * P),
-        (lambda c: c.broadcast(MODELS, columns=SPEC.base), 3 * 15),
+        (lambda c: c.broadcast(MODELS, shared=SPEC.base), 3 * (P - 15) + 15),
         (lambda c: c.known(MODELS), 0),
         (lambda c: c.broadcast(MODELS).choose(np.zeros(3)), 3 * P),
     ])  # fmt: skip

@@ -43,7 +43,7 @@ def test_pieces_make_up_the_whole():
 
 def test_what_is_absent_stays_absent():
     piece = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=Rows(0, np.zeros(3, int)), local=LocalSGD(), steps_M=np.ones(3, int)).take(np.array([2]))
-    assert piece.mix is None and piece.keep is None and piece.own is None and piece.pulls == () and not piece.remembers
+    assert piece.mix is None and piece.keep is None and piece.own is None and piece.pulls == () and not any(piece.stays)
 
 
 def test_every_table_in_use_is_known():
