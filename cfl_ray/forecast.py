@@ -17,15 +17,7 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.work import (
-    Describe,
-    Losses,
-    MixPending,
-    Outcome,
-    TestClients,
-    Train,
-    Work,
-)
+from cfl_ray.core.work import Describe, Losses, MixPending, Outcome, TestClients, Train, Work
 from cfl_ray.data.federation import Shape
 from cfl_ray.methods import resolve
 
@@ -68,7 +60,7 @@ class Traffic:
 
 def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: Shape) -> Traffic:
     """What one round costs, counted by the method itself on clients that answer without training."""
-    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size))
+    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input)
     state, ids, mbit = method.init(start), np.arange(cohort), []
     for number in (1, 2):
         books = Round()

@@ -71,7 +71,7 @@ class Stage:
         return {key: self.backend.memory[key] for key in self.backend.owned()}
 
     def start(self) -> Start:
-        return Start(self.federation.num_clients, self.network.spec, self.model)
+        return Start(self.federation.num_clients, self.network.spec, self.model, self.federation.shape.input)
 
     def clients(self, ids: Sequence[int] | None = None, number: int = 1) -> Clients:
         ids = np.arange(self.federation.num_clients) if ids is None else np.asarray(ids, np.int64)

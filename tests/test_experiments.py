@@ -55,7 +55,7 @@ def test_forecast_counts_what_a_run_books(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     experiment = cfl_ray.Experiment(
-        rounds=2, methods=["all"], data={"source": "synthetic", "synthetic_shape": [6], "partition": {"clients": 8}}, cohort={"fraction": 1.0},
+        rounds=2, methods=["all"], data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 200, "partition": {"clients": 8}}, cohort={"fraction": 1.0},
         model={"name": "mlp", "options": {"hidden": 4}}, local={"epochs": 1}, runtime={"engine": "sequential"},
     )  # fmt: skip
     results = cfl_ray.simulate(experiment)

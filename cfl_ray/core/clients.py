@@ -13,21 +13,7 @@ from torch import Tensor
 from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.updates import Ledger, Round, Updates
-from cfl_ray.core.work import (
-    Address,
-    Backend,
-    Describe,
-    Keep,
-    Losses,
-    Mix,
-    MixPending,
-    Outcome,
-    Own,
-    PullRows,
-    Rows,
-    TestClients,
-    Train,
-)
+from cfl_ray.core.work import Address, Backend, Describe, Keep, Losses, Mix, MixPending, Outcome, Own, PullRows, Rows, TestClients, Train
 
 __all__ = ["Clients", "Keep", "Ledger", "Own", "Pull", "Round", "Sent", "Updates"]
 

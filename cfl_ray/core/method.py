@@ -21,6 +21,11 @@ def option(default: Any, doc: str, *, low: float | None = None, high: float | No
     return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
 
 
+def weighting(default: str = "samples") -> Any:
+    """The option that nearly every method has."""
+    return option(default, "weight of a client in an average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+
+
 @dataclass(frozen=True)
 class Start:
     """What a method starts from."""
@@ -28,6 +33,7 @@ class Start:
     num_clients: int  # N
     spec: ParamSpec
     new_model: Callable[[int], Tensor]  # the k-th independently initialised model, a row (P,); 0 is the common start of all methods
+    input_shape: tuple[int, ...] = ()  # of one sample
 
     def unassigned(self) -> np.ndarray:
         """assign_N with nobody placed."""

@@ -29,11 +29,10 @@ class Updates:
             self.private.put(rows_RP, self.private.of(empty))
         return rows_RP
 
-    def damped(self, start: Tensor) -> Tensor:
-        """float32 (R, P): every row of `start` moved towards its weighted mean by its share of all the weight that arrived."""
-        weight_R = self.weight_R
-        mean_RP = self.mixed(empty=start)
-        return torch.stack([torch.lerp(a, b, share) for a, b, share in zip(start, mean_RP, (weight_R / max(weight_R.sum(), 1e-300)).tolist())])
+    def damped(self, start: Tensor, total: float) -> Tensor:
+        """float32 (R, P): every row of `start` moved towards its weighted mean by the share that its weight has in `total`."""
+        share_R = self.weight_R / total if total else np.zeros(len(start))
+        return torch.stack([torch.lerp(a, b, share) for a, b, share in zip(start, self.mixed(empty=start), share_R.tolist())])
 
     @property
     def weight_R(self) -> np.ndarray:

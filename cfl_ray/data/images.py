@@ -32,6 +32,19 @@ class Images:
         """(C, H, W) of one image."""
         return self.train_x.shape[1:]
 
+    def pooled(self) -> "Images":
+        """Everything as one training part, the test part last; the makers are forgotten, as the test part's are not known."""
+        if self.group is not None and self.test_group is None:
+            raise DataError("data.test.pool: the training files name a true group, the test files do not; set data.columns.group: null")
+        x, y = self._joined(self.train_x, self.test_x), np.concatenate([self.train_y, self.test_y])
+        group = None if self.group is None else np.concatenate([self.group, self.test_group])
+        return Images(x, y, None, None, self.num_classes, self.scale, group=group)
+
+    def _joined(self, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+        if any(train.strides):
+            return np.concatenate([train, test])
+        return np.broadcast_to(train[:1], (len(train) + len(test), *self.shape))  # pixels that nobody wanted
+
 
 @dataclass(frozen=True)
 class Source:

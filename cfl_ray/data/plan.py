@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfl_ray.config import Data
+from cfl_ray.config import Data, Partition
 from cfl_ray.core.errors import DataError
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
@@ -54,16 +54,17 @@ class Plan:
 def make_plan(images: Images, other: Images | None, data: Data, seed: int) -> Plan:
     """Divides the data sets as `data` says. Raises DataError where the data do not suffice for it."""
     view = data.test.view
+    if data.test.pool:
+        images, other = _pooled(images, data.source), None if other is None else _pooled(other, data.shift.other)
     if view != "holdout" and (images.test_y is None or (other is not None and other.test_y is None)):
-        raise DataError(f"data.test.view: {view} needs a test part, which {data.source!r} does not have; set data.test.view: holdout "
-                        "(or name data.test_files)")
+        raise DataError(f"data.test.view: {view} needs a test part, which {data.source!r} does not have; set data.test.view: holdout (or name data.test_files)")
     by_writer = data.partition.kind == "writer"
-    groups = make_groups(images, other, data.shift, natural=not by_writer)
+    groups = make_groups(images, other, data.shift, natural=not by_writer and data.partition.groups is None)
     owned = _by_writer(groups, data, seed) if by_writer else _divided(groups, data, seed)
     test_sets, test_set_of = ([], {}) if view == "holdout" else _test_sets(groups, owned, data, seed)
-    clients = []
+    clients, kept = [], _kept_shares(len(owned), data.partition, seed)
     for number, (name, group, truth, rows) in enumerate(owned):
-        train, held_out = _split(rows, number, name, data, seed)
+        train, held_out = _split(rows, number, name, kept[number], data, seed)
         clients.append(Client(name, truth, groups[group].variant, train, held_out, test_set_of.get((group, truth), -1)))
     labels_NC = _tested_labels(clients, test_sets, images.num_classes) if view == "label" else None
     return Plan(view, clients, test_sets, labels_NC)
@@ -72,32 +73,49 @@ def make_plan(images: Images, other: Images | None, data: Data, seed: int) -> Pl
 Owned = tuple[str, int, int, np.ndarray]  # name, index of its group, true group, rows
 
 
-def _shares(groups: list[Group], clients: int) -> list[int]:
-    if clients < len(groups):
-        raise DataError(f"data.partition.clients is {clients}, but there are {len(groups)} groups and each needs a client")
-    return [clients // len(groups) + (group < clients % len(groups)) for group in range(len(groups))]
+def _pooled(images: Images, source: str) -> Images:
+    if images.test_y is None:
+        raise DataError(f"data.test.pool needs a test part, which {source!r} does not have; set data.test.pool: false (or name data.test_files)")
+    return images.pooled()
 
 
 def _divided(groups: list[Group], data: Data, seed: int) -> list[Owned]:
     if data.partition.clients is None:
         raise DataError(f"data.partition.clients: null is for kind writer; {data.partition.kind} needs a number")
     least = max(data.partition.min_samples, 2 if data.test.view == "holdout" else 1)
+    shares = partition.even_shares(data.partition.clients, len(groups))
     owned: list[Owned] = []
-    for index, (group, share) in enumerate(zip(groups, _shares(groups, data.partition.clients))):
+    for index, (group, share) in enumerate(zip(groups, shares)):
         rng = stream(seed, -1, -1, index, "data/partition of group")
         try:
-            parts = partition.divide(group.variant.images.train_y[group.rows], share, data.partition, least, rng)
+            parts = partition.divide(group.variant.images.train_y[group.rows], share, _of_group(data.partition, shares, index), least, rng)
         except DataError as error:
             raise DataError(f"group {index} of {len(groups)}: {error}" if len(groups) > 1 else str(error)) from None
-        truth = index if len(groups) > 1 else -1
-        owned += [(str(len(owned) + position), index, truth, group.rows[part]) for position, part in enumerate(parts)]
+        truths = _truths(data.partition, index if len(groups) > 1 else -1, share)
+        first = len(owned)
+        owned += [(str(first + position), index, truth, group.rows[part]) for position, (part, truth) in enumerate(zip(parts, truths))]
     return owned
+
+
+def _of_group(whole: Partition, shares: list[int], index: int) -> Partition:
+    """The partition of one group's clients."""
+    if whole.sizes is None:
+        return whole
+    first = sum(shares[:index])
+    return whole.model_copy(update={"sizes": whole.sizes[first : first + shares[index]]})
+
+
+def _truths(whole: Partition, truth: int, clients: int) -> list[int]:
+    """The true group of each client: the group of the shift, or the one that the partition itself makes."""
+    if whole.groups is None:
+        return [truth] * clients
+    return np.repeat(np.arange(whole.groups), partition.even_shares(clients, whole.groups)).tolist()
 
 
 def _by_writer(groups: list[Group], data: Data, seed: int) -> list[Owned]:
     """Natural clients. Without a shift their true group is the one their data came with; under a shift every group has its own."""
     wanted = data.partition.clients
-    shares = [None] * len(groups) if wanted is None else _shares(groups, wanted)
+    shares = [None] * len(groups) if wanted is None else partition.even_shares(wanted, len(groups))
     owned: list[Owned] = []
     for index, (group, share) in enumerate(zip(groups, shares)):
         images, rng = group.variant.images, stream(seed, -1, -1, index, "data/writers of group")
@@ -120,14 +138,26 @@ def _natural_group(images: Images, rows: np.ndarray, name: str) -> int:
     return int(found[0])
 
 
-def _split(rows: np.ndarray, client: int, name: str, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _kept_shares(clients: int, whole: Partition, seed: int) -> np.ndarray:
+    """float64 (N,): the share of its training samples that each client keeps, 1.0 where no cut takes it."""
+    kept, wanted = np.ones(clients), sum(cut.clients for cut in whole.cut)
+    if wanted > clients:
+        raise DataError(f"data.partition.cut takes {wanted} clients, but the federation has {clients}; at most {clients}")
+    taken = stream(seed, -1, -1, -1, "data/cut clients").choice(clients, wanted, replace=False)
+    kept[taken] = np.repeat([cut.keep for cut in whole.cut], [cut.clients for cut in whole.cut])
+    return kept
+
+
+def _split(rows: np.ndarray, client: int, name: str, keep: float, data: Data, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A client's training and held-out rows, at least one of each under hold-out."""
     held_out = rows[:0]
     if data.test.view == "holdout":
         rows, held_out = split_rows(rows, data.test.fraction, client, name, seed)
-    if data.partition.samples is not None and len(rows) > data.partition.samples:
+    limit = len(rows) if data.partition.samples is None else min(data.partition.samples, len(rows))
+    limit = max(round(keep * limit), 1)
+    if len(rows) > limit:
         rng = stream(seed, -1, -1, client, "data/sample cap")
-        rows = np.sort(rng.choice(rows, data.partition.samples, replace=False))
+        rows = np.sort(rng.choice(rows, limit, replace=False))
     return rows, held_out
 
 

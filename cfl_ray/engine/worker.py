@@ -12,19 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import (
-    Describe,
-    Keep,
-    Losses,
-    MixPending,
-    Own,
-    PieceResult,
-    Rows,
-    TestClients,
-    TestShared,
-    Train,
-    Work,
-)
+from cfl_ray.core.work import Describe, Keep, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
 from cfl_ray.engine.network import Network

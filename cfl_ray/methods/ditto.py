@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cfl_ray.core.clients import Own, Pull
 from cfl_ray.core.grouping import everyone
-from cfl_ray.core.method import Method, option
+from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
@@ -30,7 +30,7 @@ class Ditto(Method, name="ditto"):
     """A global model, and a personal one per client that is held near it."""
 
     lam: float = option(0.05, "lambda: strength of the pull of a personal model to the global one (official default 1; 0.05 is StoCFL's)", low=0)
-    weights: str = option("samples", "weight of a client in the average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    weights: str = weighting()
 
     State = DittoState
 

@@ -10,7 +10,7 @@ Departures: none.
 from dataclasses import dataclass
 
 from cfl_ray.core.grouping import everyone
-from cfl_ray.core.method import Method, option
+from cfl_ray.core.method import Method, weighting
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
@@ -19,7 +19,7 @@ from cfl_ray.core.state import State
 class FedAvg(Method, name="fedavg"):
     """One global model, the mean of what the cohort trained."""
 
-    weights: str = option("samples", "weight of a client in the average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    weights: str = weighting()
 
     def init(self, start):
         return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cfl_ray.core.clients import Pull
 from cfl_ray.core.grouping import everyone
-from cfl_ray.core.method import Method, option
+from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
@@ -22,7 +22,7 @@ class FedProx(Method, name="fedprox"):
     """FedAvg whose clients are held near the model they received."""
 
     mu: float = option(0.01, "mu in Eq. (2): strength of the pull to the received model; grid {0.001, 0.01, 0.1, 1}", low=0)
-    weights: str = option("samples", "weight of a client in the average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    weights: str = weighting()
 
     def init(self, start):
         return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())

@@ -1,21 +1,24 @@
 """IFCA: A. Ghosh, J. Chung, D. Yin, K. Ramchandran. An Efficient Framework for Clustered Federated Learning. NeurIPS 2020,
-arXiv:2006.04088, Algorithm 1, model averaging.
+arXiv:2006.04088, Algorithm 1 with model or gradient averaging, and weight sharing (Section 5).
 
-    j_i <- argmin_j f_i(theta_j)                   each client, on its training data, among the K models it received
-    W_i <- SGD_i(theta_{j_i})
-    theta_j <- mean of W_i over the clients that chose j; a model that nobody chose stays
+    j_i <- argmin_j f_i(theta_j)                         each client, on its training data, among the K models it received
+    W_i <- SGD_i(theta_{j_i});   theta_j <- Avg of W_i over the clients that chose j               model averaging
+    g_i = grad f_i(theta_{j_i});   theta_j <- theta_j - (gamma / m) sum of g_i over those          gradient averaging, m participants
 
-The K models start from independent initialisations: equal ones could never separate.
+A model that nobody chose stays. The K models start from independent initialisations: equal ones could never separate. With weight
+sharing they have one base, averaged over all participants, and a head each.
 
-Departures: none. Ties go to the lowest j.
+Departures: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic books the choice j_i as one number
+with model averaging and as none with gradient averaging.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from cfl_ray.core.grouping import by_cluster
-from cfl_ray.core.method import Method, option
+from cfl_ray.core.grouping import by_cluster, everyone
+from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
@@ -25,22 +28,49 @@ class IFCA(Method, name="ifca"):
     """K models; in every round each client trains the one that fits its data best."""
 
     num_clusters: int = option(4, "K, number of cluster models", low=1)
-    weights: str = option("samples", "weight of a client in its cluster's average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    average: str = option("models", "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)", choices=("models", "gradients"))
+    share_base: bool = option(False, "weight sharing: one base for all clusters, a head for each")
+    warmup_rounds: int = option(0, "rounds in which clients train by a random equal split, so that no model wins everybody (official FEMNIST code: 20)", low=0)
+    select: str = option("train_loss", "how clients choose; test_accuracy leaks labels, and is there to reproduce results that did so (PACFL's code)", choices=("train_loss", "test_accuracy"))
     select_samples: int | None = option(None, "training samples on which a client compares the models; null: all of them", low=1)
+    weights: str = weighting()
 
     def init(self, start):
         models_KP = torch.stack([start.new_model(k) for k in range(self.num_clusters)])
+        if self.share_base:
+            start.spec.base.put(models_KP, start.spec.base.of(models_KP[:1]))
         return State(models_KP=models_KP, assign_N=start.unassigned())
 
     def round(self, state, clients, rng):
-        sent = clients.broadcast(state.models_KP)
-        assign_M = self.choose(clients, sent)
-        clients.upload(1)  # j_i
-        mix = by_cluster(assign_M, clients.weights(self.weights), self.num_clusters)
-        updates = clients.train(sent.choose(assign_M), mix=mix)
-        return state.advance(models_KP=updates.mixed(empty=state.models_KP), assign_N=state.place(clients.ids_M, assign_M))
+        sent = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
+        if clients.number <= self.warmup_rounds:  # the same split in all of them
+            split_N = Draws(rng.seed, 0).stream("warm-up").permutation(len(state.assign_N)) % self.num_clusters
+            assign_M = split_N[clients.ids_M]
+        else:
+            assign_M = self.choose(clients, sent)
+        one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if self.average == "gradients" else None
+        weight_M = clients.weights("uniform" if one_step else self.weights)
+        mix = by_cluster(assign_M, weight_M, self.num_clusters)
+        if self.share_base:
+            mix = torch.cat([mix, everyone(weight_M)])  # one row more: all participants
+        updates = clients.train(sent.choose(assign_M), mix=mix, local=one_step)
+        if not one_step:
+            clients.upload(1)  # j_i
+        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=state.place(clients.ids_M, assign_M))
+
+    def averaged(self, models_KP, updates, spec):
+        before = torch.cat([models_KP, models_KP[:1]]) if self.share_base else models_KP
+        if self.average == "gradients":
+            after = updates.damped(before, total=updates.weight_R[: self.num_clusters].sum())
+        else:
+            after = updates.mixed(empty=before)
+        if self.share_base:
+            spec.base.put(after, spec.base.of(after[-1:]))
+        return after[: self.num_clusters]
 
     def choose(self, clients, sent):
+        if self.select == "test_accuracy":
+            return clients.accuracies(sent).argmax(1)
         return clients.losses(sent, max_samples=self.select_samples).argmin(1)
 
     def serve(self, state, clients):

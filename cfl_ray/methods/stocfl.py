@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from cfl_ray.core.clients import Pull
 from cfl_ray.core.grouping import by_cluster, everyone
 from cfl_ray.core.merging import merge_similar, most_similar
-from cfl_ray.core.method import Method, option
+from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNKNOWN, State
 
@@ -66,7 +66,7 @@ class StoCFL(Method, name="stocfl"):
     merge_model: str = option("larger", "model of a merged cluster: that of the one with more members, or their mean weighted by members", choices=("larger", "mean"))
     new_model: str = option("global", "first model of a cluster: the current omega (official code), or the initial one (paper)", choices=("global", "initial"))
     active_only: bool = option(False, "compare only clusters that have a client in this round")
-    weights: str = option("samples", "weight of a client in an average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    weights: str = weighting()
 
     State = StoCFLState
 

@@ -120,9 +120,7 @@ def _session(setup: Setup, directory: Path | None, on_ray: bool) -> Session:
         return InProcessSession(setup, directory)
     if cluster_address(setup.experiment.runtime.address) is None and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported: a cluster of our own is never open to others
-    from cfl_ray.runtime.cluster import (
-        RaySession,  # imports ray, which `simulate` does without
-    )
+    from cfl_ray.runtime.cluster import RaySession  # imports ray, which `simulate` does without
 
     return RaySession(setup, directory)
 

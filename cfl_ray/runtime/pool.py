@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-)
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.engine.choose import Choice

@@ -14,18 +14,7 @@ from cfl_ray.core.work import Backend
 from cfl_ray.engine.network import Network
 from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
-from cfl_ray.runtime.lifecycle import (
-    Done,
-    Evaluating,
-    Finished,
-    Lifecycle,
-    Loaded,
-    Plan,
-    Running,
-    Saving,
-    Starting,
-    next_state,
-)
+from cfl_ray.runtime.lifecycle import Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
 from cfl_ray.runtime.setup import Setup
 
 
@@ -94,7 +83,7 @@ class Server:
         self.held_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)  # P-local: accuracy and macro-F1 after the last own training
         checkpoint = self.store.load() if self.store else None
         if checkpoint is None:
-            start = Start(federation.num_clients, self.network.spec, lambda index: self.network.new_model(experiment.seed, index))
+            start = Start(federation.num_clients, self.network.spec, lambda index: self.network.new_model(experiment.seed, index), federation.shape.input)
             self.state = self.method.init(start)
             return 0
         self._restore(checkpoint)

@@ -1,5 +1,6 @@
 """A toy data set whose images say which row they are, and the real data where this machine has them."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from cfl_ray.config import Data
 from cfl_ray.data.images import Images
+from cfl_ray.data.sources import locate
 
 torch.set_num_threads(1)
 
@@ -21,6 +23,20 @@ def data_root() -> Path:
     if not root.is_dir():
         pytest.skip(f"no real data in {root}; set CFL_RAY_DATA")
     return root
+
+
+@pytest.fixture(scope="session")
+def real(data_root):
+    """Reads a real data set without its pixels, once: its labels are what a division is about."""
+
+    @functools.cache
+    def read(name: str) -> Images:
+        data = Data(source=name, root=str(data_root))
+        if name == "images":
+            data = Data(source=name, root=str(data_root / "hf/cifar10"), columns={"image": "img", "label": "label"}, test_files="plain_text/test-*.parquet")
+        return locate(name, data).read(False, None)
+
+    return read
 
 
 @pytest.fixture
@@ -44,8 +60,8 @@ def config():
     """Makes a Data section: config("iid", 4, view="label", shift={...})."""
 
     def make(kind: str = "iid", clients: int | None = 4, view: str = "cluster", shift: dict | None = None, max_images: int | None = None,
-             fraction: float = 0.2, source: str = "digits", **partition) -> Data:
+             fraction: float = 0.2, source: str = "digits", pool: bool = False, **partition) -> Data:
         return Data(source=source, shift=shift or {}, partition={"kind": kind, "clients": clients, **partition},
-                    test={"view": view, "max_images": max_images, "fraction": fraction})
+                    test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool})
 
     return make

@@ -2,10 +2,17 @@ import numpy as np
 import pytest
 
 from cfl_ray.config import Partition
-from cfl_ray.data.partition import divide, writers
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.partition import divide, even_shares, writers
 
 LABELS = np.arange(1003) % 10
+MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
+FASHION = np.repeat(np.arange(10), 7000)  # both of its parts
+
+
+def table(parts, y):
+    """int64 (N, C): samples of each class that each client got."""
+    return np.array([np.bincount(y[part], minlength=10) for part in parts])
 
 
 def draw(seed=0, clients=20, min_samples=1, y=LABELS, **options):
@@ -13,7 +20,8 @@ def draw(seed=0, clients=20, min_samples=1, y=LABELS, **options):
 
 
 @pytest.mark.parametrize("options", [{"kind": "iid"}, {"kind": "dirichlet", "alpha": 0.5}, {"kind": "dirichlet", "alpha": 1e-3, "clients": 3},
-                                     {"kind": "classes", "classes_per_client": 2}])
+                                     {"kind": "classes", "classes_per_client": 2}, {"kind": "dirichlet", "groups": 4, "alpha": 10, "group_alpha": 0.5},
+                                     {"kind": "dirichlet", "alpha": 0.5, "capped": False}, {"kind": "classes", "groups": 4}])
 def test_every_sample_has_exactly_one_owner(options):
     parts = draw(**options)
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(LABELS)))
@@ -73,8 +81,95 @@ def test_more_clients_than_samples_is_an_error():
 
 def test_classes_that_starves_a_client_names_it():
     y = np.repeat(np.arange(10), [191, 1, 1, 1, 1, 1, 1, 1, 1, 1])
-    with pytest.raises(DataError, match=r"client \d+ of its group got 0 samples, each needs 1; lower data.partition.clients"):
+    with pytest.raises(DataError, match=r"client \d+ of 40 got 0 samples, each needs 1; lower data.partition.clients"):
         draw(y=y, kind="classes", classes_per_client=1, clients=40)
+
+
+class TestPublishedDivisions:
+    """The federations of the papers, on the label counts of their data sets."""
+
+    @pytest.mark.parametrize("s", [2, 3])
+    def test_label_skew_of_fedclust(self, s):
+        counts_NC = table(draw(y=FASHION, clients=100, kind="classes", classes_per_client=s), FASHION)
+        assert ((counts_NC > 0).sum(1) == s).all() and all(counts_NC[client, client % 10] for client in range(100))
+        for shares, owners in zip(counts_NC.T, (counts_NC > 0).sum(0)):
+            assert owners >= 10 and sorted({*shares} - {0}) in ([7000 // owners], [7000 // owners, 7000 // owners + 1])
+
+    @pytest.mark.parametrize("capped", [True, False])
+    def test_dirichlet_of_fedclust_and_fedac(self, capped):
+        counts_NC = table(draw(y=MNIST, clients=100, kind="dirichlet", alpha=0.1, capped=capped, min_samples=10), MNIST)
+        assert counts_NC.sum(1).min() >= 10 and np.array_equal(counts_NC.sum(0), np.bincount(MNIST))
+        assert np.median((counts_NC / counts_NC.sum(1, keepdims=True)).max(1)) > 0.5, "one class is most of a client"
+
+    def test_only_the_cap_ends_at_one_class_beyond_an_even_share(self):
+        def beyond(capped):  # before its last class a capped client holds less than an even share
+            counts_NC = table(draw(y=MNIST, clients=10, kind="dirichlet", alpha=0.5, capped=capped), MNIST)
+            before = [counts[: np.flatnonzero(counts)[-1]].sum() for counts in counts_NC]
+            return max(before) >= 6000
+        assert not beyond(True) and beyond(False)
+
+    @pytest.mark.parametrize("groups", [5, 10])
+    @pytest.mark.parametrize("capped", [True, False])
+    def test_cluster_wise_dirichlet_of_fed_cam(self, groups, capped):
+        options = {"kind": "dirichlet", "groups": groups, "group_alpha": 0.1, "alpha": 10, "capped": capped}
+        counts_GNC = table(draw(y=FASHION, clients=200, min_samples=64, **options), FASHION).reshape(groups, 200 // groups, 10)
+        assert counts_GNC.sum() == 70_000 and counts_GNC.sum(2).min() >= 64
+        share_GNC = counts_GNC / counts_GNC.sum(2, keepdims=True)
+        mean_GC = share_GNC.mean(1)
+        within = np.abs(share_GNC - mean_GC[:, None]).sum(2).mean()  # total variation, twice
+        between = np.abs(mean_GC[:, None] - mean_GC).sum(2)[~np.eye(groups, dtype=bool)].mean()
+        assert between > 1.0 > 0.5 > within
+
+    def test_cluster_wise_n_class_of_fed_cam(self):
+        counts_NC = table(draw(y=FASHION, clients=200, kind="classes", groups=10, classes_per_group=3, classes_per_client=2), FASHION)
+        held_GNC = (counts_NC > 0).reshape(10, 20, 10)
+        assert (held_GNC.sum(2) == 2).all() and (held_GNC.any(1).sum(1) == 3).all() and counts_NC.sum() == 70_000
+        assert (held_GNC.any(1).sum(0) == 3).all(), "10 groups of 3 use each of 10 classes 3 times"
+        for shares in counts_NC.T:  # images of a class: as evenly as possible among its owners of all groups
+            assert np.ptp(shares[shares > 0]) <= 1
+
+    @pytest.mark.parametrize("groups, per_group", [(5, 3), (7, 3), (10, 4), (3, 10), (6, 9)])
+    def test_the_use_of_classes_by_groups_is_balanced(self, groups, per_group):
+        for seed in range(5):
+            counts_NC = table(draw(seed, y=MNIST, clients=groups * per_group, kind="classes", groups=groups, classes_per_group=per_group,
+                                   classes_per_client=1), MNIST)
+            used_GC = (counts_NC > 0).reshape(groups, per_group, 10).any(1)
+            assert (used_GC.sum(1) == per_group).all() and np.ptp(used_GC.sum(0)) <= 1
+
+    def test_the_ten_sizes_of_autocfl(self):
+        sizes = [380, 3100, 1150, 510, 640, 380, 2680, 2200, 380, 1020]
+        parts = draw(y=MNIST, clients=10, kind="iid", sizes=sizes)
+        assert [len(part) for part in parts] == sizes and len(np.unique(np.concatenate(parts))) == sum(sizes)
+        assert table(parts, MNIST).min() > 15, "every class is there"
+        with pytest.raises(DataError, match="data.partition.sizes add up to 60001, but there are 60000 samples"):
+            draw(y=MNIST, clients=2, kind="iid", sizes=[60_000, 1])
+
+
+def test_a_class_with_fewer_images_than_owners_goes_to_the_first_of_them():
+    y = np.repeat([0, 1], [20, 1])
+    parts = draw(y=y, clients=4, kind="classes", classes_per_client=2)
+    assert [np.bincount(y[part], minlength=2).tolist() for part in parts] == [[5, 1], [5, 0], [5, 0], [5, 0]]
+
+
+def test_a_group_that_got_nothing_is_drawn_again():
+    y = np.arange(40) % 2  # 4 groups at alpha 0.05 over 2 classes: mostly, some group is empty
+    for seed in range(20):
+        with np.errstate(all="raise"):
+            parts = draw(seed, y=y, clients=8, kind="dirichlet", groups=4, group_alpha=0.05, alpha=10, capped=seed % 2 == 0)
+        assert min(map(len, parts)) >= 1 and sum(map(len, parts)) == 40
+
+
+def test_groups_that_do_not_fit():
+    with pytest.raises(DataError, match="classes_per_group is 11, but the samples of this group have 10 classes"):
+        draw(kind="classes", groups=2, classes_per_group=11)
+    with pytest.raises(DataError, match="clients is 20, but there are 21 groups and each needs a client"):
+        draw(kind="dirichlet", groups=21)
+    with pytest.raises(DataError, match=r"alpha \(now 10\) or group_alpha \(now 0.01\)"):
+        draw(kind="dirichlet", groups=5, alpha=10, group_alpha=0.01, min_samples=50)
+
+
+def test_shares_are_even_and_the_first_groups_take_the_rest():
+    assert even_shares(10, 4) == [3, 3, 2, 2] and even_shares(20, 4) == [5] * 4
 
 
 class TestWriters:

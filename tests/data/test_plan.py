@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from cfl_ray.data.plan import make_plan
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.plan import make_plan
 
 
 def owned(plan):
@@ -89,6 +89,128 @@ def test_test_images_are_capped_once_for_all(toy, config):
     plan = make_plan(toy(), None, config(max_images=30, shift={"kind": "rotated"}), 0)
     assert [len(one.rows) for one in plan.test_sets] == [30] * 4
     assert np.array_equal(plan.test_sets[0].rows, plan.test_sets[3].rows)
+
+
+THREE_SIZES = [{"keep": 0.1, "clients": 3}, {"keep": 0.3, "clients": 3}, {"keep": 0.6, "clients": 3}]
+
+
+def labels(client):
+    """int64 (C,): samples of each label that a client trains with."""
+    return np.bincount(client.variant.labels(client.variant.images.train_y[client.train]), minlength=client.variant.images.num_classes)
+
+
+class TestCut:
+    def test_shrinks_that_many_random_clients_and_leaves_the_others(self, toy, config):
+        cut = [{"keep": 0.1, "clients": 2}, {"keep": 0.5, "clients": 1}]
+        whole, plan, other = (make_plan(toy(), None, config(clients=8, view="holdout", samples=30, cut=c), seed)
+                              for c, seed in (([], 0), (cut, 0), (cut, 1)))
+        sizes = [len(client.train) for client in plan.clients]
+        assert sorted(sizes) == [3, 3, 15, 30, 30, 30, 30, 30] and sizes != [len(client.train) for client in other.clients]
+        for before, after in zip(whole.clients, plan.clients):
+            assert np.array_equal(before.held_out, after.held_out), "what is held out stays"
+            assert len(after.train) < 30 or np.array_equal(before.train, after.train)
+
+    def test_leaves_one_sample(self, toy, config):
+        plan = make_plan(toy(n=8), None, config(clients=4, cut=[{"keep": 0.1, "clients": 4}]), 0)
+        assert [len(client.train) for client in plan.clients] == [1] * 4
+
+    def test_of_more_clients_than_there_are(self, toy, config):
+        with pytest.raises(DataError, match="cut takes 9 clients, but the federation has 8; at most 8"):
+            make_plan(toy(), None, config(clients=8, cut=THREE_SIZES), 0)
+
+
+def test_sizes_are_those_of_the_clients_in_order_whatever_their_group(toy, config):
+    sizes = [10, 70, 20, 5, 90, 1]
+    plan = make_plan(toy(), None, config(clients=6, sizes=sizes, shift={"kind": "rotated", "angles": [0, 180]}), 0)
+    assert [len(client.train) for client in plan.clients] == sizes
+    with pytest.raises(DataError, match="group 1 of 2: data.partition.sizes add up to 401, but there are 400 samples"):
+        make_plan(toy(), None, config(clients=2, sizes=[400, 401], shift={"kind": "rotated", "angles": [0, 180]}), 0)
+
+
+def test_groups_of_the_partition_are_the_true_ones(toy, config):
+    natural = {"group": (np.arange(400) // 200).astype(np.int32), "test_group": np.zeros(100, np.int32)}  # what the data came with has no say
+    plan = make_plan(toy(**natural), None, config("classes", 10, view="label", groups=4, classes_per_group=2, classes_per_client=1), 0)
+    assert [client.group for client in plan.clients] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3] and len(plan.test_sets) == 1
+    assert [client.name for client in plan.clients] == [str(number) for number in range(10)]
+
+
+class TestPool:
+    def test_divides_both_parts(self, toy, config):
+        images = toy()
+        data = config(clients=5, view="holdout", pool=True)
+        plan = make_plan(images, None, data, 0)
+        assert np.array_equal(np.sort(np.concatenate(owned(plan))), np.arange(500)) and plan.test_sets == []
+        x, y = plan.clients[0].variant.train(np.array([3, 403]))
+        assert np.array_equal(x, [images.train_x[3], images.test_x[3]]) and y.tolist() == [images.train_y[3], images.test_y[3]]
+        assert {(len(client.train), len(client.held_out)) for client in plan.clients} == {(80, 20)}
+
+    def test_of_a_hybrid_divides_both_parts_of_both(self, toy, config):
+        plan = make_plan(toy(), toy(n=200, seed=1), config(clients=2, view="holdout", pool=True, shift={"kind": "hybrid"}), 0)
+        assert [len(rows) for rows in owned(plan)] == [500, 300]
+
+    def test_keeps_the_groups_that_both_parts_name(self, toy, config):
+        images = toy(group=(np.arange(400) // 200).astype(np.int32), test_group=np.ones(100, np.int32))
+        plan = make_plan(images, None, config(clients=4, view="holdout", pool=True), 0)
+        assert [(client.group, len(rows)) for client, rows in zip(plan.clients, owned(plan))] == [(0, 100), (0, 100), (1, 150), (1, 150)]
+        with pytest.raises(DataError, match="the training files name a true group, the test files do not"):
+            make_plan(toy(group=np.zeros(400, np.int32)), None, config(view="holdout", pool=True), 0)
+
+    def test_needs_a_test_part(self, toy, config):
+        with pytest.raises(DataError, match="data.test.pool needs a test part, which 'digits' does not have"):
+            make_plan(toy(n_test=0), None, config(view="holdout", pool=True), 0)
+
+
+class TestPublishedFederations:
+    """What the papers say about sizes, groups and tests, on the labels of the real data."""
+
+    def test_fedclust(self, real, config):
+        plan = make_plan(real("fashion_mnist"), None, config("classes", 100, view="label", classes_per_client=2), 0)
+        held_NC = np.array([labels(client) for client in plan.clients]) > 0
+        assert (held_NC.sum(1) == 2).all() and np.array_equal(held_NC, plan.labels_NC)
+        (test,) = plan.test_sets
+        assert all(held[test.labels()].sum() == 2000 for held in plan.labels_NC), "1,000 test images of each label"
+
+    @pytest.mark.parametrize("source, sizes, tested", [("mnist", (9600,), 2400), ("images", (8000,), 2000)])
+    def test_the_cfl_setting_of_stocfl(self, real, config, source, sizes, tested):
+        plan = make_plan(real(source), None, config(clients=20, view="holdout", shift={"kind": "shifted"}), 0)
+        assert [client.group for client in plan.clients] == np.repeat(range(4), 5).tolist()
+        assert {(len(client.train), len(client.held_out)) for client in plan.clients} == {(*sizes, tested)}
+
+    def test_the_clustering_study_of_stocfl(self, real, config):
+        plans = {kind: make_plan(real("mnist"), real("fashion_mnist") if kind == "hybrid" else None,
+                                 config(clients=200 if kind == "hybrid" else 400, shift={"kind": kind}), 0)
+                 for kind in ("rotated", "shifted", "pathological", "hybrid")}
+        for kind, plan in plans.items():
+            assert np.bincount([client.group for client in plan.clients]).tolist() == [100] * (2 if kind == "hybrid" else 4)
+            assert kind == "pathological" or {len(client.train) for client in plan.clients} == {600}
+        for client in plans["pathological"].clients:
+            assert np.flatnonzero(labels(client)).tolist() == [[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]][client.group]
+
+    @pytest.mark.parametrize("cut", [[], THREE_SIZES])
+    def test_label_skew_of_autocfl(self, real, config, cut):
+        sets = [[0, 1, 2], [3, 4, 5, 6], [4, 5, 6, 7, 8, 9], list(range(10))]
+        shift = {"kind": "pathological", "label_sets": sets}
+        plan = make_plan(real("mnist"), None, config(clients=20, view="label", shift=shift, samples=1800, cut=cut), 0)
+        sizes = sorted(len(client.train) for client in plan.clients)
+        assert sizes == (sorted([180, 540, 1080] * 3 + [1800] * 11) if cut else [1800] * 20) and np.mean(sizes) == (1260 if cut else 1800)
+        assert [client.group for client in plan.clients] == np.repeat(range(4), 5).tolist()
+        assert [np.flatnonzero(held).tolist() for held in plan.labels_NC] == [sets[client.group] for client in plan.clients]
+
+    def test_rotation_of_autocfl(self, real, config):
+        plan = make_plan(real("mnist"), None, config(clients=20, shift={"kind": "rotated", "angles": [0, 180]}, samples=1800), 0)
+        assert np.bincount([client.variant.turns for client in plan.clients]).tolist() == [10, 0, 10]
+
+    def test_cluster_wise_dirichlet_of_fed_cam(self, real, config):
+        data = config("dirichlet", 200, view="holdout", pool=True, groups=10, group_alpha=0.1, alpha=10, capped=False, min_samples=64)
+        plan = make_plan(real("fashion_mnist"), None, data, 0)
+        assert np.array_equal(np.sort(np.concatenate(owned(plan))), np.arange(70_000))
+        assert all(len(rows) >= 64 and len(client.held_out) == round(len(rows) / 5) for rows, client in zip(owned(plan), plan.clients))
+        assert [client.group for client in plan.clients] == np.repeat(range(10), 20).tolist()
+
+    @pytest.mark.parametrize("kind", ["dirichlet", "classes"])
+    def test_the_stand_in_of_fedac(self, real, config, kind):
+        plan = make_plan(real("images"), None, config(kind, 100, view="holdout", min_samples=10), 0)
+        assert sum(map(len, owned(plan))) == 50_000 and min(map(len, owned(plan))) >= 10
 
 
 class TestWriters:

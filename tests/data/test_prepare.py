@@ -3,11 +3,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torchvision.datasets import MNIST
 
 from cfl_ray.config import Data
+from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, describe
 from cfl_ray.data.synthetic import SyntheticFederation
-from cfl_ray.core.errors import DataError
 
 
 def stamps(folder):
@@ -59,6 +60,8 @@ def test_damaged_shards_are_found_before_the_run(tmp_path):
     {"source": "digits", "shift": {"kind": "pathological"}, "test": {"view": "label"}},
     {"source": "digits", "shift": {"kind": "rotated"}, "partition": {"kind": "dirichlet", "clients": 12, "alpha": 1.0}},
     {"source": "digits", "test": {"view": "holdout"}, "partition": {"clients": 7, "samples": 20}},
+    {"source": "digits", "test": {"view": "holdout", "pool": True}, "partition": {"clients": 9, "sizes": list(range(20, 29)), "cut": [{"keep": 0.5, "clients": 2}]}},
+    {"source": "digits", "partition": {"kind": "dirichlet", "clients": 12, "groups": 3, "alpha": 10}},
     {"source": "synthetic", "partition": {"clients": 1000}},
 ])
 def test_the_summary_agrees_with_what_is_built(tmp_path, options):
@@ -94,6 +97,24 @@ def test_femnist_by_writer(tmp_path, data_root):
     writer = federation.client_name(3)
     expected = rows.filter(pa.compute.equal(rows["writer_id"], writer))["character"].to_pylist()
     assert sorted(torch.cat([federation.train(3)[1], federation.holdout(3)[1]]).tolist()) == sorted(expected)
+
+
+def test_pooled_images_are_the_official_ones(tmp_path, data_root):
+    """Each of 7 clients gets 10,000 of the 70,000 images; together they are both parts of the data set."""
+    data = Data(source="mnist", root=str(data_root), partition={"clients": 7}, test={"view": "holdout", "pool": True})
+    federation = build(data, 0, tmp_path)
+    assert federation.size_N.tolist() == [8000] * 7 and federation.num_test_sets() == 0
+    parts = [part for client in range(7) for part in (federation.train(client), federation.holdout(client))]
+    official = [MNIST(str(data_root / "torchvision"), train=train) for train in (True, False)]
+    assert torch.equal(torch.cat([y for _, y in parts]).bincount(), torch.cat([part.targets for part in official]).bincount())
+    ink = sum(part.data.sum(dtype=torch.float64) for part in official) / 255
+    assert float(sum(x.sum(dtype=torch.float64) for x, _ in parts)) == pytest.approx(float(ink), rel=1e-6)
+    assert describe(data, 0).bytes == 70_000 * 786
+
+
+def test_pooling_reads_no_pixels_where_only_sizes_are_wanted(real):
+    pooled = real("images").pooled()
+    assert pooled.train_x.shape == (60_000, 3, 32, 32) and not any(pooled.train_x.strides) and len(pooled.train_y) == 60_000
 
 
 def test_synthetic_is_never_written(tmp_path):

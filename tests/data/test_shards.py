@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.data import open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shards import MANIFEST
 from cfl_ray.data.writing import write_shards
-from cfl_ray.core.errors import DataError
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import torch
 from torchvision.transforms import functional
 
 from cfl_ray.config import Shift
-from cfl_ray.data.shifts import make_groups
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.shifts import make_groups
 
 
 def groups(images, other=None, natural=True, **shift):

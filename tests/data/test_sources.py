@@ -7,8 +7,8 @@ import pytest
 from torchvision import datasets
 
 from cfl_ray.config import Data
-from cfl_ray.data.sources import locate
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.sources import locate
 
 
 def read(name, pixels=True, **data):

@@ -5,11 +5,11 @@ import pytest
 import torch
 from pyarrow import fs
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.data import open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.store import Folder
 from cfl_ray.data.writing import write_shards
-from cfl_ray.core.errors import DataError
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from cfl_ray.config import Data
+from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.writing import shard_bytes, write_shards
-from cfl_ray.core.errors import DataError
 
 
 def prepare(folder, barrier):

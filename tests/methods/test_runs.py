@@ -13,6 +13,7 @@ from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.checkpoint import CheckpointStore
 from cfl_ray.runtime.launch import Watcher
 
+
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Drawing takes longer than these runs, and has tests of its own."""

@@ -1,0 +1,49 @@
+"""A tree of clusters that were split in two, and which side of a split a client belongs to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cfl_ray.core.signatures import SignatureState
+
+
+@dataclass(frozen=True)
+class SplitState(SignatureState):
+    """A state whose clusters are the leaves of a tree. Splits are numbered in their order: a client descends by going through them."""
+
+    split_KP: Tensor = None  # model before each split
+    leaves_K2: np.ndarray = None  # the leaf that was split, and the new one
+    update_EF: Tensor = None  # updates of the members at the splits
+    split_E: np.ndarray = None  # whose split
+    side_E: np.ndarray = None  # 0: stayed in the leaf, 1: went to the new one
+
+    @classmethod
+    def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, object]:
+        """The fields above, and those of signatures, before the first split."""
+        none = np.zeros(0, np.int64)
+        tree = {"split_KP": first_KP[:0], "leaves_K2": np.zeros((0, 2), np.int64), "update_EF": torch.zeros(0, features), "split_E": none, "side_E": none}
+        return cls.nobody(features) | tree
+
+    def split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> "SplitState":
+        """With a leaf split: its members `ids_E` of side 1 go to a new leaf, which starts from the same model."""
+        number, new, model_KP = len(self.split_KP), self.num_clusters, self.models_KP[leaf][None]
+        return self.advance(
+            models_KP=torch.cat([self.models_KP, model_KP]),
+            split_KP=torch.cat([self.split_KP, model_KP]),
+            leaves_K2=np.concatenate([self.leaves_K2, [[leaf, new]]]),
+            update_EF=torch.cat([self.update_EF, update_EF]),
+            split_E=np.concatenate([self.split_E, np.full(len(ids_E), number)]),
+            side_E=np.concatenate([self.side_E, side_E]),
+            assign_N=self.place(ids_E, np.where(side_E, new, leaf)),
+        )
+
+    def leaf_at(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
+        """The leaf (M,) of a split whose members' updates have the higher `mean` or `max` cosine with each of these; the old one on ties."""
+        mine_E = self.split_E == split
+        cos_ME = normalize(update_MF, dim=1) @ normalize(self.update_EF[torch.from_numpy(mine_E)], dim=1).T
+        by_side = [cos_ME[:, torch.from_numpy(self.side_E[mine_E] == side)] for side in (0, 1)]
+        old_M, new_M = (cos_Me.mean(1) if reduce == "mean" else cos_Me.amax(1) for cos_Me in by_side)
+        return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])

@@ -1,0 +1,135 @@
+"""CFL: F. Sattler, K.-R. Müller, W. Samek. Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
+Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algorithms 1 and 2.
+
+    Delta_i <- SGD_i(W_c) - W_c                                                 every client of leaf c
+    split c iff  ||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2  and  t > t_min
+    bipartition by alpha_ij = cos(Delta_i, Delta_j);   W_c <- W_c + sum_i p_i Delta_i   in every (new) leaf
+    join: descend the tree; at each split train from its stored model and follow the side with the higher max cosine
+
+The paper has everybody take part. With a sampled cohort, averages are over this round's participants and a leaf splits only if max(4, half)
+of it have an update from the last 1/R rounds. Its other members go to the side with the higher mean cosine, by their old update at once and
+by a new one when they next take part. Clients that never took part join as newcomers do.
+
+Departures: complete linkage as in the official code (paper: single), and momentum starts afresh in every round (official code: kept).
+Updates longer than `sketch` are projected; norms are exact. `stale_updates: reapply` is PACFL's CFL, which adds every member's last
+update again in every round (uniform weights, whole updates kept by the server).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from cfl_ray.core import hierarchy
+from cfl_ray.core.grouping import by_cluster
+from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.rounds import serve_per_cluster, with_mean
+from cfl_ray.core.signatures import SKETCH, unplaced, update_of
+from cfl_ray.core.splits import SplitState
+
+
+@dataclass(frozen=True)
+class CFLState(SplitState):
+    norm_S: np.ndarray = None  # length of each client's last update
+    round_S: np.ndarray = None  # the round it is from
+    open_S: np.ndarray = None  # the split whose side a client's next update decides; -1: none
+    early: np.ndarray = None  # sum and number of the lengths of rounds 1 to 5
+
+
+@dataclass(frozen=True)
+class CFL(Method, name="cfl"):
+    """Recursive bipartition of clusters whose members disagree once their common model stalls."""
+
+    eps1: float = option(0.4, "eps_1: a leaf may split when its mean update is shorter than this", low=0)
+    eps2: float = option(1.6, "eps_2: and its longest update is longer than this (FedClust prints 0.6)", low=0)
+    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5 (then e.g. 0.1 and 0.6)")
+    min_rounds: int = option(20, "t_min: rounds before the first split (official code: 20)", low=0)
+    linkage: str = option("complete", "of the bipartition: complete (official code) or single (paper)", choices=("complete", "single"))
+    stale_updates: str = option("drop", "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)", choices=("drop", "reapply"))
+    sketch: int = option(SKETCH, "features an update is projected to, where it has more", low=16)
+    weights: str = weighting()
+
+    State = CFLState
+
+    def init(self, start):
+        first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
+        everybody = self.stale_updates == "reapply"  # there, clients that never took part count as zeros
+        return CFLState(
+            models_KP=first_KP, assign_N=start.one_cluster() if everybody else start.unassigned(), **CFLState.unsplit(first_KP, size),
+            norm_S=np.zeros(0), round_S=np.zeros(0, np.int64), open_S=np.zeros(0, np.int64), early=np.zeros(2),
+        )  # fmt: skip
+
+    def round(self, state, clients, rng):
+        state = self.join(state, unplaced(state, clients))
+        clients = clients.select(state.assign_N[clients.ids_M] >= 0)
+        before, assign_M = state, state.assign_N[clients.ids_M]
+        updates = clients.train(clients.send(state.models_KP, assign_M), keep=self.keep(clients.spec), mix_later=True)
+        state = self.noted(state, clients, updates)
+        models_KP = self.merged(state, clients, updates)
+        if clients.number > self.min_rounds:
+            window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))  # 1 / R rounds
+            for leaf in np.unique(assign_M).tolist():
+                stall = (models_KP[leaf] - before.models_KP[leaf]).norm().item()
+                state = self.split(state, leaf, stall, fresh_S=state.round_S > clients.number - window)
+            if state.num_clusters > before.num_clusters:
+                models_KP = self.merged(state, clients, updates)
+        return state.advance(models_KP=models_KP)
+
+    def keep(self, spec):
+        return update_of(spec, self.sketch if self.stale_updates == "drop" else None)
+
+    def noted(self, state, clients, updates):
+        """With the cohort's updates remembered, and the sides of members that were waiting for one decided."""
+        ok_M = updates.ok_M
+        ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.kept_MF[torch.from_numpy(ok_M)], updates.norm_M[ok_M]
+        waits_M = dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
+        for at, client in enumerate(ids_M.tolist()):
+            split = waits_M.get(client, -1)
+            if split >= 0 and state.assign_N[client] in state.leaves_K2[split]:
+                state = state.advance(assign_N=state.place([client], state.leaf_at(split, feature_MF[at : at + 1], "mean")))
+        state = state.remember(ids_M, feature_MF, norm_S=norm_M, round_S=np.full(len(ids_M), clients.number), open_S=np.full(len(ids_M), -1))
+        early = state.early + [norm_M.sum(), len(norm_M)] if clients.number <= 5 else state.early
+        return state.advance(early=early)
+
+    def merged(self, state, clients, updates):
+        """Models after this round's updates (with `reapply`, after everybody's last ones)."""
+        if self.stale_updates == "reapply":
+            sum_KF = by_cluster(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float() @ state.signature_SF
+            size_K = np.bincount(state.assign_N[state.assign_N >= 0], minlength=state.num_clusters)
+            step_KF = sum_KF / torch.from_numpy(np.maximum(size_K, 1)).float()[:, None]
+            return state.models_KP + pad(step_KF, (0, state.models_KP.shape[1] - step_KF.shape[1]))
+        mix = by_cluster(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        return clients.mix(updates, mix).mixed(empty=state.models_KP)
+
+    def split(self, state, leaf, stall, fresh_S):
+        """The state with this leaf split in two, if it stalls and its members disagree."""
+        scale = state.early[0] / state.early[1] if self.relative else 1.0
+        size, fresh = int((state.assign_N == leaf).sum()), np.flatnonzero((state.cluster_S == leaf) & fresh_S)
+        enough = len(fresh) > 2 and len(fresh) >= min(size, max(4, -(-size // 2)))
+        if not enough or stall >= self.eps1 * scale or state.norm_S[fresh].max() <= self.eps2 * scale:
+            return state
+        update_EF = state.signature_SF[torch.from_numpy(fresh)]
+        side_E = hierarchy.cut(hierarchy.tree(hierarchy.distances(update_EF, "cosine"), self.linkage), num_clusters=2)
+        side_E = side_E if 2 * side_E.sum() <= len(side_E) else 1 - side_E  # the larger side stays in the leaf
+        stale = np.flatnonzero((state.cluster_S == leaf) & ~fresh_S)
+        state = state.split(leaf, state.seen_S[fresh], update_EF, side_E)
+        split, open_S = len(state.split_KP) - 1, state.open_S.copy()
+        open_S[stale] = split
+        leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
+        return state.advance(open_S=open_S, assign_N=state.place(state.seen_S[stale], leaf_M))
+
+    def join(self, state, clients):
+        """Newcomers descend the tree: one training per split they meet."""
+        leaf_M, sound_M = np.zeros(len(clients), np.int64), np.ones(len(clients), bool)
+        for split, old in enumerate(state.leaves_K2[:, 0].tolist()):
+            here = np.flatnonzero((leaf_M == old) & sound_M)
+            if len(here):
+                asked = clients.select(here)
+                updates = asked.train(asked.send(state.split_KP[split][None]), keep=self.keep(clients.spec), held=False)
+                sound_M[here] = updates.ok_M
+                leaf_M[here[updates.ok_M]] = state.leaf_at(split, updates.kept_MF[torch.from_numpy(updates.ok_M)], "max")
+        return state.advance(assign_N=state.place(clients.ids_M[sound_M], leaf_M[sound_M]))
+
+    def serve(self, state, clients):
+        return serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])

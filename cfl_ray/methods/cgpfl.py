@@ -1,0 +1,68 @@
+"""CGPFL: X. Tang, S. Guo, J. Guo. Personalized Federated Learning with Contextualized Generalization. IJCAI 2022, arXiv:2106.13044. The
+local problem is that of pFedMe (C. T. Dinh, N. H. Tran, T. D. Nguyen. NeurIPS 2020, arXiv:2006.08848, Algorithm 1).
+
+    y_i <- Omega_{c(i)};  R_l times:  theta_i <- S_l SGD steps on f_i + (lambda / 2) ||theta - y_i||^2;   y_i <- y_i - eta lambda (y_i - theta_i)
+    c <- k-means of the uploaded models;   Omega_k <- (1 - beta) Omega_k + beta mean of y_i over c(i) = k
+    simple:  theta_i <- SGD on f_i + (mu / 2) ||theta - Omega_{c(i)}||^2 from the client's own theta_i;   Omega_k <- mean of theta_i
+
+theta_i stays with the client, which predicts with it; one that never took part predicts with Omega.
+
+Departures: written from memory of the paper. The clients upload y_i (`simple`: theta_i) alone, one model, and are clustered by it.
+Every SGD step takes a fresh batch. lambda is held to 1 / eta, where an explicit step would overshoot its anchor. k-means goes on from
+the present centres; a client that was never seen starts from their mean. Features longer than `sketch` are projected.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from cfl_ray.core.clients import Keep, Own, Pull
+from cfl_ray.core.grouping import by_cluster
+from cfl_ray.core.kmeans import kmeans
+from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.rounds import row_or_last, with_mean
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.signatures import SKETCH
+from cfl_ray.core.state import State
+
+PERSONAL = Own("personal", private=False)  # theta_i
+
+
+@dataclass(frozen=True)
+class CGPFL(Method, name="cgpfl"):
+    """Personal models tied to the context model of their cluster."""
+
+    num_clusters: int = option(4, "K, number of context models", low=1)
+    mode: str = option("full", "full: y_i follows theta_i, as in pFedMe; simple: theta_i near Omega, centres are means of theta_i", choices=("full", "simple"))
+    lam: float = option(15.0, "lambda: pull of theta_i to y_i (full; grid 1..20)", low=0)
+    inner_steps: int = option(5, "S_l: SGD steps between two moves of y_i (full)", low=1)
+    beta: float = option(1.0, "beta: how far a context model moves to its cluster's mean", low=0, high=1)
+    mu: float = option(0.1, "mu: pull of theta_i to Omega (simple)", low=0)
+    sketch: int = option(SKETCH, "features a model is projected to, where it has more", low=16)
+    weights: str = weighting()
+
+    def init(self, start):
+        return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
+
+    def round(self, state, clients, rng):
+        sent = clients.send(with_mean(state.models_KP), row_or_last(state, clients))
+        eta = clients.local.lr
+        if self.mode == "full":
+            pull = Pull(min(self.lam, 1 / eta), sent, follow=eta, every=self.inner_steps)
+        else:
+            pull = Pull(self.mu, sent)
+        keep = Keep(clients.spec.all, sketch=self.sketch)
+        updates = clients.train(sent, own=PERSONAL, pulls=[pull], keep=keep, mix_later=True)
+        feature_MF = updates.kept_MF[torch.from_numpy(updates.ok_M)]
+        if state.phase == "cluster":
+            found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
+            state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
+        else:
+            found, _ = kmeans(feature_MF, state.num_clusters, rng.seed, centres_KF=keep.features(state.models_KP, clients.seed))
+        assign_N = state.place(clients.ids_M[updates.ok_M], found)
+        mix = by_cluster(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        mean_KP = clients.mix(updates, mix).mixed(empty=state.models_KP)
+        return state.advance(models_KP=torch.lerp(state.models_KP, mean_KP, self.beta), assign_N=assign_N)
+
+    def serve(self, state, clients):
+        return Serving(with_mean(state.models_KP), row_or_last(state, clients), own=PERSONAL)

@@ -1,0 +1,85 @@
+"""FeSEM: G. Long, M. Xie, T. Shen, T. Zhou, X. Wang, J. Jiang, C. Zhang. Multi-Center Federated Learning: Clients Clustering for Better
+Personalization. World Wide Web 2023, arXiv:2005.01026, Algorithm 1.
+
+    W_i <- SGD_i(theta_{c(i)})
+    c(i) <- argmin_k ||W_i - theta_k||^2             E-step, participants
+    theta_k <- Avg of W_i over c(i) = k              M-step; a centre without participants stays
+
+In the first round clients train from one common w_0 and k-means++ on W_i gives the centres: clients that start from different centres
+stay near them, and the assignment would never move.
+
+Departures: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are weighted by
+samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres, which are by then far from
+w_0. Features longer than `sketch` are projected.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cfl_ray.core.clients import Keep
+from cfl_ray.core.grouping import by_cluster
+from cfl_ray.core.hierarchy import nearest
+from cfl_ray.core.kmeans import kmeans
+from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
+from cfl_ray.core.signatures import SKETCH
+from cfl_ray.core.state import State
+
+
+@dataclass(frozen=True)
+class FeSEM(Method, name="fesem"):
+    """k-means of the clients' models, one E-step and one M-step per round."""
+
+    num_clusters: int = option(4, "K, number of centres", low=1)
+    features: str = option("linear", "what distances are taken over: the fully connected layers, or all parameters", choices=("linear", "all"))
+    reseed: bool = option(False, "move a centre that has lost all members to the participant furthest from its own")
+    sketch: int = option(SKETCH, "features a model is projected to, where it has more", low=16)
+    weights: str = weighting()
+
+    def init(self, start):
+        return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
+
+    def round(self, state, clients, rng):
+        updates, feature_MF = self.train(state, clients)
+        ids_M = clients.ids_M[updates.ok_M]
+        if state.phase == "cluster":
+            found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
+            state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
+        else:
+            found = self.expect(state, clients, ids_M, feature_MF)
+        assign_N = state.place(ids_M, found)
+        mix = by_cluster(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        return state.advance(models_KP=clients.mix(updates, mix).mixed(empty=state.models_KP), assign_N=assign_N)
+
+    def train(self, state, clients, held=True):
+        """Updates, and the features (M', F) of the models of those M' that are sound."""
+        sent = clients.send(with_mean(state.models_KP), row_or_last(state, clients))
+        updates = clients.train(sent, keep=self.keep(clients), mix_later=True, held=held)
+        start_MF = self.keep(clients).features(sent.models_KP, clients.seed)[sent.row_M]
+        return updates, (start_MF + updates.kept_MF)[torch.from_numpy(updates.ok_M)]
+
+    def expect(self, state, clients, ids_M, feature_MF):
+        """E-step: the nearest centre of each client."""
+        found, distance_M = nearest(feature_MF, self.keep(clients).features(state.models_KP, clients.seed), "l2")
+        if self.reseed and len(found):
+            others_N = np.delete(state.assign_N, ids_M)
+            members_K = np.bincount(np.concatenate([others_N[others_N >= 0], found]), minlength=state.num_clusters)
+            if not members_K.all():
+                found[distance_M.argmax()] = members_K.argmin()
+        return found
+
+    def keep(self, clients):
+        columns = clients.spec.linear if self.features == "linear" else clients.spec.all
+        return Keep(columns, change=True, sketch=self.sketch)
+
+    def join(self, state, clients):
+        if state.phase == "cluster":
+            return state
+        updates, feature_MF = self.train(state, clients, held=False)
+        ids_M = clients.ids_M[updates.ok_M]
+        return state.advance(assign_N=state.place(ids_M, self.expect(state, clients, ids_M, feature_MF)))
+
+    def serve(self, state, clients):
+        return serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])
