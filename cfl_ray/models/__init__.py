@@ -10,7 +10,7 @@ from torch import nn
 
 from cfl_ray.core.errors import ConfigError, nearest
 from cfl_ray.core.plugin import load_plugin
-from cfl_ray.models import cnn, mlp
+from cfl_ray.models import cnn, mlp, resnet
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp.mlp,
@@ -18,6 +18,8 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "lenet5": cnn.lenet5,
     "femnist_cnn": cnn.femnist_cnn,
     "leaf_cnn": cnn.leaf_cnn,
+    "autocfl_cnn": cnn.autocfl_cnn,
+    "resnet9": resnet.resnet9,
 }
 
 

@@ -1,4 +1,4 @@
-"""One thread, as a client host has; `federations` beside this folder can be imported."""
+"""One thread, as a client host has; `federations` beside this folder and `linear` in it can be imported."""
 
 import sys
 from pathlib import Path
@@ -6,4 +6,4 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]

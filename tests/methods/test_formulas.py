@@ -1,12 +1,10 @@
-"""One or two rounds of two clients with a linear model, full batch: the expected parameters are the formula of the paper.
-
-With weights W (C, D), a client's gradient is g(W) = (softmax(X W') - Y)' X / n, and one step is W - eta g(W).
-"""
+"""One or two rounds of two clients with a linear model, full batch: the expected parameters are the formula of the paper."""
 
 import numpy as np
 import pytest
 import torch
 from federations import Stage, uneven
+from linear import ETA, N_0, N_1, STEPS, assert_close, data, gradient, loss, matrix, mean, sgd, stage
 from torch import nn
 
 from cfl_ray.core.local import LocalSGD
@@ -16,49 +14,6 @@ from cfl_ray.methods.fedprox import FedProx
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.methods.local import Local
 from cfl_ray.methods.stocfl import StoCFL, StoCFLState
-
-ETA, N_0, N_1 = 0.5, 12, 4
-STEPS = 2
-
-
-def stage(steps: int = STEPS, **changes) -> Stage:
-    """Clients 0 and 1 hold 12 and 4 samples with 5 inputs, of 3 classes."""
-    return Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=steps, lr=ETA, **changes))
-
-
-def data(one: Stage, client: int) -> tuple[np.ndarray, np.ndarray]:
-    x, y = one.federation.train(client)
-    return x.double().numpy(), np.eye(3)[y]
-
-
-def loss(one: Stage, client: int, w: np.ndarray) -> float:
-    x, y = data(one, client)
-    return -np.log((np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True) * y).sum(1)).mean()
-
-
-def gradient(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
-    x, y = data(one, client)
-    return (np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True) - y).T @ x / len(x)
-
-
-def sgd(one: Stage, client: int, w: np.ndarray, pull: float = 0.0, to: np.ndarray | float = 0.0, steps: int = STEPS) -> np.ndarray:
-    """`steps` times W <- W - eta (g(W) + pull (W - to))."""
-    for _ in range(steps):
-        w = w - ETA * (gradient(one, client, w) + pull * (w - to))
-    return w
-
-
-def matrix(row_P: torch.Tensor) -> np.ndarray:
-    return row_P.double().reshape(3, 5).numpy()
-
-
-def assert_close(row_P: torch.Tensor, expected: np.ndarray):
-    assert np.allclose(matrix(row_P), expected, rtol=0, atol=1e-6), np.abs(matrix(row_P) - expected).max()
-
-
-def mean(a: np.ndarray, b: np.ndarray, weights: str = "samples") -> np.ndarray:
-    """(n_0 a + n_1 b) / (n_0 + n_1), or (a + b) / 2."""
-    return (N_0 * a + N_1 * b) / (N_0 + N_1) if weights == "samples" else (a + b) / 2
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])

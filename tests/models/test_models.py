@@ -16,6 +16,10 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
     ("femnist_cnn", {}, MNIST, 62, 1_206_590),  # StoCFL's FEMNIST
     ("leaf_cnn", {}, MNIST, 10, 582_026),  # CAM
     ("leaf_cnn", {}, CIFAR, 10, 878_538),
+    ("autocfl_cnn", {}, MNIST, 10, 33_580),  # AutoCFL: MNIST, Fashion-MNIST, CIFAR-10
+    ("autocfl_cnn", {"channels": [16, 32]}, MNIST, 10, 18_378),
+    ("autocfl_cnn", {"channels": [6, 16]}, CIFAR, 10, 6_882),
+    ("resnet9", {}, CIFAR, 100, 6_621_540),  # FedClust on CIFAR-100
     ("digits_cnn", {}, (1, 8, 8), 10, 16 * 9 + 16 + 16 * 16 * 10 + 10),
 ])  # fmt: skip
 def test_has_the_parameters_of_its_paper(name, options, shape, classes, parameters):
