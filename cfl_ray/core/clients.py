@@ -146,7 +146,7 @@ class Clients:
             self._address(),
             self.ids_M,
             start=tables.rows(start),
-            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.weight),
+            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.weight or pull.follow),
             beside=None if beside is None else tables.rows(beside),
             rule=rule,
             local=local,

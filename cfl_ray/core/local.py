@@ -32,9 +32,12 @@ class LocalSGD:
     weight_decay: float = 0.0
 
     def batch_of(self, size: int | np.ndarray, parts: int = 1) -> int | np.ndarray:
-        """Samples of a batch of a client with `size` samples; small enough that an epoch has at least `parts` batches."""
-        at_most = np.maximum(-(-np.asarray(size) // parts), 1)
-        return at_most if self.batch_size is None else np.minimum(self.batch_size, at_most)
+        """Samples of a batch of a client with `size` samples. One with fewer than `parts` batches splits its samples into that many."""
+        size = np.maximum(size, 1)
+        batch = size if self.batch_size is None else np.minimum(self.batch_size, size)
+        even = -(-size // parts)
+        even = np.where(-(-size // even) < parts, np.maximum(size // parts, 1), even)
+        return np.where(-(-size // batch) < parts, even, batch)
 
     def steps_of(self, size_M: np.ndarray, epochs: float | np.ndarray | None = None, parts: int = 1) -> np.ndarray:
         """Steps (M,) of clients with `size_M` samples: E * ceil(n / B), rounded for fractional epochs (at least 1).

@@ -66,13 +66,24 @@ class CentreState(State):
     centre_KF: Tensor = None  # mean signature of the members at the time of clustering
 
 
-def placed_by_training(state: CentreState, clients: Clients, keep: Keep, metric: str, steps_M: np.ndarray | None = None) -> CentreState:
-    """Places clients by one local training from the state's fixed model: in the cluster with the nearest centre."""
+def placed_by_training(
+    state: CentreState, clients: Clients, keep: Keep, metric: str, steps_M: np.ndarray | None = None, within: float = np.inf
+) -> CentreState:
+    """Places clients by one local training from the state's fixed model: in the cluster with the nearest centre.
+
+    A client further than `within` from every centre founds a cluster, with its signature as centre and the fixed model.
+    """
     if not len(clients):
         return state
     updates = clients.train(clients.send(state.start_KP), keep=keep, steps_M=steps_M, held=False)
     ids_M, feature_MF = clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)]
-    return state.advance(assign_N=state.place(ids_M, nearest(feature_MF, state.centre_KF, metric)[0]))
+    centre_KF, (found_M, distance_M) = state.centre_KF, nearest(feature_MF, state.centre_KF, metric)
+    for at in np.flatnonzero(distance_M > within):  # one after another: the second of a kind joins the first
+        (found_M[at],), (distance,) = nearest(feature_MF[at : at + 1], centre_KF, metric)
+        if distance > within:
+            found_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
+    models_KP = torch.cat([state.models_KP, state.start_KP.repeat(len(centre_KF) - len(state.centre_KF), 1)])
+    return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
 
 
 def update_of(spec: ParamSpec, sketch: int | None = SKETCH) -> Keep:

@@ -27,7 +27,7 @@ class SplitState(SignatureState):
         tree = {"split_KP": first_KP[:0], "leaves_K2": np.zeros((0, 2), np.int64), "update_EF": torch.zeros(0, features), "split_E": none, "side_E": none}
         return cls.nobody(features) | tree
 
-    def split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> "SplitState":
+    def with_split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> "SplitState":
         """With a leaf split: its members `ids_E` of side 1 go to a new leaf, which starts from the same model."""
         number, new, model_KP = len(self.split_KP), self.num_clusters, self.models_KP[leaf][None]
         return self.advance(
@@ -47,3 +47,11 @@ class SplitState(SignatureState):
         by_side = [cos_ME[:, torch.from_numpy(self.side_E[mine_E] == side)] for side in (0, 1)]
         old_M, new_M = (cos_Me.mean(1) if reduce == "mean" else cos_Me.amax(1) for cos_Me in by_side)
         return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])
+
+    def leaf_below(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
+        """The leaf (M,) to which each of these updates descends from a split, through those that followed."""
+        leaf_M = np.full(len(update_MF), self.leaves_K2[split, 0])
+        for later in range(split, len(self.leaves_K2)):
+            here = np.flatnonzero(leaf_M == self.leaves_K2[later, 0])
+            leaf_M[here] = self.leaf_at(later, update_MF[torch.from_numpy(here)], reduce)
+        return leaf_M

@@ -10,6 +10,8 @@ from torch.nn.functional import normalize
 from cfl_ray.core.method import option
 from cfl_ray.core.state import State
 
+_FEW = 4  # known members
+
 
 @dataclass(frozen=True)
 class ClusterTuning:
@@ -18,38 +20,43 @@ class ClusterTuning:
     tune_clusters: bool = option(True, "CNT: adapt the number of clusters")
     tune_every: int = option(10, "rounds between two steps of CNT, each one split or one merge at most", low=1)
     tune_after: int = option(20, "rounds before the first step of CNT", low=0)
-    rho_low: float = option(0.2, "rho_lo: below this a cluster merges into its nearest", low=0)
+    rho_low: float = option(0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", low=0)
     rho_high: float = option(1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", low=0)
     max_clusters: int = option(20, "K_max", low=1)
 
     def __post_init__(self):
         super().__post_init__()  # the method's own checks
-        if self.rho_high < 3 * self.rho_low:
+        if self.rho_high < 3 * self.rho_low * (1 - 1e-9):  # 3 * 0.2 > 0.6
             raise ValueError(f"{self.name}.rho_high must be at least 3 rho_low = {3 * self.rho_low:g}, got {self.rho_high}")
+        if self.tune_clusters and self.num_clusters > self.max_clusters:
+            raise ValueError(f"{self.name}.num_clusters must be at most max_clusters = {self.max_clusters}, got {self.num_clusters}")
 
     def due(self, number: int) -> bool:
         return self.tune_clusters and number > self.tune_after and number % self.tune_every == 0
 
     def step(self, rho_K: np.ndarray, members_K: np.ndarray) -> tuple[int | None, int | None]:
-        """(the cluster to split, the cluster to merge): at most one of them. A cluster with fewer than 4 known members does not split."""
-        wide = np.flatnonzero((rho_K > self.rho_high) & (members_K >= 4))
+        """(the cluster to split, the cluster to merge): at most one of them. At least 4 known members split, and fewer merge."""
+        wide = np.flatnonzero((rho_K > self.rho_high) & (members_K >= _FEW))
         if len(wide) and len(rho_K) < self.max_clusters:
             return int(wide[rho_K[wide].argmax()]), None
-        close = np.flatnonzero((rho_K < self.rho_low) & (members_K > 0))
-        return None, int(close[rho_K[close].argmin()]) if len(close) and len(rho_K) > 1 else None
+        close = np.flatnonzero((rho_K < self.rho_low) & (members_K > 0) & (members_K < _FEW))
+        return None, int(close[rho_K[close].argmin()]) if len(close) and np.count_nonzero(members_K) > 1 else None
 
 
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """rho (K,): mean cosine distance of members to their centre over its distance to the nearest other one; that one (K,); members (K,).
 
-    A centre without others is compared with an orthogonal one, and is its own nearest. Rows of cluster -1 count nowhere; rho is 0
-    without members.
+    Centres without members are nobody's other one, and have a rho of 0. A centre without others is compared with an orthogonal one, and
+    is its own nearest. Rows of cluster -1 count nowhere.
     """
     total, known_S = len(centre_KQ), cluster_S >= 0
     unit_SQ, unit_KQ = normalize(z_SQ[torch.from_numpy(known_S)], dim=1), normalize(centre_KQ, dim=1)
-    apart_KK = (1 - unit_KQ @ unit_KQ.T).fill_diagonal_(torch.inf) if total > 1 else torch.ones(1, 1)
     member_S = cluster_S[known_S]
     members_K = np.bincount(member_S, minlength=total)
+    apart_KK = (1 - unit_KQ @ unit_KQ.T).fill_diagonal_(torch.inf)
+    apart_KK[:, torch.from_numpy(members_K == 0)] = torch.inf
+    alone_K = apart_KK.isinf().all(1)
+    apart_KK[alone_K, alone_K] = 1
     within_K = np.bincount(member_S, (1 - (unit_SQ * unit_KQ[member_S]).sum(1)).numpy(), minlength=total) / np.maximum(members_K, 1)
     return within_K / np.maximum(apart_KK.amin(1).numpy(), 1e-12), apart_KK.argmin(1).numpy(), members_K
 

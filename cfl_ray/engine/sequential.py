@@ -34,7 +34,7 @@ def _train_loaded(network: Network, task: Task, pulls: list["ProximalTerm"], off
     network.module.train()
     batches = task.batches()
     for number in range(task.steps):
-        gradient.batches = [next(batches) for _ in range(task.parts)]
+        gradient.begin([next(batches) for _ in range(task.parts)])
         step = gradient.tensors(0) if task.rule is None else gradient.by(task.rule)
         with torch.no_grad():
             update.decay(step, params)
@@ -54,20 +54,32 @@ class _Gradient:
         self.network, self.offset_BC = network, offset_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
         self.noise = task.noise() if network.dropouts else None
-        self.batches: list = []
         self.losses: list[Tensor] = []  # one per step
+
+    def begin(self, batches: list) -> None:
+        """The next step uses these batches."""
+        self.batches, self.masks = batches, {}
 
     def tensors(self, batch: int) -> list[Tensor]:
         """At the loaded row, tensor by tensor."""
         chosen = self.batches[batch]
         x_B, y_B, offset_BC = (v if chosen is None or v is None else v[chosen] for v in (self.x, self.y, self.offset_BC))
         if self.noise is not None:
-            self.network.set_noise(len(y_B), self.noise)
+            self._mask(batch, len(y_B))
         logits_BC = self.network.module(x_B)
         loss = cross_entropy(logits_BC if offset_BC is None else logits_BC + offset_BC, y_B)
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())
         return grads
+
+    def _mask(self, batch: int, size: int) -> None:
+        """One dropout mask per batch and step: gradients of one batch at several points are of one function."""
+        layers = self.network.dropouts.values()
+        if batch not in self.masks:
+            self.network.set_noise(size, self.noise)
+            self.masks[batch] = [layer.mask for layer in layers]
+        for layer, mask in zip(layers, self.masks[batch]):
+            layer.mask = mask
 
     def by(self, rule: Rule) -> list[Tensor]:
         """The direction that a rule makes of them; the loss noted is that of its first gradient."""

@@ -146,12 +146,14 @@ class _Gradient:
 
     def begin(self, first: int) -> None:
         """The next step uses the batches from number `first` on."""
-        self.first, self.loss_m = first, None
+        self.first, self.loss_m, self.masks = first, None, {}
 
     def __call__(self, trained_mP: Tensor, batch: int) -> Tensor:
         """(m, trained columns) at these rows."""
         x, y, weight, offset = self.plan.batch(self.first + batch)
-        buffers = self.buffers | self.counters | self.plan.masks(self.network, self.first + batch, x.shape[1])
+        if batch not in self.masks:  # one per batch and step, as in `sequential`
+            self.masks[batch] = self.plan.masks(self.network, self.first + batch, x.shape[1])
+        buffers = self.buffers | self.counters | self.masks[batch]
         grads, (loss_m, updated) = self.gradient(self.spec.tensors(trained_mP), buffers, x, y, weight, offset)
         for name, buffer in self.buffers.items():
             buffer.copy_(updated[name])

@@ -38,6 +38,11 @@ class AutoCFLState(CentreState):
     loss_N: np.ndarray = None  # C_m
     variance: float = float("nan")  # of C_m after the last round
 
+    def forget(self, ids):
+        """Without the assignment and the progress of clients that left."""
+        stays_N = ~np.isin(np.arange(len(self.loss_N)), ids)
+        return super().forget(ids).advance(more_N=self.more_N * stays_N, loss_N=self.loss_N * stays_N)
+
 
 def representatives(distance_MM: np.ndarray, size_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:
     """The client (M,) that each client follows in the end, by the votes of all rows. Ties go to the lowest number."""
@@ -46,7 +51,7 @@ def representatives(distance_MM: np.ndarray, size_M: np.ndarray, vote: str, min_
     for m in range(count):
         order = np.argsort(distance_MM[m] + np.where(np.arange(count) == m, np.inf, 0), kind="stable")[: count - 1]
         steps = np.diff(distance_MM[m, order])
-        near = order[: steps.argmax() + 1] if len(steps) else order
+        near = order[: steps.argmax() + 1] if steps.any() else order  # no gap: nobody is cut off
         gap_M[m] = steps.max(initial=0) / max(np.median(distance_MM[m, order]), 1e-300) if len(steps) else 0
         party = np.sort(np.append(near, m))
         weight = {"row": size_M[m], "literal": size_M[party] / size_M[party].sum(), "unweighted": 1}[vote]
@@ -87,7 +92,9 @@ class AutoCFL(Method, name="autocfl"):
         return fedavg_per_cluster(state, clients, self.weights, self.steps(state, clients) if self.keep_epochs else None)
 
     def steps(self, state, clients):
-        return clients.local.steps_of(clients.size_M, clients.local.epochs + state.more_N[clients.ids_M])
+        local, size_M = clients.local, clients.size_M
+        epochs = local.epochs if local.steps is None else local.steps / -(-size_M // local.batch_of(size_M))  # E_0, also where steps are given
+        return local.steps_of(size_M, epochs + state.more_N[clients.ids_M])
 
     def adjust(self, state, clients):
         """A round of FedAvg with all clients, each with its own epochs; the last one ends in clusters."""

@@ -7,19 +7,18 @@ Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algorithms 1 and 2.
     join: descend the tree; at each split train from its stored model and follow the side with the higher max cosine
 
 The paper has everybody take part. With a sampled cohort, averages are over this round's participants and a leaf splits only if max(4, half)
-of it have an update from the last 1/R rounds. Its other members go to the side with the higher mean cosine, by their old update at once and
-by a new one when they next take part. Clients that never took part join as newcomers do.
+of it have an update from the last 1/R rounds, and after its own last split. Its other members go to the side with the higher mean cosine, by their old update at once and
+by a new one when they next take part, which counts in no average if it moves them. Clients that never took part join as newcomers do.
 
 Departures: complete linkage as in the official code (paper: single), and momentum starts afresh in every round (official code: kept).
 Updates longer than `sketch` are projected; norms are exact. `stale_updates: reapply` is PACFL's CFL, which adds every member's last
-update again in every round (uniform weights, whole updates kept by the server).
+update again in every round and splits by them, zeros for who never took part (uniform weights, whole updates kept by the server).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from cfl_ray.core import hierarchy
 from cfl_ray.core.grouping import by_cluster
@@ -32,8 +31,8 @@ from cfl_ray.core.splits import SplitState
 @dataclass(frozen=True)
 class CFLState(SplitState):
     norm_S: np.ndarray = None  # length of each client's last update
-    round_S: np.ndarray = None  # the round it is from
-    open_S: np.ndarray = None  # the split whose side a client's next update decides; -1: none
+    round_S: np.ndarray = None  # the round it is from; 0 once its leaf was split
+    open_S: np.ndarray = None  # the first split whose side a client's next update decides; -1: none
     early: np.ndarray = None  # sum and number of the lengths of rounds 1 to 5
 
 
@@ -66,14 +65,14 @@ class CFL(Method, name="cfl"):
         before, assign_M = state, state.assign_N[clients.ids_M]
         updates = clients.train(clients.send(state.models_KP, assign_M), keep=self.keep(clients.spec), mix_later=True)
         state = self.noted(state, clients, updates)
-        models_KP = self.merged(state, clients, updates)
+        stays_M = state.assign_N[clients.ids_M] == assign_M
+        models_KP = self.merged(state, clients, updates, stays_M)
         if clients.number > self.min_rounds:
-            window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))  # 1 / R rounds
-            for leaf in np.unique(assign_M).tolist():
-                stall = (models_KP[leaf] - before.models_KP[leaf]).norm().item()
-                state = self.split(state, leaf, stall, fresh_S=state.round_S > clients.number - window)
+            stall_K = (models_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
+            for leaf in np.unique(assign_M[stays_M & updates.ok_M] if self.stale_updates == "drop" else state.cluster_S).tolist():
+                state = self.split(state, leaf, stall_K[leaf].item(), self.fresh(state, clients))
             if state.num_clusters > before.num_clusters:
-                models_KP = self.merged(state, clients, updates)
+                models_KP = self.merged(state, clients, updates, stays_M)
         return state.advance(models_KP=models_KP)
 
     def keep(self, spec):
@@ -85,26 +84,33 @@ class CFL(Method, name="cfl"):
         ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.kept_MF[torch.from_numpy(ok_M)], updates.norm_M[ok_M]
         waits_M = dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
         for at, client in enumerate(ids_M.tolist()):
-            split = waits_M.get(client, -1)
-            if split >= 0 and state.assign_N[client] in state.leaves_K2[split]:
-                state = state.advance(assign_N=state.place([client], state.leaf_at(split, feature_MF[at : at + 1], "mean")))
+            if (split := waits_M.get(client, -1)) >= 0:
+                state = state.advance(assign_N=state.place([client], state.leaf_below(split, feature_MF[at : at + 1], "mean")))
         state = state.remember(ids_M, feature_MF, norm_S=norm_M, round_S=np.full(len(ids_M), clients.number), open_S=np.full(len(ids_M), -1))
+        if self.stale_updates == "reapply":
+            silent = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
+            state = state.remember(silent, torch.zeros(len(silent), clients.spec.trained), norm_S=0.0, round_S=0, open_S=-1)
         early = state.early + [norm_M.sum(), len(norm_M)] if clients.number <= 5 else state.early
         return state.advance(early=early)
 
-    def merged(self, state, clients, updates):
+    def merged(self, state, clients, updates, stays_M):
         """Models after this round's updates (with `reapply`, after everybody's last ones)."""
+        mix = by_cluster(state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters)
+        models_KP = clients.mix(updates, mix).mixed(empty=state.models_KP)
         if self.stale_updates == "reapply":
-            sum_KF = by_cluster(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float() @ state.signature_SF
-            size_K = np.bincount(state.assign_N[state.assign_N >= 0], minlength=state.num_clusters)
-            step_KF = sum_KF / torch.from_numpy(np.maximum(size_K, 1)).float()[:, None]
-            return state.models_KP + pad(step_KF, (0, state.models_KP.shape[1] - step_KF.shape[1]))
-        mix = by_cluster(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
-        return clients.mix(updates, mix).mixed(empty=state.models_KP)
+            member_KS = by_cluster(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
+            step_KF = member_KS @ state.signature_SF / member_KS.sum(1, keepdim=True).clamp(min=1)
+            models_KP[:, : clients.spec.trained] = state.models_KP[:, : clients.spec.trained] + step_KF
+        return models_KP
+
+    def fresh(self, state, clients):
+        """Of the clients seen, those whose update is from the last 1 / R rounds (with `reapply`, all)."""
+        window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
+        return (state.round_S > clients.number - window) | (self.stale_updates == "reapply")
 
     def split(self, state, leaf, stall, fresh_S):
         """The state with this leaf split in two, if it stalls and its members disagree."""
-        scale = state.early[0] / state.early[1] if self.relative else 1.0
+        scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
         size, fresh = int((state.assign_N == leaf).sum()), np.flatnonzero((state.cluster_S == leaf) & fresh_S)
         enough = len(fresh) > 2 and len(fresh) >= min(size, max(4, -(-size // 2)))
         if not enough or stall >= self.eps1 * scale or state.norm_S[fresh].max() <= self.eps2 * scale:
@@ -112,12 +118,12 @@ class CFL(Method, name="cfl"):
         update_EF = state.signature_SF[torch.from_numpy(fresh)]
         side_E = hierarchy.cut(hierarchy.tree(hierarchy.distances(update_EF, "cosine"), self.linkage), num_clusters=2)
         side_E = side_E if 2 * side_E.sum() <= len(side_E) else 1 - side_E  # the larger side stays in the leaf
-        stale = np.flatnonzero((state.cluster_S == leaf) & ~fresh_S)
-        state = state.split(leaf, state.seen_S[fresh], update_EF, side_E)
+        stale, round_S = np.flatnonzero((state.cluster_S == leaf) & ~fresh_S), np.where(state.cluster_S == leaf, 0, state.round_S)
+        state = state.with_split(leaf, state.seen_S[fresh], update_EF, side_E)
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
-        open_S[stale] = split
+        open_S[stale] = np.where(open_S[stale] < 0, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
-        return state.advance(open_S=open_S, assign_N=state.place(state.seen_S[stale], leaf_M))
+        return state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(state.seen_S[stale], leaf_M))
 
     def join(self, state, clients):
         """Newcomers descend the tree: one training per split they meet."""

@@ -53,6 +53,8 @@ class CGPFL(Method, name="cgpfl"):
             pull = Pull(self.mu, sent)
         keep = Keep(clients.spec.all, sketch=self.sketch)
         updates = clients.train(sent, own=PERSONAL, pulls=[pull], keep=keep, mix_later=True)
+        if not updates.ok_M.any():
+            return state
         feature_MF = updates.kept_MF[torch.from_numpy(updates.ok_M)]
         if state.phase == "cluster":
             found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)

@@ -5,13 +5,14 @@ arXiv:2403.16460. The equations are reconstructed; the authors' LCFed (ICASSP 20
     omega_i <- SGD of that from the client's own omega_i                        participants; it stays with the client as well
     Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k;   r(i) <- argmax_k cos(z_i, z_k)        z = M^T (omega - mean)
     M <- q leading principal components of up to 100 uploads                    in the first round, then every 100 rounds
-    CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre; split a k > rho_hi, merge a k < rho_lo
+    CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre; split if > rho_hi, merge if < rho_lo
 
 In the first round clients train from one w_0 and k-means of z gives the centres.
 
 Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that M is never sent.
-CNT takes one step in 10 rounds, after round 20, and splits no cluster with fewer than 4 known members, nor one of whose halves has no
-participant. A client never seen trains from Phi and the mean head. Uploads longer than `sketch` are projected.
+CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 known members, nor one of whose halves has no
+participant, and merges none with 4 or more: the further clusters are apart, the lower is rho. A client never seen trains from Phi and the
+mean head. Uploads longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass
@@ -62,8 +63,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
     State = FedACState
 
     def init(self, start):
-        first_KP = start.new_model(0)[None]
-        size = self.keep(start.spec).count
+        first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
         return FedACState(
             models_KP=first_KP, assign_N=start.unassigned(), phase="cluster", global_KP=first_KP, **FedACState.nobody(size),
             mean_F=torch.zeros(size), basis_FQ=torch.zeros(size, 0),
@@ -100,7 +100,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         """M from the latest uploads."""
         from sklearn.decomposition import PCA
 
-        pca = PCA(max(min(self.rank, len(state.seen_S) - 1), 1), svd_solver="full").fit(state.signature_SF.numpy())
+        pca = PCA(max(min(self.rank, len(state.seen_S) - 1, len(state.mean_F)), 1), svd_solver="full").fit(state.signature_SF.numpy())
         return state.advance(mean_F=state.signature_SF.mean(0), basis_FQ=torch.from_numpy(pca.components_.T.copy()).float())
 
     def centres(self, state, clients):
@@ -142,7 +142,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         if state.phase == "cluster":
             return state
         sent = clients.send(self.contexts(state, clients.spec)[-1:])
-        updates = clients.train(sent, pulls=[Pull(self.mu, sent)], keep=self.keep(clients.spec), held=False)
+        updates = clients.train(sent, pulls=[Pull(self.mu, sent), Pull(self.lam, sent, clients.spec.base)], keep=self.keep(clients.spec), held=False)
         return self.expect(state, clients, clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)])
 
     def serve(self, state, clients):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.spatial.distance import squareform
+from scipy.spatial.distance import pdist, squareform
 
 from cfl_ray.core import hierarchy
 from cfl_ray.core.grouping import by_cluster
@@ -37,10 +37,10 @@ def decomposed(delta_MF: torch.Tensor, components: int, seed: int) -> torch.Tens
 
 def madc(delta_MF: torch.Tensor) -> np.ndarray:
     """Condensed mean absolute difference of two clients' cosines with all others."""
-    cos_MM = 1 - squareform(hierarchy.distances(delta_MF, "cosine"))
-    size = len(cos_MM)
-    found_MM = np.abs(cos_MM[:, None] - cos_MM[None]).sum(2) - 2 * np.abs(1 - cos_MM)  # without i and j themselves
-    return squareform(found_MM / max(size - 2, 1), checks=False)
+    distance = hierarchy.distances(delta_MF, "cosine")
+    cos_MM = 1 - squareform(distance)
+    sums = pdist(cos_MM, "cityblock") - 2 * np.abs(distance)  # without i and j themselves, where the cosines are 1 and cos_ij
+    return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,12 @@ class FedGroup(Method, name="fedgroup"):
             clients.send(state.start_KP), keep=update_of(clients.spec, self.sketch), steps_M=self.steps(clients), mix_later=True, held=False
         )
         ok_M = updates.ok_M
+        if not ok_M.any():
+            return state
         delta_MF = updates.kept_MF[torch.from_numpy(ok_M)]
         found = self.groups(delta_MF, rng.seed)
         assign_N = state.place(clients.ids_M[ok_M], found)
-        centre_KF, _ = cluster_means(delta_MF, found, found.max(initial=-1) + 1)
+        centre_KF, _ = cluster_means(delta_MF, found, found.max() + 1)
         mix = by_cluster(assign_N[clients.ids_M], clients.weights("uniform"), len(centre_KF))
         models_KP = clients.mix(updates, mix).mixed(empty=state.start_KP.repeat(len(centre_KF), 1))
         return state.advance(models_KP=models_KP, assign_N=assign_N, centre_KF=centre_KF, phase="federate")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cfl_ray.core.clients import Pull
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
@@ -45,6 +46,8 @@ class FedNova(Method, name="fednova"):
     def round(self, state, clients, rng):
         local, weight_M = clients.local, clients.weights(self.weights)
         a_M = accumulated(local.steps_of(clients.size_M), local.momentum, local.lr * self.mu)
+        if a_M.min() <= 0:
+            raise ConfigError(f"fednova.mu * local.lr must be below 2, where local steps are stable, got {self.mu:g} * {local.lr:g}; choose a smaller mu")
         sent = clients.send(state.models_KP)
         updates = clients.train(sent, pulls=[Pull(self.mu, sent)], mix=everyone(weight_M * (a_M.max() / a_M)))
         clients.upload(1)  # a_i

@@ -44,11 +44,15 @@ class FeSEM(Method, name="fesem"):
     def round(self, state, clients, rng):
         updates, feature_MF = self.train(state, clients)
         ids_M = clients.ids_M[updates.ok_M]
+        if not len(ids_M):
+            return state
         if state.phase == "cluster":
             found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
-            found = self.expect(state, clients, ids_M, feature_MF)
+            found, distance_M = self.expect(state, clients, feature_MF)
+            if self.reseed:
+                self.refill(state, ids_M, found, distance_M)
         assign_N = state.place(ids_M, found)
         mix = by_cluster(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         return state.advance(models_KP=clients.mix(updates, mix).mixed(empty=state.models_KP), assign_N=assign_N)
@@ -60,15 +64,16 @@ class FeSEM(Method, name="fesem"):
         start_MF = self.keep(clients).features(sent.models_KP, clients.seed)[sent.row_M]
         return updates, (start_MF + updates.kept_MF)[torch.from_numpy(updates.ok_M)]
 
-    def expect(self, state, clients, ids_M, feature_MF):
-        """E-step: the nearest centre of each client."""
-        found, distance_M = nearest(feature_MF, self.keep(clients).features(state.models_KP, clients.seed), "l2")
-        if self.reseed and len(found):
-            others_N = np.delete(state.assign_N, ids_M)
-            members_K = np.bincount(np.concatenate([others_N[others_N >= 0], found]), minlength=state.num_clusters)
-            if not members_K.all():
-                found[distance_M.argmax()] = members_K.argmin()
-        return found
+    def expect(self, state, clients, feature_MF):
+        """E-step: the nearest centre of each client, and its distance."""
+        return nearest(feature_MF, self.keep(clients).features(state.models_KP, clients.seed), "l2")
+
+    def refill(self, state, ids_M, found_M, distance_M):
+        """Gives an empty cluster the participant furthest from its centre, in place."""
+        others_N = np.delete(state.assign_N, ids_M)
+        members_K = np.bincount(np.concatenate([others_N[others_N >= 0], found_M]), minlength=state.num_clusters)
+        if not members_K.all():
+            found_M[distance_M.argmax()] = members_K.argmin()
 
     def keep(self, clients):
         columns = clients.spec.linear if self.features == "linear" else clients.spec.all
@@ -78,8 +83,7 @@ class FeSEM(Method, name="fesem"):
         if state.phase == "cluster":
             return state
         updates, feature_MF = self.train(state, clients, held=False)
-        ids_M = clients.ids_M[updates.ok_M]
-        return state.advance(assign_N=state.place(ids_M, self.expect(state, clients, ids_M, feature_MF)))
+        return state.advance(assign_N=state.place(clients.ids_M[updates.ok_M], self.expect(state, clients, feature_MF)[0]))
 
     def serve(self, state, clients):
         return serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])

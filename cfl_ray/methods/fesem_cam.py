@@ -72,6 +72,8 @@ class FeSEMCAM(Method, name="fesem_cam"):
         local = replace(clients.local, epochs=self.warmup_epochs, steps=None)
         updates = clients.train(clients.send(state.models_KP), keep=self.keep(clients.spec), local=local, mix_later=True)
         state = self.remembered(state, clients, updates)
+        if not len(state.seen_S):
+            return state
         found_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
         state = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, found_S), phase="federate")

@@ -38,6 +38,11 @@ class FLHC(TreeCut, Method, name="fl_hc"):
 
     State = CentreState
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.linkage == "ward" and self.metric != "l2":
+            raise ValueError(f"fl_hc.linkage ward is defined for metric l2 only, got {self.metric!r}; choose another of the two")
+
     def init(self, start):
         first_KP = start.new_model(0)[None]
         return CentreState(models_KP=first_KP, assign_N=start.unassigned(), phase="warmup", start_KP=first_KP, centre_KF=first_KP[:0])
@@ -53,9 +58,11 @@ class FLHC(TreeCut, Method, name="fl_hc"):
     def cluster(self, state, clients):
         updates = clients.train(clients.send(state.models_KP), keep=self.signature(clients), mix_later=True)
         ok_M = updates.ok_M
+        if not ok_M.any():
+            return state
         feature_MF = updates.kept_MF[torch.from_numpy(ok_M)]
         found = self.clusters(distances(feature_MF, self.metric), len(feature_MF))
-        centre_KF, _ = cluster_means(feature_MF, found, found.max(initial=-1) + 1)
+        centre_KF, _ = cluster_means(feature_MF, found, found.max() + 1)
         assign_N = state.place(clients.ids_M[ok_M], found)
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
         if self.model == "mean":

@@ -9,7 +9,7 @@ A model that nobody chose stays. The K models start from independent initialisat
 sharing they have one base, averaged over all participants, and a head each.
 
 Departures: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic books the choice j_i as one number
-with model averaging and as none with gradient averaging.
+with model averaging and as none with gradient averaging; in warm-up rounds, where nobody chooses, one model down and no choice.
 """
 
 from dataclasses import dataclass, replace
@@ -42,21 +42,22 @@ class IFCA(Method, name="ifca"):
         return State(models_KP=models_KP, assign_N=start.unassigned())
 
     def round(self, state, clients, rng):
-        sent = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
-        if clients.number <= self.warmup_rounds:  # the same split in all of them
+        warm_up = clients.number <= self.warmup_rounds
+        if warm_up:  # the same split in all of them
             split_N = Draws(rng.seed, 0).stream("warm-up").permutation(len(state.assign_N)) % self.num_clusters
-            assign_M = split_N[clients.ids_M]
+            sent = clients.send(state.models_KP, split_N[clients.ids_M])
         else:
-            assign_M = self.choose(clients, sent)
+            sent = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
+            sent = sent.choose(self.choose(clients, sent))
         one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if self.average == "gradients" else None
         weight_M = clients.weights("uniform" if one_step else self.weights)
-        mix = by_cluster(assign_M, weight_M, self.num_clusters)
+        mix = by_cluster(sent.row_M, weight_M, self.num_clusters)
         if self.share_base:
             mix = torch.cat([mix, everyone(weight_M)])  # one row more: all participants
-        updates = clients.train(sent.choose(assign_M), mix=mix, local=one_step)
-        if not one_step:
+        updates = clients.train(sent, mix=mix, local=one_step)
+        if not one_step and not warm_up:
             clients.upload(1)  # j_i
-        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=state.place(clients.ids_M, assign_M))
+        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=state.place(clients.ids_M, sent.row_M))
 
     def averaged(self, models_KP, updates, spec):
         before = torch.cat([models_KP, models_KP[:1]]) if self.share_base else models_KP

@@ -36,6 +36,8 @@ class PrincipalVectors:
     budget: int | None
 
     def __call__(self, client, anchor_P):
+        if not client.x.isfinite().all():
+            return torch.full((client.x[0].numel(),), torch.nan)
         labels, count = client.y.unique(return_counts=True)
         share = [self.p] * len(labels) if self.budget is None else [max(1, round(self.budget * n / len(client.y))) for n in count.tolist()]
         vectors = [principal_vectors(client.x[client.y == label].flatten(1), p).T for label, p in zip(labels, share)]
@@ -73,17 +75,22 @@ class PACFL(TreeCut, Method, name="pacfl"):
 
     def round(self, state, clients, rng):
         newcomers = clients.all() if state.phase == "cluster" else unplaced(state, clients)
-        return fedavg_per_cluster(self.join(state.advance(phase="federate"), newcomers), clients, self.weights)
+        return fedavg_per_cluster(self.place(state, newcomers), clients, self.weights)
 
     def join(self, state, clients):
-        if state.phase == "cluster" or not len(clients):
-            return state
+        return state if state.phase == "cluster" else self.place(state, clients)
+
+    def place(self, state, clients):
+        """Clusters these clients together with all that are known; who is known stays where it is."""
         feature_MF, ok_M = clients.describe(PrincipalVectors(self.vectors, self.budget))
+        if not ok_M.any():
+            return state
         old, ids_M = len(state.seen_S), clients.ids_M[ok_M]
         state = self.extended(state, ids_M, feature_MF[torch.from_numpy(ok_M)])
         found_S = self.clusters(squareform(state.angle_SS.double().numpy(), checks=False), len(state.seen_S))
         if not old:
-            return state.advance(assign_N=state.place(ids_M, found_S), models_KP=state.start_KP.repeat(found_S.max(initial=-1) + 1, 1))
+            models_KP = state.start_KP.repeat(found_S.max() + 1, 1)
+            return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
         near_M = state.angle_SS[old:, :old].argmin(1).numpy()  # who falls together with newcomers alone follows the nearest client
         same_MS = found_S[old:, None] == found_S[:old]
         votes = [np.bincount(state.cluster_S[:old][same if same.any() else [near]]) for same, near in zip(same_MS, near_M)]

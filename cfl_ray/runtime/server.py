@@ -145,7 +145,7 @@ class Server:
         found = self.evaluator.serving(serving, clients)
         self.metrics |= summarise(found) | clustering(self.method, self.state, online, self.federation.group_N)
         if settings.local:
-            self.metrics["accuracy_local"] = self._held_accuracy(clients)
+            self.metrics |= self._held_accuracy(clients)
         if settings.tuned_epochs:
             self.metrics["accuracy_tuned"] = float(np.nanmean(self.evaluator.tuned(serving, clients, self.local).accuracy_M))
         newcomers = np.isin(clients.ids_M, self.population.newcomers)
@@ -154,13 +154,14 @@ class Server:
         share = 1e-6 / self.federation.num_clients  # from bits of all clients to Mbit per client of the federation
         self.metrics |= {"clients_online": float(len(online)), "mbit_down": self.ledger.down_bits * share, "mbit_up": self.ledger.up_bits * share}
 
-    def _held_accuracy(self, clients: Clients) -> float:
-        """P-local: clients that never trained hold the initial model."""
+    def _held_accuracy(self, clients: Clients) -> dict[str, float]:
+        """P-local over all, clients that never trained with the initial model they hold, and over those that have trained."""
         held_M = self.held_N2[clients.ids_M, 0].astype(np.float64)
-        untrained = np.isnan(held_M)
-        if untrained.any():
-            held_M[untrained] = initial_scores(self.evaluator, self.initial_P, clients.select(untrained)).accuracy_M
-        return float(np.nanmean(held_M))
+        trained = ~np.isnan(held_M)
+        found = {"accuracy_local_trained": float(held_M[trained].mean())} if trained.any() else {}
+        if not trained.all():
+            held_M[~trained] = initial_scores(self.evaluator, self.initial_P, clients.select(~trained)).accuracy_M
+        return found | {"accuracy_local": float(np.nanmean(held_M)), "trained_share": float(trained.mean())}
 
     def _save(self, number: int) -> None:
         if self.store is None:

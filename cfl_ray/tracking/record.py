@@ -15,6 +15,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 ROUND_METRICS = {
     "accuracy": "P-server: mean over clients of the local test accuracy of the model the server would give each next, 0..1",
     "accuracy_local": "P-local: the same, of the model each client holds after its own last training",
+    "accuracy_local_trained": "P-local over the clients that have trained",
+    "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
     "accuracy_p10": "10th percentile over clients of the P-server accuracy",

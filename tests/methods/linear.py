@@ -1,7 +1,10 @@
 """Two clients with a linear model, full batch: what a method must arrive at, as formulas in numpy.
 
 With weights W (C, D), a client's gradient is g(W) = (softmax(X W') - Y)' X / n, and one step is W - eta g(W).
+With two layers A (H, D) and B (C, H), logits are X A' B'.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,6 +12,7 @@ from federations import Stage, uneven
 from torch import nn
 
 from cfl_ray.core.local import LocalSGD
+from cfl_ray.data import Federation, federation_from_arrays
 
 ETA, N_0, N_1 = 0.5, 12, 4
 STEPS = 2
@@ -52,3 +56,39 @@ def assert_close(row_P: torch.Tensor, expected: np.ndarray):
 def mean(a: np.ndarray, b: np.ndarray, weights: str = "samples") -> np.ndarray:
     """(n_0 a + n_1 b) / (n_0 + n_1), or (a + b) / 2."""
     return (N_0 * a + N_1 * b) / (N_0 + N_1) if weights == "samples" else (a + b) / 2
+
+
+def alike(sizes: Sequence[int], shape: tuple[int, ...] = (5,), classes: int = 3) -> Federation:
+    """Client i holds one random sample `sizes[i]` times: all its batches, of whatever size, have one gradient."""
+    draw = np.random.default_rng(1)
+    x, y, owner = draw.standard_normal((len(sizes), *shape)).astype(np.float32), draw.integers(0, classes, len(sizes)), np.repeat(np.arange(len(sizes)), sizes)
+    return federation_from_arrays(x[owner], y[owner], owner, x_test=x, y_test=y, test_clients=np.arange(len(sizes)), num_classes=classes)
+
+
+HIDDEN = 4
+
+
+def deep_stage(steps: int = STEPS) -> Stage:
+    """The same clients with two layers: A (4, 5), then B (3, 4)."""
+    return Stage(uneven([N_0, N_1], (5,)), lambda: nn.Sequential(nn.Linear(5, HIDDEN, bias=False), nn.Linear(HIDDEN, 3, bias=False)), LocalSGD(steps=steps, lr=ETA))
+
+
+def layers(row_P: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """A and B."""
+    a, b = row_P.double().split([HIDDEN * 5, 3 * HIDDEN])
+    return a.reshape(HIDDEN, 5).numpy(), b.reshape(3, HIDDEN).numpy()
+
+
+def deep_sgd(one: Stage, client: int, a: np.ndarray, b: np.ndarray, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """`steps` steps of both layers together."""
+    x, y = data(one, client)
+    for _ in range(steps):
+        logits = x @ a.T @ b.T
+        error = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True) - y) / len(x)
+        a, b = a - ETA * b.T @ error.T @ x, b - ETA * error.T @ (x @ a.T)
+    return a, b
+
+
+def assert_layers(row_P: torch.Tensor, a: np.ndarray, b: np.ndarray):
+    for found, expected in zip(layers(row_P), (a, b)):
+        assert np.allclose(found, expected, rtol=0, atol=1e-6), np.abs(found - expected).max()

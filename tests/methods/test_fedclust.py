@@ -1,0 +1,157 @@
+"""FedClust: the first round asks everybody for a classifier, and nothing of it but the clusters is kept."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, uneven
+from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, sgd
+from oneshot import CLIENTS, HEAD, OneShot, P, stage
+from torch import nn
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedclust import FedClust
+
+RHO = 0.5
+
+
+def linear(sizes=(N_0, N_1)) -> Stage:
+    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA, momentum=RHO))
+
+
+def trained(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
+    """v <- rho v + g(W), W <- W - eta v, from v = 0."""
+    v = 0
+    for _ in range(STEPS):
+        v = RHO * v + gradient(one, client, w)
+        w = w - ETA * v
+    return w
+
+
+def row(w: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(w).float().reshape(1, -1)
+
+
+class TestTwoClients:
+    """The model is its final layer, so s_i = SGD_i(w_0)."""
+
+    @pytest.mark.parametrize("margin, clusters", [(-1e-4, [0, 1]), (1e-4, [0, 0])])
+    def test_join_up_to_lambda_and_all_start_from_the_first_model(self, margin, clusters):
+        one = linear()
+        w = matrix(one.model())
+        s_0, s_1 = (trained(one, client, w) for client in (0, 1))
+        state = one.play(FedClust(threshold=float(np.linalg.norm(s_0 - s_1)) + margin), None)
+        assert state.assign_N.tolist() == clusters
+        assert torch.equal(state.models_KP, one.model()[None].repeat(len(set(clusters)), 1)), "updates of the first round are thrown away"
+        for k, centre in enumerate([(s_0 + s_1) / 2] if clusters == [0, 0] else [s_0, s_1]):
+            assert_close(state.centre_KF[k], centre)
+
+    @pytest.mark.parametrize("weights", ["samples", "uniform"])
+    def test_then_average_within_clusters(self, weights):
+        one = linear()
+        w = matrix(one.model())
+        apart, together = (one.play(FedClust(num_clusters=k, weights=weights), None, None) for k in (2, 1))
+        for k in (0, 1):
+            assert_close(apart.models_KP[k], trained(one, k, w))
+        assert_close(together.models_KP[0], mean(trained(one, 0, w), trained(one, 1, w), weights))
+        later = one.play(FedClust(num_clusters=1, weights=weights), [1], state=together, first=3)
+        assert_close(later.models_KP[0], trained(one, 1, mean(trained(one, 0, w), trained(one, 1, w), weights)))
+
+    def test_signatures_are_the_final_layer_alone(self):
+        two = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), LocalSGD(steps=1, lr=ETA))
+        state = two.play(FedClust(num_clusters=2), None)
+        assert state.centre_KF.shape == (2, 4 * 3 + 3)
+        clients = two.clients()
+        whole = clients.train(clients.send(two.model()[None]), keep=clients.spec.all).kept_MF
+        assert torch.equal(state.centre_KF, whole[:, -15:])
+
+
+class TestNewcomers:
+    """Client 2 comes to two clusters whose models have moved on."""
+
+    def arrive(self, method, centres, **changes):
+        """State before and after, where centres (as functions of s_2) and models are set by hand."""
+        one = linear((N_0, N_1, 6))
+        s_2 = trained(one, 2, matrix(one.model()))
+        state = one.play(method, [0, 1]).advance(centre_KF=torch.cat([row(centre(s_2)) for centre in centres]), **changes)
+        state = state.advance(models_KP=state.models_KP + torch.tensor([[1.0], [2.0]]))
+        return one, s_2, state, method.join(state, one.clients([2], 5))
+
+    @pytest.mark.parametrize("offsets", [(0.3, 0.2), (0.2, 0.3)])
+    def test_join_the_nearest_first_round_centre(self, offsets):
+        one, _, state, joined = self.arrive(FedClust(num_clusters=2), [lambda s, d=d: s + d for d in offsets])
+        assert joined.assign_N.tolist() == [0, 1, int(np.argmin(offsets))]
+        assert torch.equal(joined.models_KP, state.models_KP) and torch.equal(joined.centre_KF, state.centre_KF)
+
+    @pytest.mark.parametrize("height, founds", [(0.2 * 15**0.5 - 1e-4, True), (0.2 * 15**0.5 + 1e-4, False), (None, False)])
+    def test_found_a_cluster_beyond_lambda_if_wanted(self, height, founds):
+        """Every one of 15 coordinates differs by 0.2 from the nearest centre."""
+        one, s_2, state, joined = self.arrive(FedClust(num_clusters=2, newcomers="found"), [lambda s: s + 0.3, lambda s: s - 0.2], height=height)
+        assert joined.assign_N.tolist() == [0, 1, 2 if founds else 1]
+        assert joined.num_clusters == len(joined.centre_KF) == 2 + founds
+        if founds:
+            assert_close(joined.models_KP[2], matrix(one.model()))
+            assert_close(joined.centre_KF[2], s_2)
+            again = FedClust(newcomers="found").join(joined.advance(assign_N=state.assign_N), one.clients([2], 5))
+            assert again.assign_N.tolist() == [0, 1, 2], "the second of a kind joins the first"
+
+    def test_several_of_a_kind_found_one_cluster(self):
+        one = stage()
+        one.online = [0, 1, 3, 4, 6, 7, 9, 10]
+        method = FedClust(newcomers="found", cut="median")
+        state = one.play(method, [0])
+        joined = method.join(state, one.clients([2, 5, 8, 11], 2))
+        assert (state.num_clusters, joined.num_clusters) == (2, 3) and joined.assign_N[[2, 5, 8, 11]].tolist() == [2] * 4
+        assert method.join(joined, one.clients([], 3)).num_clusters == 3
+
+    def test_lambda_is_remembered(self):
+        one = linear()
+        distance = np.linalg.norm(trained(one, 0, matrix(one.model())) - trained(one, 1, matrix(one.model())))
+        heights = [one.play(FedClust(**options), None).height for options in ({}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})]
+        assert heights == [pytest.approx(distance / 2), 0.3, None, None]
+
+
+class TestFedClust(OneShot):
+    method = FedClust(num_clusters=3)
+
+    @pytest.mark.parametrize("options", [{}, {"cut": "gap"}, {"threshold": 1.6}, {"linkage": "complete"}, {"linkage": "ward", "cut": "gap"}], ids=str)
+    def test_finds_the_groups_by_any_cut(self, options):
+        one = stage()
+        assert one.play(FedClust(**options), [0]).assign_N.tolist() == [0, 1, 2] * 4
+
+    def test_leaves_no_trace_of_a_client(self):
+        """Only means over clusters are stored."""
+        state = self.clustering_state(stage())
+        assert {name for name, value in vars(state).items() if getattr(value, "shape", [0])[0] == CLIENTS} == {"assign_N"}
+
+    def test_traffic(self):
+        """First round: the model to all N, a classifier from each. Later: the model both ways, for participants. A newcomer: the first
+        again."""
+        one = stage()
+        state = one.play(self.method, [0, 1])
+        assert one.floats() == (CLIENTS * P, CLIENTS * HEAD)
+        one.play(self.method, [0, 1, 5], state=state, first=2)
+        assert one.floats() == (3 * P, 3 * P)
+        left = self.method.leave(state, np.array([5]))
+        self.method.join(left, one.clients([5], 2))
+        assert one.floats() == (P, HEAD)
+        one.play(self.method, [0, 1, 5], state=left, first=2)
+        assert one.floats() == (4 * P, 3 * P + HEAD)
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_one_cluster_is_fedavg_without_its_first_round(weights):
+    """The same rounds, cohorts and mini-batches from the second round on."""
+    drawn = [[0, 1, 5], [2, 3, 7, 9], [4]]
+    one, other = stage(momentum=0.5), stage(momentum=0.5)
+    found = one.play(FedClust(threshold=math.inf, weights=weights), [0], *drawn)
+    expected = other.play(FedAvg(weights=weights), *drawn, first=2)
+    assert torch.equal(found.models_KP, expected.models_KP)
+
+
+def test_distances_are_those_of_formulas_without_momentum_too():
+    one = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
+    s_0, s_1 = (sgd(one, client, matrix(one.model())) for client in (0, 1))
+    assert one.play(FedClust(), None).height == pytest.approx(np.linalg.norm(s_0 - s_1) / 2, abs=1e-6)

@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+import torch
+from federations import Stage, Spoiled
+from linear import ETA, alike, assert_close, data, gradient, matrix
+from playing import COHORTS, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp
+from torch import nn
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fednova import FedNova, accumulated
+from cfl_ray.methods.fedprox import FedProx
+
+SIZES, EPOCHS, BATCH = [12, 4, 7], 2, 4
+TAU = [6, 2, 4]
+
+
+def stage(momentum: float = 0.0) -> Stage:
+    """Three clients with 6, 2 and 4 local steps; all batches of a client have one gradient."""
+    return Stage(alike(SIZES), lambda: nn.Linear(5, 3, bias=False), LocalSGD(epochs=EPOCHS, batch_size=BATCH, lr=ETA, momentum=momentum))
+
+
+def trained(one: Stage, client: int, w: np.ndarray, rho: float, mu: float) -> np.ndarray:
+    now, velocity = w, 0.0
+    for _ in range(TAU[client]):
+        velocity = rho * velocity + gradient(one, client, now) + mu * (now - w)
+        now = now - ETA * velocity
+    return now
+
+
+def closed_form(tau: int, rho: float) -> float:
+    return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
+
+
+def recursion(tau: int, mu: float) -> float:
+    a = 0.0
+    for _ in range(tau):
+        a = (1 - ETA * mu) * a + 1
+    return a
+
+
+def averaged(w: np.ndarray, results: list[np.ndarray], a: list[float], weights: list[float]) -> np.ndarray:
+    """w - (sum p_i a_i) sum p_i (w - W_i) / a_i"""
+    p = np.array(weights) / sum(weights)
+    return w - (p * a).sum() * sum(p_i * (w - W_i) / a_i for p_i, W_i, a_i in zip(p, results, a))
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+@pytest.mark.parametrize("rho, mu", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.3)])
+def test_updates_are_normalised_by_the_number_of_steps(rho, mu, weights):
+    one = stage(rho)
+    w = matrix(one.model())
+    results = [trained(one, client, w, rho, mu) for client in range(3)]
+    a = [recursion(tau, mu) if mu else closed_form(tau, rho) for tau in TAU]
+    expected = averaged(w, results, a, SIZES if weights == "samples" else [1, 1, 1])
+    assert_close(one.play(FedNova(mu=mu, weights=weights), None).models_KP[0], expected)
+    plain = sum(n * W for n, W in zip(SIZES, results)) / sum(SIZES)
+    assert np.abs(expected - plain).max() > 1e-2, "the same as FedAvg: the test shows nothing"
+
+
+@pytest.mark.parametrize("rho, mu", [(0.0, 0.0), (0.9, 0.0), (0.0, 0.3), (0.5, 0.3)])
+def test_a_counts_a_gradient_that_stays_the_same(rho, mu):
+    """With gradient 1 in every step, W = w - eta a."""
+    moved, velocity = [0.0], 0.0
+    for _ in range(7):
+        velocity = rho * velocity + 1 + mu * moved[-1]
+        moved.append(moved[-1] - ETA * velocity)
+    assert accumulated(np.array([1, 7, 3]), rho, ETA * mu) == pytest.approx(-np.array(moved)[[1, 7, 3]] / ETA)
+
+
+def test_a_rejected_client_counts_nowhere():
+    one = stage()
+    w, train = matrix(one.model()), one.federation.train
+    results = [trained(one, client, w, 0, 0) for client in (0, 2)]
+    one.federation.train = lambda client: (train(client)[0] * torch.nan, train(client)[1]) if client == 1 else train(client)
+    state = one.play(FedNova(), None)
+    assert one.books.rejected.keys() == {1}
+    assert_close(state.models_KP[0], averaged(w, results, [TAU[0], TAU[2]], [SIZES[0], SIZES[2]]))
+
+
+@pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
+@pytest.mark.parametrize("mu", [0.0, 0.1])
+def test_is_fedavg_or_fedprox_bit_for_bit_with_equal_steps(mu, local):
+    found, expected = (groups(**local).play(method, *COHORTS).models_KP for method in (FedNova(mu=mu), FedProx(mu=mu) if mu else FedAvg()))
+    assert torch.equal(found, expected)
+
+
+def test_is_fedavg_bit_for_bit_with_unequal_samples_and_equal_steps():
+    found, expected = (Stage(alike(SIZES), lambda: nn.Linear(5, 3), LocalSGD(epochs=5, lr=ETA)).play(method, None, [0, 1]).models_KP for method in (FedNova(), FedAvg()))
+    assert torch.equal(found, expected)
+
+
+def test_a_step_that_is_not_stable_is_refused():
+    with pytest.raises(ConfigError, match=r"fednova.mu \* local.lr must be below 2, where local steps are stable, got 4 \* 0.5"):
+        stage().play(FedNova(mu=4.0), None)
+    assert not stage().play(FedNova(mu=3.9), None).models_KP.isnan().any()
+
+
+def test_engines_agree():
+    assert_engines_agree(lambda engine: Stage(alike(SIZES), lambda: nn.Linear(5, 3), LocalSGD(epochs=2, batch_size=4, lr=ETA, momentum=0.5), engine), FedNova(mu=0.1), [None, [0, 2]])
+
+
+def test_survives_an_interruption(tmp_path):
+    assert_survives_an_interruption(lambda: groups(batch_size=30), FedNova(), COHORTS, tmp_path)
+
+
+def test_traffic_is_a_model_each_way_and_a():
+    one = groups()
+    one.play(FedNova(), [0, 1, 2])
+    assert floats(one) == (3 * 340, 3 * (340 + 1))
+
+
+def test_everybody_is_served_the_global_model():
+    one, method = groups(), FedNova()
+    state = method.leave(one.play(method, [0, 1]), np.array([1]))
+    assert state.assign_N.tolist() == [0, -1, 0, 0, 0, 0, 0, 0]
+    serving = method.serve(method.join(state, one.clients([1, 7])), one.clients([1, 7]))
+    assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
+
+
+def test_a_cohort_without_a_sound_client_changes_nothing():
+    one = Stage(Spoiled([4, 5]), mlp)
+    assert torch.equal(one.play(FedNova(), [4, 5]).models_KP[0], one.model())
