@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -134,9 +135,11 @@ def describe_method(cls: type[Method], console: Console) -> None:
     """The paper, the equations, and every option."""
     module = __import__(cls.__module__, fromlist=["__doc__"])
     console.print((module.__doc__ or cls.__doc__ or "").strip(), markup=False, soft_wrap=True)
-    table = Table("option", "default", "range", "meaning")
+    table = Table("option", "default", "range", "meaning, and where the default comes from")
     for item in cls.options():
-        table.add_row(item["name"], str(item["default"]).lower() if item["default"] in (None, True, False) else str(item["default"]), _range(item), item["doc"] or "")
+        default = str(item["default"]).lower() if item["default"] in (None, True, False) else str(item["default"])
+        meaning = escape(f"{item['doc']} (default: {item['source']})" if item["source"] else item["doc"] or "")
+        table.add_row(item["name"], default, _range(item), meaning)
     console.print(table if cls.options() else "It has no options.")
     chosen = next((f"{{{cls.name}: {{{item['name']}: {item['default']}}}}}" for item in cls.options()), cls.name)
     console.print(f"Use: methods: [{chosen}]", markup=False, soft_wrap=True)

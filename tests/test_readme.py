@@ -52,7 +52,7 @@ def test_the_example_of_own_arrays_shows_what_it_is_about():
 
 def test_own_method_from_the_command_line(capsys):
     Path("my_method.py").write_text(next(block for block in blocks("python") if "my_method.py" in block))
-    shown = re.search(r'cfl-ray run ("methods=[^"]*")', README).group(1).strip('"')
+    shown = re.search(r'cfl-ray run ("methods=[^"]*my_method[^"]*")', README).group(1).strip('"')
     said = command(["run", "--in-process", shown, "rounds=2"], capsys)
     assert "damped" in said and "fedavg" in said
 

@@ -159,5 +159,6 @@ class TestMethodFiles:
         assert cls.summary().endswith(".") and issubclass(cls, Method)
         for option in cls.options():
             assert option["doc"], f"{cls.name}.{option['name']} has no meaning"
+            assert option["source"], f"{cls.name}.{option['name']} does not say where its default comes from"
             bounded = option["low"] is not None or option["high"] is not None or option["choices"]
             assert bounded or option["type"] == "bool", f"{cls.name}.{option['name']} takes anything"

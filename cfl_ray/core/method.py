@@ -16,14 +16,15 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNKNOWN, State
 
 
-def option(default: Any, doc: str, *, low: float | None = None, high: float | None = None, choices: tuple | None = None) -> Any:
-    """A hyper-parameter of a method: its default, meaning (with the paper's symbol), and its range, both ends included."""
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "choices": choices})
+def option(default: Any, doc: str, *, source: str = "", low: float | None = None, high: float | None = None, choices: tuple | None = None) -> Any:
+    """A hyper-parameter of a method: its default, meaning (with the paper's symbol), where the default comes from, and its range, both ends included."""
+    return field(default=default, metadata={"doc": doc, "source": source, "low": low, "high": high, "choices": choices})
 
 
 def weighting(default: str = "samples") -> Any:
     """The option that nearly every method has."""
-    return option(default, "weight of a client in an average: its samples n_i, or the same for all", choices=("samples", "uniform"))
+    source = "FedAvg" if default == "samples" else "paper"
+    return option(default, "weight of a client in an average: its samples n_i, or the same for all", source=source, choices=("samples", "uniform"))
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ class Method(ABC):
 
     @classmethod
     def options(cls) -> list[dict[str, Any]]:
-        """Name, type, default, range and meaning of every hyper-parameter."""
+        """Name, type, default and its source, range and meaning of every hyper-parameter."""
         return [
             {
                 "name": item.name,
                 "type": _type_name(item.type),
                 "default": None if item.default is MISSING else item.default,
-                **{key: item.metadata.get(key) for key in ("doc", "low", "high", "choices")},
+                **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
             for item in fields(cls)
         ]

@@ -1,7 +1,7 @@
 """What a server remembers of clients to tell which belong together: one signature per client, or one centre per cluster."""
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -10,10 +10,15 @@ from torch.nn.functional import pad
 
 from cfl_ray.core.clients import Clients, Keep
 from cfl_ray.core.hierarchy import nearest
+from cfl_ray.core.method import option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.state import UNKNOWN, State
 
-SKETCH = 8192  # features that a longer signature is projected to: distances and cosines to about 1.6 %
+
+def sketching() -> Any:
+    """The option of methods that compare whole models or updates."""
+    doc = "features that a longer model or update is projected to before clients are compared (cosines to 1.6 %)"
+    return option(8192, doc, source="ours", low=16)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class SignatureState(State):
 
     def remember(self, ids_M: np.ndarray, feature_MF: Tensor, **more) -> Self:
         """With these signatures: new ones at the end, known clients' replaced. `more`: values (M,) of further per-client fields `*_S`."""
+        if not len(ids_M):
+            return self
         position = {int(client): at for at, client in enumerate(self.seen_S)}
         at_M = np.array([position.setdefault(int(client), len(position)) for client in ids_M], np.int64)
         width = max(feature_MF.shape[1], self.signature_SF.shape[1])
@@ -86,7 +93,7 @@ def placed_by_training(
     return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
 
 
-def update_of(spec: ParamSpec, sketch: int | None = SKETCH) -> Keep:
+def update_of(spec: ParamSpec, sketch: int | None) -> Keep:
     """A client's whole update W - w as its signature."""
     return Keep(Columns(((0, spec.trained),)), change=True, sketch=sketch)
 

@@ -17,12 +17,12 @@ _FEW = 4  # known members
 class ClusterTuning:
     """When a cluster splits or merges (CNT of FedAC). Mixed into a method, so that its fields are options of the method."""
 
-    tune_clusters: bool = option(True, "CNT: adapt the number of clusters")
-    tune_every: int = option(10, "rounds between two steps of CNT, each one split or one merge at most", low=1)
-    tune_after: int = option(20, "rounds before the first step of CNT", low=0)
-    rho_low: float = option(0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", low=0)
-    rho_high: float = option(1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", low=0)
-    max_clusters: int = option(20, "K_max", low=1)
+    tune_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
+    tune_every: int = option(10, "rounds between two steps of CNT, each one split or one merge at most", source="ours: lost", low=1)
+    tune_after: int = option(20, "rounds before the first step of CNT", source="ours: lost", low=0)
+    rho_low: float = option(0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", source="ours: lost", low=0)
+    rho_high: float = option(1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", source="ours: lost", low=0)
+    max_clusters: int = option(20, "K_max", source="ours", low=1)
 
     def __post_init__(self):
         super().__post_init__()  # the method's own checks

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 from scipy.spatial.distance import squareform
 
 from cfl_ray.core.clients import Keep
@@ -59,22 +57,21 @@ def representatives(distance_MM: np.ndarray, size_M: np.ndarray, vote: str, min_
     if count and np.median(gap_M) < min_gap:
         return np.zeros(count, np.int64)
     follows = score_MM.argmax(1) if count else np.zeros(0, np.int64)
-    _, party = connected_components(csr_array((np.ones(count), (np.arange(count), follows)), shape=(count, count)), directed=False)
     for _ in range(count.bit_length()):
-        follows = follows[follows]  # ends at a root, or on a ring of clients that follow each other: its lowest stands for it
-    return np.array([follows[party == p].min() for p in party], np.int64)
+        follows = follows[follows]  # ends at one that follows itself: a representative is larger than who follows it, or lower on ties
+    return follows
 
 
 @dataclass(frozen=True)
 class AutoCFL(Method, name="autocfl"):
     """Training progress is evened out by epochs per client; then one clustering by votes on last-layer distances."""
 
-    alpha: float = option(0.5, "alpha: how fast clients with few samples get more epochs", low=0)
-    vote: str = option("row", "weight of a vote: samples of the voting row, the printed formula, or 1", choices=("row", "literal", "unweighted"))
-    max_rounds: int = option(6, "rounds of the first phase at most", low=1)
-    min_rounds: int = option(3, "rounds of the first phase at least", low=1)
-    min_gap: float = option(0.0, "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); 0: off", low=0)
-    keep_epochs: bool = option(False, "clients keep their epochs E_m after clustering; false: E_0")
+    alpha: float = option(0.5, "alpha: how fast clients with few samples get more epochs", source="paper", low=0)
+    vote: str = option("row", "weight of a vote: samples of the voting row, the printed formula, or 1", source="ours: the printed formula splits IID data", choices=("row", "literal", "unweighted"))
+    max_rounds: int = option(6, "rounds of the first phase at most", source="paper: clustering happened in rounds 3 to 6", low=1)
+    min_rounds: int = option(3, "rounds of the first phase at least", source="as max_rounds: earlier, every variance rises", low=1)
+    min_gap: float = option(0.0, "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); 0: off", source="ours", low=0)
+    keep_epochs: bool = option(False, "clients keep their epochs E_m after clustering; false: E_0", source="ours: the paper is silent")
     weights: str = weighting()
 
     State = AutoCFLState

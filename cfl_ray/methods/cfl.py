@@ -24,7 +24,7 @@ from cfl_ray.core import hierarchy
 from cfl_ray.core.grouping import by_cluster
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import serve_per_cluster, with_mean
-from cfl_ray.core.signatures import SKETCH, unplaced, update_of
+from cfl_ray.core.signatures import sketching, unplaced, update_of
 from cfl_ray.core.splits import SplitState
 
 
@@ -40,13 +40,13 @@ class CFLState(SplitState):
 class CFL(Method, name="cfl"):
     """Recursive bipartition of clusters whose members disagree once their common model stalls."""
 
-    eps1: float = option(0.4, "eps_1: a leaf may split when its mean update is shorter than this", low=0)
-    eps2: float = option(1.6, "eps_2: and its longest update is longer than this (FedClust prints 0.6)", low=0)
-    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5 (then e.g. 0.1 and 0.6)")
-    min_rounds: int = option(20, "t_min: rounds before the first split (official code: 20)", low=0)
-    linkage: str = option("complete", "of the bipartition: complete (official code) or single (paper)", choices=("complete", "single"))
-    stale_updates: str = option("drop", "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)", choices=("drop", "reapply"))
-    sketch: int = option(SKETCH, "features an update is projected to, where it has more", low=16)
+    eps1: float = option(0.4, "eps_1: a leaf may split when its mean update is shorter than this", source="official code", low=0)
+    eps2: float = option(1.6, "eps_2: and its longest update is longer than this (FedClust prints 0.6)", source="official code", low=0)
+    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5 (then e.g. 0.1 and 0.6)", source="ours")
+    min_rounds: int = option(20, "t_min: rounds before the first split", source="official code", low=0)
+    linkage: str = option("complete", "of the bipartition: complete or single (paper)", source="official code", choices=("complete", "single"))
+    stale_updates: str = option("drop", "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)", source="paper: everybody takes part", choices=("drop", "reapply"))
+    sketch: int = sketching()
     weights: str = weighting()
 
     State = CFLState
@@ -106,7 +106,7 @@ class CFL(Method, name="cfl"):
     def fresh(self, state, clients):
         """Of the clients seen, those whose update is from the last 1 / R rounds (with `reapply`, all)."""
         window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
-        return (state.round_S > clients.number - window) | (self.stale_updates == "reapply")
+        return (state.round_S > max(clients.number - window, 0)) | (self.stale_updates == "reapply")
 
     def split(self, state, leaf, stall, fresh_S):
         """The state with this leaf split in two, if it stalls and its members disagree."""

@@ -22,7 +22,7 @@ from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.signatures import SKETCH
+from cfl_ray.core.signatures import sketching
 from cfl_ray.core.state import State
 
 PERSONAL = Own("personal", private=False)  # theta_i
@@ -32,13 +32,13 @@ PERSONAL = Own("personal", private=False)  # theta_i
 class CGPFL(Method, name="cgpfl"):
     """Personal models tied to the context model of their cluster."""
 
-    num_clusters: int = option(4, "K, number of context models", low=1)
-    mode: str = option("full", "full: y_i follows theta_i, as in pFedMe; simple: theta_i near Omega, centres are means of theta_i", choices=("full", "simple"))
-    lam: float = option(15.0, "lambda: pull of theta_i to y_i (full; grid 1..20)", low=0)
-    inner_steps: int = option(5, "S_l: SGD steps between two moves of y_i (full)", low=1)
-    beta: float = option(1.0, "beta: how far a context model moves to its cluster's mean", low=0, high=1)
-    mu: float = option(0.1, "mu: pull of theta_i to Omega (simple)", low=0)
-    sketch: int = option(SKETCH, "features a model is projected to, where it has more", low=16)
+    num_clusters: int = option(4, "K, number of context models", source="ours", low=1)
+    mode: str = option("full", "full: y_i follows theta_i, as in pFedMe; simple: theta_i near Omega, centres are means of theta_i", source="paper", choices=("full", "simple"))
+    lam: float = option(15.0, "lambda: pull of theta_i to y_i (full; grid 1..20)", source="pFedMe", low=0)
+    inner_steps: int = option(5, "S_l: SGD steps between two moves of y_i (full)", source="pFedMe", low=1)
+    beta: float = option(1.0, "beta: how far a context model moves to its cluster's mean", source="ours", low=0, high=1)
+    mu: float = option(0.1, "mu: pull of theta_i to Omega (simple)", source="ours", low=0)
+    sketch: int = sketching()
     weights: str = weighting()
 
     def init(self, start):

@@ -29,7 +29,7 @@ class DittoState(State):
 class Ditto(Method, name="ditto"):
     """A global model, and a personal one per client that is held near it."""
 
-    lam: float = option(0.05, "lambda: strength of the pull of a personal model to the global one (official default 1; 0.05 is StoCFL's)", low=0)
+    lam: float = option(0.05, "lambda: strength of the pull of a personal model to the global one", source="StoCFL's comparison; official code: 1", low=0)
     weights: str = weighting()
 
     State = DittoState

@@ -28,7 +28,7 @@ from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.signatures import SKETCH, SignatureState
+from cfl_ray.core.signatures import SignatureState, sketching
 from cfl_ray.core.tuning import ClusterTuning, compactness, merged_into
 
 PERSONAL = Own("personal", private=False)  # omega_i
@@ -51,13 +51,13 @@ class FedACState(SignatureState):
 class FedAC(ClusterTuning, Method, name="fedac"):
     """Personal models between their cluster's model and a global embedding; clusters found in a low-rank space, their number adapted."""
 
-    num_clusters: int = option(5, "K_0, clusters at first", low=1)
-    mu: float = option(0.1, "mu: pull to the cluster model (grid 0.01, 0.1, 1)", low=0)
-    lam: float = option(0.1, "lambda: pull of the embedding to the global one (grid 0.01, 0.1, 1)", low=0)
-    rank: int = option(20, "q: principal components", low=1)
-    pca_every: int = option(100, "rounds between two PCAs", low=1)
-    memory: int = option(100, "latest uploads that PCA and CNT see", low=4)
-    sketch: int = option(SKETCH, "features an upload is projected to, where it has more", low=16)
+    num_clusters: int = option(5, "K_0, clusters at first", source="ours: lost", low=1)
+    mu: float = option(0.1, "mu: pull to the cluster model (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
+    lam: float = option(0.1, "lambda: pull of the embedding to the global one (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
+    rank: int = option(20, "q: principal components", source="ours: lost", low=1)
+    pca_every: int = option(100, "rounds between two PCAs", source="paper", low=1)
+    memory: int = option(100, "latest uploads that PCA and CNT see", source="paper: 50 to 100", low=4)
+    sketch: int = sketching()
     weights: str = weighting("uniform")
 
     State = FedACState

@@ -23,7 +23,7 @@ from cfl_ray.core.state import State
 class FedAvgPlus(Method, name="fedavg_plus"):
     """K global models by FedAvg that vote."""
 
-    num_models: int = option(5, "K, models that vote; 1 is FedAvg", low=1)
+    num_models: int = option(5, "K, models that vote; 1 is FedAvg", source="Fed-CAM: 5 and 10", low=1)
     weights: str = weighting()
 
     def init(self, start):

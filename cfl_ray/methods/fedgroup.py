@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.spatial.distance import pdist, squareform
+from torch.nn.functional import normalize
 
 from cfl_ray.core import hierarchy
 from cfl_ray.core.grouping import by_cluster
@@ -23,16 +24,14 @@ from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.merging import cluster_means
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
-from cfl_ray.core.signatures import SKETCH, CentreState, placed_by_training, unplaced, update_of
+from cfl_ray.core.signatures import CentreState, placed_by_training, sketching, unplaced, update_of
 
 
-def decomposed(delta_MF: torch.Tensor, components: int, seed: int) -> torch.Tensor:
-    """e_i (M, K): cosines of updates with the leading singular directions of all of them."""
-    from sklearn.decomposition import TruncatedSVD
-
-    svd = TruncatedSVD(min(components, *delta_MF.shape), random_state=seed).fit(delta_MF.double().numpy())
-    scores_MK = delta_MF.double() @ torch.from_numpy(svd.components_).T
-    return (scores_MK / delta_MF.double().norm(dim=1, keepdim=True).clamp(min=1e-12)).float()
+def decomposed(delta_MF: torch.Tensor, components: int) -> torch.Tensor:
+    """e_i (M, K): cosines of updates with the leading singular directions of all of them; fewer than K where there are no more."""
+    delta_MF = delta_MF.double()
+    v_KF = torch.linalg.svd(delta_MF, full_matrices=False).Vh[:components]
+    return (normalize(delta_MF, dim=1) @ v_KF.T).float()
 
 
 def madc(delta_MF: torch.Tensor) -> np.ndarray:
@@ -47,12 +46,12 @@ def madc(delta_MF: torch.Tensor) -> np.ndarray:
 class FedGroup(Method, name="fedgroup"):
     """One-shot grouping of a sample of clients by the directions of their updates; FedAvg per group."""
 
-    num_clusters: int = option(5, "K, number of groups (MNIST: 3)", low=1)
-    alpha: int = option(20, "alpha: clients of the cold start per group", low=1)
-    pretrain_steps: int = option(50, "mini-batch steps of a cold start", low=1)
-    similarity: str = option("edc", "decomposed cosine similarity with K-means, or MADC with complete linkage", choices=("edc", "madc"))
-    eta_g: float = option(0.0, "eta_G: rate of mixing between groups (FlexCFL: 0 or 0.1)", low=0)
-    sketch: int = option(SKETCH, "features an update is projected to, where it has more", low=16)
+    num_clusters: int = option(5, "K, number of groups (MNIST: 3)", source="paper", low=1)
+    alpha: int = option(20, "alpha: clients of the cold start per group", source="paper", low=1)
+    pretrain_steps: int = option(50, "mini-batch steps of a cold start", source="official code", low=1)
+    similarity: str = option("edc", "decomposed cosine similarity with K-means, or MADC with complete linkage", source="paper", choices=("edc", "madc"))
+    eta_g: float = option(0.0, "eta_G: rate of mixing between groups (FlexCFL: 0 or 0.1)", source="paper", low=0)
+    sketch: int = sketching()
     weights: str = weighting()
 
     State = CentreState
@@ -88,7 +87,7 @@ class FedGroup(Method, name="fedgroup"):
     def groups(self, delta_MF, seed):
         if self.similarity == "madc":
             return hierarchy.cut(hierarchy.tree(madc(delta_MF), "complete"), num_clusters=self.num_clusters, size=len(delta_MF))
-        return kmeans(decomposed(delta_MF, self.num_clusters, seed), self.num_clusters, seed)[0]
+        return kmeans(decomposed(delta_MF, self.num_clusters), self.num_clusters, seed)[0]
 
     def steps(self, clients):
         return np.full(len(clients), self.pretrain_steps)

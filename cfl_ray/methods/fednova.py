@@ -37,7 +37,7 @@ def accumulated(steps_M: np.ndarray, momentum: float, shrink: float) -> np.ndarr
 class FedNova(Method, name="fednova"):
     """FedAvg of updates that are normalised by the number of local steps."""
 
-    mu: float = option(0.0, "mu: strength of a proximal term in the local objective; 0: none", low=0)
+    mu: float = option(0.0, "mu: strength of a proximal term in the local objective; 0: none", source="paper", low=0)
     weights: str = weighting()
 
     def init(self, start):

@@ -22,7 +22,7 @@ from cfl_ray.core.state import State
 class FedPer(Method, name="fedper"):
     """A shared base below private upper layers."""
 
-    private_layers: int = option(1, "upper layers that stay with the client (K_P); 0: none, which is FedAvg", low=0)
+    private_layers: int = option(1, "upper layers that stay with the client (K_P); 0: none, which is FedAvg", source="FedAC's comparison", low=0)
     weights: str = weighting()
 
     def init(self, start):

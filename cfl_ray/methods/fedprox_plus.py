@@ -23,8 +23,8 @@ from cfl_ray.core.state import State
 class FedProxPlus(Method, name="fedprox_plus"):
     """K global models by FedProx that vote."""
 
-    num_models: int = option(5, "K, models that vote; 1 is FedProx", low=1)
-    mu: float = option(0.01, "mu: strength of the pull to the received model", low=0)
+    num_models: int = option(5, "K, models that vote; 1 is FedProx", source="Fed-CAM: 5 and 10", low=1)
+    mu: float = option(0.01, "mu: strength of the pull to the received model", source="as FedProx", low=0)
     weights: str = weighting()
 
     def init(self, start):

@@ -24,7 +24,7 @@ from cfl_ray.core.hierarchy import nearest
 from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
-from cfl_ray.core.signatures import SKETCH
+from cfl_ray.core.signatures import sketching
 from cfl_ray.core.state import State
 
 
@@ -32,10 +32,10 @@ from cfl_ray.core.state import State
 class FeSEM(Method, name="fesem"):
     """k-means of the clients' models, one E-step and one M-step per round."""
 
-    num_clusters: int = option(4, "K, number of centres", low=1)
-    features: str = option("linear", "what distances are taken over: the fully connected layers, or all parameters", choices=("linear", "all"))
-    reseed: bool = option(False, "move a centre that has lost all members to the participant furthest from its own")
-    sketch: int = option(SKETCH, "features a model is projected to, where it has more", low=16)
+    num_clusters: int = option(4, "K, number of centres", source="ours", low=1)
+    features: str = option("linear", "what distances are taken over: the fully connected layers, or all parameters", source="Fed-CAM's comparison", choices=("linear", "all"))
+    reseed: bool = option(False, "move a centre that has lost all members to the participant furthest from its own", source="ours")
+    sketch: int = sketching()
     weights: str = weighting()
 
     def init(self, start):

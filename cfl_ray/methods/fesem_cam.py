@@ -27,7 +27,7 @@ from cfl_ray.core.hierarchy import nearest
 from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
-from cfl_ray.core.signatures import SKETCH, SignatureState
+from cfl_ray.core.signatures import SignatureState, sketching
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class FeSEMCAMState(SignatureState):
 class FeSEMCAM(Method, name="fesem_cam"):
     """FeSEM on what a shared global model leaves unexplained: the two predict together."""
 
-    num_clusters: int = option(5, "K, number of centres", low=1)
-    warmup_epochs: int = option(5, "beta: local epochs of the first round (paper: 1 to 5 are defined)", low=1)
-    lam: float = option(0.01, "lambda: pull of theta_i to its centre (grid 0.001, 0.01, 0.1)", low=0)
-    sketch: int = option(SKETCH, "features a model is projected to, where it has more", low=16)
+    num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)
+    warmup_epochs: int = option(5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1)
+    lam: float = option(0.01, "lambda: pull of theta_i to its centre (grid 0.001, 0.01, 0.1)", source="paper's grid", low=0)
+    sketch: int = sketching()
     weights: str = weighting()
 
     State = FeSEMCAMState

@@ -21,7 +21,7 @@ from cfl_ray.core.hierarchy import distances
 from cfl_ray.core.merging import cluster_means
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
-from cfl_ray.core.signatures import SKETCH, CentreState, placed_by_training, unplaced, update_of
+from cfl_ray.core.signatures import CentreState, placed_by_training, sketching, unplaced, update_of
 from cfl_ray.core.treecut import TreeCut
 
 
@@ -29,11 +29,11 @@ from cfl_ray.core.treecut import TreeCut
 class FLHC(TreeCut, Method, name="fl_hc"):
     """Some rounds of FedAvg, one hierarchical clustering of all clients' updates, then FedAvg per cluster."""
 
-    cluster_round: int = option(5, "the round in which all clients are clustered (n + 1; AutoCFL's comparison: 5)", low=1)
-    metric: str = option("l2", "distance between updates: L1, L2 or cosine", choices=("l1", "l2", "cosine"))
-    cut: str = option("gap", "without threshold and num_clusters: in the largest gap of the last 20 merge heights, or at half the median distance", choices=("median", "gap"))
-    model: str = option("mean", "what a cluster starts from: the mean of its members' models, or the common w", choices=("mean", "common"))
-    sketch: int = option(SKETCH, "features an update is projected to, where it has more", low=16)
+    cluster_round: int = option(5, "the round in which all clients are clustered (n + 1)", source="AutoCFL's comparison", low=1)
+    metric: str = option("l2", "distance between updates: L1, L2 or cosine", source="paper", choices=("l1", "l2", "cosine"))
+    cut: str = option("gap", "without threshold and num_clusters: in the largest gap of the last 20 merge heights, or at half the median distance", source="ours: the threshold is not published", choices=("median", "gap"))
+    model: str = option("mean", "what a cluster starts from: the mean of its members' models, or the common w", source="paper", choices=("mean", "common"))
+    sketch: int = sketching()
     weights: str = weighting()
 
     State = CentreState

@@ -27,12 +27,12 @@ from cfl_ray.core.state import State
 class IFCA(Method, name="ifca"):
     """K models; in every round each client trains the one that fits its data best."""
 
-    num_clusters: int = option(4, "K, number of cluster models", low=1)
-    average: str = option("models", "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)", choices=("models", "gradients"))
-    share_base: bool = option(False, "weight sharing: one base for all clusters, a head for each")
-    warmup_rounds: int = option(0, "rounds in which clients train by a random equal split, so that no model wins everybody (official FEMNIST code: 20)", low=0)
-    select: str = option("train_loss", "how clients choose; test_accuracy leaks labels, and is there to reproduce results that did so (PACFL's code)", choices=("train_loss", "test_accuracy"))
-    select_samples: int | None = option(None, "training samples on which a client compares the models; null: all of them", low=1)
+    num_clusters: int = option(4, "K, number of cluster models", source="paper", low=1)
+    average: str = option("models", "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)", source="paper: both", choices=("models", "gradients"))
+    share_base: bool = option(False, "weight sharing: one base for all clusters, a head for each", source="paper: FEMNIST only")
+    warmup_rounds: int = option(0, "rounds in which clients train by a random equal split, so that no model wins everybody (official FEMNIST code: 20)", source="paper", low=0)
+    select: str = option("train_loss", "how clients choose; test_accuracy leaks labels, and is there to reproduce results that did so (PACFL's code)", source="paper", choices=("train_loss", "test_accuracy"))
+    select_samples: int | None = option(None, "training samples on which a client compares the models; null: all of them", source="paper", low=1)
     weights: str = weighting()
 
     def init(self, start):

@@ -33,10 +33,10 @@ class CAMState(State):
 class IFCACAM(Method, name="ifca_cam"):
     """IFCA on what a shared global model leaves unexplained: the two predict together."""
 
-    num_clusters: int = option(5, "K, number of cluster models", low=1)
-    warmup_rounds: int = option(5, "beta: first rounds, in which Theta_g trains alone (paper: 30 of 100)", low=0)
-    damped: bool = option(False, "move a cluster model by its share of the cohort's samples only (Eq. 6)")
-    select_samples: int | None = option(None, "training samples on which a client compares the models (64 are plenty); null: all of them", low=1)
+    num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)
+    warmup_rounds: int = option(5, "beta: first rounds, in which Theta_g trains alone (paper: 30 of 100)", source="ours; paper: 30 of 100 rounds", low=0)
+    damped: bool = option(False, "move a cluster model by its share of the cohort's samples only (Eq. 6)", source="Eq. 11 is normalised, Eq. 6 is not")
+    select_samples: int | None = option(None, "training samples on which a client compares the models (64 are plenty); null: all of them", source="paper", low=1)
     weights: str = weighting()
 
     State = CAMState

@@ -59,9 +59,9 @@ class PACFLState(SignatureState):
 class PACFL(TreeCut, Method, name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
-    vectors: int = option(3, "p: principal vectors per class", low=1)
-    budget: int | None = option(None, "vectors of a client in all, spread over its classes by their shares (for Dirichlet: 20); null: p each", low=1)
-    angle: str = option("smallest", "smallest principal angle, their sum, or the official code's smallest angle between vectors", choices=("smallest", "sum", "code"))
+    vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)
+    budget: int | None = option(None, "vectors of a client in all, spread over its classes by their shares; null: p each", source="official code: 20 for Dirichlet", low=1)
+    angle: str = option("smallest", "smallest principal angle, their sum, or the official code's smallest angle between vectors", source="paper", choices=("smallest", "sum", "code"))
     weights: str = weighting()
 
     State = PACFLState

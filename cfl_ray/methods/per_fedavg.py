@@ -48,10 +48,10 @@ class HessianFree:
 class PerFedAvg(Method, name="per_fedavg"):
     """A model that is good after one step of adaptation (MAML)."""
 
-    order: str = option("first", "first: FO, gradients alone; second: HF, with the second-order term by finite differences", choices=("first", "second"))
-    alpha: float = option(1e-2, "alpha: learning rate of the adaptation (FedClust: 1e-2)", low=0)
-    beta: float = option(1e-3, "beta: learning rate of the meta step (FedClust: 1e-3); replaces local.lr", low=0)
-    delta: float = option(1e-3, "delta: step of the finite differences (HF)", low=1e-6)
+    order: str = option("first", "first: FO, gradients alone; second: HF, with the second-order term by finite differences", source="FedClust's comparison", choices=("first", "second"))
+    alpha: float = option(1e-2, "alpha: learning rate of the adaptation", source="FedClust's comparison", low=0)
+    beta: float | None = option(None, "beta: learning rate of the meta step; null: local.lr", source="the same optimiser as every method; FedClust: 1e-3", low=0)
+    delta: float = option(1e-3, "delta: step of the finite differences (HF)", source="ours", low=1e-6)
     weights: str = weighting()
 
     def init(self, start):
@@ -59,7 +59,7 @@ class PerFedAvg(Method, name="per_fedavg"):
 
     def round(self, state, clients, rng):
         rule = FirstOrder(self.alpha) if self.order == "first" else HessianFree(self.alpha, self.delta)
-        local = replace(clients.local, lr=self.beta, momentum=0.0)
+        local = replace(clients.local, momentum=0.0, lr=clients.local.lr if self.beta is None else self.beta)
         updates = clients.train(clients.send(state.models_KP), rule=rule, local=local, mix=everyone(clients.weights(self.weights)))
         return state.advance(models_KP=updates.mixed(empty=state.models_KP))
 

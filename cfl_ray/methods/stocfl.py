@@ -23,8 +23,9 @@ from cfl_ray.core.clients import Pull
 from cfl_ray.core.grouping import by_cluster, everyone
 from cfl_ray.core.merging import merge_similar, most_similar
 from cfl_ray.core.method import Method, option, weighting
-from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import UNKNOWN, State
+from cfl_ray.core.rounds import serve_per_cluster
+from cfl_ray.core.signatures import SignatureState, sketching, unplaced
+from cfl_ray.core.state import UNKNOWN
 
 
 def anchor_gradient(client, anchor_P):
@@ -45,27 +46,25 @@ class AnchorDisplacement:
 
 
 @dataclass(frozen=True)
-class StoCFLState(State):
+class StoCFLState(SignatureState):
     anchor_KP: Tensor = None  # psi (1, P)
     global_KP: Tensor = None  # omega (1, P)
-    signature_SF: Tensor = None  # Psi of the S clients seen so far
-    seen_S: np.ndarray = None  # int64: who they are
 
 
 @dataclass(frozen=True)
 class StoCFL(Method, name="stocfl"):
     """Clusters grow by merging similar anchor gradients; cluster models are held near a global one."""
 
-    tau: float = option(0.5, "tau: clusters merge when the cosine of their mean signatures is at least this", low=-1, high=1)
-    lam: float = option(0.05, "lambda: strength of the pull of a cluster model to the global one", low=0)
-    signature: str = option("gradient", "gradient at psi, or displacement of local training from psi (under 100 samples a client)", choices=("gradient", "displacement"))
-    signature_epochs: int = option(10, "local epochs of the displacement signature (official code: obep)", low=1)
-    signature_batch: int = option(50, "batch size of the displacement signature", low=1)
-    sketch: int = option(8192, "features a signature is projected to, where it has more", low=16)
-    global_update: str = option("parallel", "parallel: average of clients that start from omega; chain: each starts from the one before", choices=("parallel", "chain"))
-    merge_model: str = option("larger", "model of a merged cluster: that of the one with more members, or their mean weighted by members", choices=("larger", "mean"))
-    new_model: str = option("global", "first model of a cluster: the current omega (official code), or the initial one (paper)", choices=("global", "initial"))
-    active_only: bool = option(False, "compare only clusters that have a client in this round")
+    tau: float = option(0.5, "tau: clusters merge when the cosine of their mean signatures is at least this", source="paper; README 0.65 for CIFAR-10, 0.2 for hybrid", low=-1, high=1)
+    lam: float = option(0.05, "lambda: strength of the pull of a cluster model to the global one", source="paper", low=0)
+    signature: str = option("gradient", "gradient at psi, or displacement of local training from psi (under 100 samples a client)", source="paper; official code: displacement", choices=("gradient", "displacement"))
+    signature_epochs: int = option(10, "local epochs of the displacement signature (obep)", source="official code", low=1)
+    signature_batch: int = option(50, "batch size of the displacement signature", source="official code", low=1)
+    sketch: int = sketching()
+    global_update: str = option("parallel", "parallel: average of clients that start from omega; chain: each starts from the one before", source="paper; official code: chain", choices=("parallel", "chain"))
+    merge_model: str = option("larger", "model of a merged cluster: that of the one with more members, or their mean weighted by members", source="official code", choices=("larger", "mean"))
+    new_model: str = option("global", "first model of a cluster: the current omega, or the initial one (paper)", source="official code", choices=("global", "initial"))
+    active_only: bool = option(False, "compare only clusters that have a client in this round", source="paper; official code: true")
     weights: str = weighting()
 
     State = StoCFLState
@@ -74,7 +73,7 @@ class StoCFL(Method, name="stocfl"):
         first_KP = start.new_model(0)[None]
         return StoCFLState(
             models_KP=first_KP[:0], assign_N=start.unassigned(), phase="cluster", anchor_KP=first_KP, global_KP=first_KP,
-            signature_SF=torch.zeros(0, min(self.sketch, start.spec.trained)), seen_S=np.zeros(0, np.int64),
+            **StoCFLState.nobody(min(self.sketch, start.spec.trained)),
         )  # fmt: skip
 
     def round(self, state, clients, rng):
@@ -88,10 +87,10 @@ class StoCFL(Method, name="stocfl"):
 
     def cluster(self, state, clients):
         """Clients not seen before become clusters of their own; then all that are similar enough merge, transitively."""
-        ids, features_MF = self.describe(state, clients.select(state.assign_N[clients.ids_M] == UNKNOWN))
-        state = self.place(state, ids, features_MF, state.num_clusters + np.arange(len(ids)))
+        ids, features_MF = self.describe(state, unplaced(state, clients))
+        state = state.remember(ids, features_MF).advance(assign_N=state.place(ids, state.num_clusters + np.arange(len(ids))))
         active = np.setdiff1d(state.assign_N[clients.ids_M], [UNKNOWN]) if self.active_only else None
-        merged = merge_similar(state.signature_SF, state.assign_N[state.seen_S], self.tau, active)
+        merged = merge_similar(state.signature_SF, state.cluster_S, self.tau, active)
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
         models_KP = merged.models(state.models_KP, first_KP[0], self.merge_model == "mean")
         return state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, merged.cluster_S), phase="federate")
@@ -104,26 +103,16 @@ class StoCFL(Method, name="stocfl"):
         features_MF, ok_M = clients.describe(kind, clients.known(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size)
         return clients.ids_M[ok_M], features_MF[ok_M]
 
-    def place(self, state, ids, features_MF, cluster_M):
-        signature_SF, seen_S = torch.cat([state.signature_SF, features_MF]), np.concatenate([state.seen_S, ids])
-        return state.advance(assign_N=state.place(ids, cluster_M), signature_SF=signature_SF, seen_S=seen_S)
-
-    def serve(self, state, clients):
-        """The model of the client's cluster; omega for a client not seen yet."""
-        row_M = state.assign_N[clients.ids_M].astype(np.int64)
-        return Serving(torch.cat([state.models_KP, state.global_KP]), np.where(row_M == UNKNOWN, state.num_clusters, row_M))
-
     def join(self, state, clients):
         """Newcomers join the most similar cluster if the cosine is at least tau; else they found one that starts from its model."""
         ids, features_MF = self.describe(state, clients)
-        best_M, cosine_M = most_similar(features_MF, state.signature_SF, state.assign_N[state.seen_S], state.num_clusters)
+        best_M, cosine_M = most_similar(features_MF, state.signature_SF, state.cluster_S, state.num_clusters)
         alone_M = cosine_M < self.tau
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
         cluster_M = np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, best_M)
-        state = self.place(state, ids, features_MF, cluster_M)
+        state = state.remember(ids, features_MF).advance(assign_N=state.place(ids, cluster_M))
         return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
 
-    def leave(self, state, ids):
-        """Leavers' signatures are forgotten, and with them their influence on the clusters."""
-        stay_S = ~np.isin(state.seen_S, ids)
-        return state.forget(ids).advance(signature_SF=state.signature_SF[torch.from_numpy(stay_S)], seen_S=state.seen_S[stay_S])
+    def serve(self, state, clients):
+        """The model of the client's cluster; omega for a client not seen yet."""
+        return serve_per_cluster(state, clients, state.global_KP)

@@ -69,7 +69,7 @@ class CheckpointStore:
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        save_file({name: tensor.contiguous().clone() if tensor.storage_offset() else tensor.contiguous() for name, tensor in tensors.items()}, scratch / "state.safetensors")
+        save_file(_apart(tensors), scratch / "state.safetensors")
         meta = {
             "format": FORMAT,
             "round": round,
@@ -190,6 +190,17 @@ class CheckpointStore:
 def _key(text: str) -> Key:
     name, _, client = text.rpartition("/")
     return name, int(client)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory, as safetensors wants them: two fields of a state may be one tensor."""
+    apart, storages = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if tensor.storage_offset() or storage in storages else tensor
+        storages.add(storage)
+    return apart
 
 
 def _meta_hash(meta: dict[str, Any]) -> str:

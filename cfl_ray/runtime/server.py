@@ -146,11 +146,14 @@ class Server:
         self.metrics |= summarise(found) | clustering(self.method, self.state, online, self.federation.group_N)
         if settings.local:
             self.metrics |= self._held_accuracy(clients)
-        if settings.tuned_epochs:
-            self.metrics["accuracy_tuned"] = float(np.nanmean(self.evaluator.tuned(serving, clients, self.local).accuracy_M))
         newcomers = np.isin(clients.ids_M, self.population.newcomers)
         if newcomers.any():
             self.metrics["newcomer_accuracy"] = float(np.nanmean(found.accuracy_M[newcomers]))
+        if settings.tuned_epochs:
+            tuned_M = self.evaluator.tuned(serving, clients, self.local).accuracy_M
+            self.metrics["accuracy_tuned"] = float(np.nanmean(tuned_M))
+            if newcomers.any():
+                self.metrics["newcomer_accuracy_tuned"] = float(np.nanmean(tuned_M[newcomers]))
         share = 1e-6 / self.federation.num_clients  # from bits of all clients to Mbit per client of the federation
         self.metrics |= {"clients_online": float(len(online)), "mbit_down": self.ledger.down_bits * share, "mbit_up": self.ledger.up_bits * share}
 

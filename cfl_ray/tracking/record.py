@@ -41,6 +41,7 @@ RUN_METRICS = {
     "mbit_to_target": "mbit_down + mbit_up at that round",
     "rounds_to_stable_clusters": "the last round at which any assignment changed, plus one",
     "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
+    "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }
 METRICS = ROUND_METRICS | RUN_METRICS
 

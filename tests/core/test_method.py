@@ -61,7 +61,7 @@ def test_other_values_are_refused_with_the_range(cls, bad, message):
 
 
 def test_options_describe_themselves(cls):
-    assert cls.options()[2] == {"name": "most", "type": "int | None", "default": None, "doc": "a whole number, or no limit", "low": 1, "high": None, "choices": None}
+    assert cls.options()[2] == {"name": "most", "type": "int | None", "default": None, "doc": "a whole number, or no limit", "source": "", "low": 1, "high": None, "choices": None}
     assert [item["type"] for item in cls.options()] == ["float", "int", "int | None", "str"]
 
 

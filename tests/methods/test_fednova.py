@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from federations import Stage, Spoiled
-from linear import ETA, alike, assert_close, data, gradient, matrix
+from federations import Spoiled, Stage
+from linear import ETA, alike, assert_close, gradient, matrix
 from playing import COHORTS, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp
 from torch import nn
 

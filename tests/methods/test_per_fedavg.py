@@ -35,12 +35,10 @@ def trained(one: Stage, client: int, w: np.ndarray, order: str, steps: int) -> n
 @pytest.mark.parametrize("order, epochs, batch, steps", [
     ("first", 3, None, [3, 3]),  # one batch, split in two
     ("first", 2, 2, [6, 2]),  # E ceil(n / B) / 2
-    ("second", 3, None, [3, 3]),  # one batch, split in three
-    ("second", 3, 3, [4, 3]),  # 3 * 4 / 3; two batches of 4 samples do not do, so it has four
+    ("second", 3, None, [3, 4]),  # one batch, split in three; 4 samples cannot be halved into three batches, so they become four
+    ("second", 3, 3, [4, 4]),  # E ceil(n / B) / 3; two batches, split further
 ])  # fmt: skip
 def test_a_step_is_the_gradient_at_the_adapted_model(order, epochs, batch, steps, weights):
-    if order == "second" and batch:
-        steps = [4, 4]
     one = stage(epochs=epochs, batch_size=batch)
     w = matrix(one.model())
     results = [trained(one, client, w, order, count) for client, count in zip((0, 1), steps)]

@@ -80,6 +80,13 @@ class TestSavedIsLoaded:
         assert torch.equal(loaded.tensors["a"], whole[1:]) and torch.equal(loaded.tensors["b"], whole.T)
         assert dict(loaded.memory())["mine", 0].tolist() == [8, 9, 10, 11]
 
+    def test_one_tensor_under_two_names_is_saved_under_both(self, saver):
+        """As before the first update, where several models of a state are the common start."""
+        first = torch.arange(6.0)
+        saver.store.save(1, {"models": first, "start": first, "part": first[:0], "rest": first[3:]}, {}, [], [])
+        loaded = reopened(saver).load().tensors
+        assert {name: value.tolist() for name, value in loaded.items()} == {"models": first.tolist(), "start": first.tolist(), "part": [], "rest": [3, 4, 5]}
+
     def test_names_of_memory_may_hold_slashes(self, saver):
         saver.store.save(1, {"a": torch.ones(1)}, {}, [(("a/b", 7), torch.ones(2))], [("a/b", 7)])
         assert [key for key, _ in reopened(saver).load().memory()] == [("a/b", 7)]

@@ -1,0 +1,195 @@
+"""FedGroup: a sample of clients is grouped by the directions of their updates, and everybody else joins a group when first drawn."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, planted, uneven
+from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
+from oneshot import CLIENTS, OneShot, P, stage
+from sklearn.metrics import adjusted_rand_score
+from torch import nn
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedgroup import FedGroup, decomposed, madc
+
+PRETRAIN = 3
+
+
+def linear(sizes=(N_0, N_1)) -> Stage:
+    return Stage(uneven(sizes, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
+
+
+def cos(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+class TestTwoClients:
+    def groups(self, count, weights="samples", **options):
+        one = linear()
+        state = one.play(FedGroup(num_clusters=count, pretrain_steps=PRETRAIN, weights=weights, **options), None)
+        return one, matrix(one.model()), state
+
+    @pytest.mark.parametrize("weights", ["samples", "uniform"])
+    def test_models_are_uniform_means_of_pretrained_ones_and_then_trained_on(self, weights):
+        one, w, state = self.groups(1, weights)
+        w_0, w_1 = (sgd(one, client, w, steps=PRETRAIN) for client in (0, 1))
+        assert_close(state.centre_KF[0], (w_0 + w_1) / 2 - w)
+        begun = (w_0 + w_1) / 2
+        assert_close(state.models_KP[0], mean(sgd(one, 0, begun), sgd(one, 1, begun), weights))
+
+    def test_two_groups(self):
+        one, w, state = self.groups(2)
+        assert state.assign_N.tolist() == [0, 1]
+        for client in (0, 1):
+            begun = sgd(one, client, w, steps=PRETRAIN)
+            assert_close(state.models_KP[client], sgd(one, client, begun))
+            assert_close(state.centre_KF[client], begun - w)
+
+    @pytest.mark.parametrize("eta_g", [0.1, 1.0])
+    def test_groups_are_mixed_after_the_round(self, eta_g):
+        """w_0 <- (w_0 + eta w_1 / |w_1|) / (1 + eta / |w_1|), and the same the other way round, at once."""
+        one, w, state = self.groups(2, eta_g=eta_g)
+        a, b = (sgd(one, client, sgd(one, client, w, steps=PRETRAIN)) for client in (0, 1))
+        norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
+        assert_close(state.models_KP[0], (a + eta_g * b / norm_b) / (1 + eta_g / norm_b))
+        assert_close(state.models_KP[1], (b + eta_g * a / norm_a) / (1 + eta_g / norm_a))
+
+    def test_a_newcomer_joins_the_direction_most_like_its_own(self):
+        """Trained for as many steps from w_0. The wrong centre is nearer by distance, the right one by angle."""
+        one = linear((N_0, N_1, 6))
+        method = FedGroup(num_clusters=2, pretrain_steps=PRETRAIN)
+        state = one.play(method, *[[0, 1]] * 3)
+        w = matrix(one.model())
+        delta = sgd(one, 2, w, steps=PRETRAIN) - w
+        for near in (0, 1):
+            centres = np.stack([5 * delta, delta + 0.5 * np.linalg.norm(delta) * np.eye(3, 5)])
+            assert cos(delta, centres[0]) > cos(delta, centres[1])
+            centre_KF = torch.from_numpy(np.roll(centres, near, 0)).float().reshape(2, 15)
+            joined = method.join(state.advance(centre_KF=centre_KF), one.clients([2], 4))
+            assert joined.assign_N.tolist() == [0, 1, near] and torch.equal(joined.models_KP, state.models_KP)
+
+
+class TestMixing:
+    def test_of_three_by_the_formula(self):
+        models_KP = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 7))).float()
+        eta, w = 0.3, models_KP.double().numpy()
+        norm = np.linalg.norm(w, axis=1)
+        for k, found in enumerate(FedGroup(eta_g=eta).mixed(models_KP)):
+            others = [l for l in range(3) if l != k]
+            expected = (w[k] + eta * sum(w[l] / norm[l] for l in others)) / (1 + eta * sum(1 / norm[l] for l in others))
+            assert np.allclose(found, expected, atol=1e-6)
+
+    def test_of_one_group_is_none(self):
+        models_KP = torch.arange(5.0)[None]
+        assert torch.allclose(FedGroup(eta_g=0.5).mixed(models_KP), models_KP)
+
+
+def updates(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, columns))
+
+
+class TestSimilarity:
+    @pytest.mark.parametrize("rows, columns, components", [(9, 40, 3), (40, 9, 5), (5, 30, 8), (1, 10, 3)])
+    def test_decomposed_cosines_are_those_with_the_leading_singular_directions(self, rows, columns, components):
+        """EDC_ij = |e_i - e_j|, e_i = [cos(Delta_i, v_j)], v_j left singular vectors of the updates as columns. Signs are free."""
+        delta = updates(rows, columns)
+        v = np.linalg.svd(delta.T, full_matrices=False)[0][:, :components]
+        expected = delta @ v / np.linalg.norm(delta, axis=1, keepdims=True)
+        found = decomposed(torch.from_numpy(delta).float(), components).double().numpy()
+        assert found.shape == expected.shape
+        assert np.allclose(np.abs(found), np.abs(expected), atol=1e-5)
+        distance = lambda e: np.linalg.norm(e[:, None] - e[None], axis=2)
+        assert np.allclose(distance(found), distance(expected), atol=1e-5)
+
+    def test_a_client_that_did_not_move_has_no_direction(self):
+        delta = updates(4, 10)
+        delta[2] = 0
+        assert decomposed(torch.from_numpy(delta).float(), 2)[2].tolist() == [0, 0]
+
+    @pytest.mark.parametrize("rows", [3, 4, 9])
+    def test_madc_is_the_mean_absolute_difference_of_cosines_with_others(self, rows):
+        delta = updates(rows, 6)
+        found = madc(torch.from_numpy(delta).float())
+        expected = [
+            np.mean([abs(cos(delta[i], delta[z]) - cos(delta[j], delta[z])) for z in range(rows) if z not in (i, j)])
+            for i in range(rows) for j in range(i + 1, rows)
+        ]  # fmt: skip
+        assert np.allclose(found, expected, atol=1e-6)
+
+    @pytest.mark.parametrize("rows", [0, 1, 2])
+    def test_madc_of_two_has_nobody_to_ask(self, rows):
+        assert madc(torch.from_numpy(updates(rows, 6)).float()).tolist() == [0.0] * (rows == 2)
+
+
+class TestColdStart:
+    def asked(self, one, method, ids) -> tuple[object, list]:
+        works = []
+        one.backend.run = lambda work, run=type(one.backend).run: (works.append(work), run(one.backend, work))[1]
+        return one.play(method, ids), works
+
+    @pytest.mark.parametrize("alpha, clusters, expected", [(2, 3, 6), (1, 2, 2), (3, 4, 12), (20, 5, 12)])
+    def test_samples_alpha_times_k_of_all_that_can_be_reached(self, alpha, clusters, expected):
+        one = stage(epochs=1)
+        state, works = self.asked(one, FedGroup(num_clusters=clusters, alpha=alpha, pretrain_steps=2), [0])
+        assert len(works[0].ids_M) == len(set(works[0].ids_M)) == expected and works[0].steps_M.tolist() == [2] * expected
+        assert set(np.flatnonzero(state.assign_N >= 0)) == {0, *works[0].ids_M}
+
+    def test_is_drawn_anew_with_every_seed_and_only_among_who_is_there(self):
+        drawn = []
+        for seed in range(12):
+            one = stage(epochs=1)
+            one.seed, one.online = seed, [1, 2, 3, 5, 7, 8]
+            drawn.append(tuple(self.asked(one, FedGroup(num_clusters=2, alpha=1, pretrain_steps=1), [1])[1][0].ids_M))
+        assert len(set(drawn)) > 5 and {client for ids in drawn for client in ids} == {1, 2, 3, 5, 7, 8}
+
+    def test_whoever_is_drawn_later_is_placed_in_its_round(self):
+        one = stage()
+        method = FedGroup(num_clusters=3, alpha=3)
+        state = one.play(method, [0])
+        outside = np.flatnonzero(state.assign_N == -1)
+        assert 2 <= len(outside) <= 3
+        after = one.play(method, outside[:2], state=state, first=2)
+        assert (after.assign_N[outside[:2]] >= 0).all() and (after.assign_N[outside[2:]] == -1).all()
+        known = after.assign_N >= 0
+        assert adjusted_rand_score(one.federation.group_N[known], after.assign_N[known]) == 1
+
+
+class TestFedGroup(OneShot):
+    method = FedGroup(num_clusters=3, pretrain_steps=15)
+
+    @pytest.mark.parametrize("options", [{"similarity": "madc"}, {"similarity": "edc", "sketch": 64}, {"similarity": "madc", "sketch": 64}], ids=str)
+    def test_finds_the_groups_by_any_similarity(self, options):
+        one = stage()
+        assert one.play(FedGroup(num_clusters=3, **options), [0]).assign_N.tolist() == [0, 1, 2] * 4
+
+    def test_fewer_clients_than_groups(self):
+        one = stage(planted(3, 3))
+        for similarity in ("edc", "madc"):
+            assert one.play(FedGroup(similarity=similarity), None).assign_N.tolist() == [0, 1, 2]
+
+    def test_traffic(self):
+        """A cold start is a model down and an update up, for the sample and for whoever has no group; the rest is FedAvg's."""
+        one = stage()
+        method = FedGroup(num_clusters=3, alpha=2, pretrain_steps=5)
+        state = one.play(method, [])
+        assert one.floats() == (6 * P, 6 * P)
+        inside, outside = np.flatnonzero(state.assign_N >= 0), np.flatnonzero(state.assign_N == -1)
+        one.play(method, [*inside[:2], *outside[:3]], state=state, first=2)
+        assert one.floats() == ((5 + 3) * P, (5 + 3) * P)
+        one.play(self.method, [0, 1])
+        assert one.floats() == ((CLIENTS + 2) * P, (CLIENTS + 2) * P)
+        method.join(state, one.clients(outside[:1], 2))
+        assert one.floats() == (P, P)
+
+
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_one_group_is_fedavg_from_the_mean_of_pretrained_models(weights):
+    """Full batch, as the first round has another exchange before."""
+    drawn = [[0, 1, 5], [2, 3, 7, 9], None]
+    one, other = (stage(batch_size=None, momentum=0.5, epochs=2) for _ in range(2))
+    found = one.play(FedGroup(num_clusters=1, alpha=100, weights=weights), *drawn)
+    begun = other.play(FedAvg(weights="uniform"), [])
+    pretrain = stage(batch_size=None, momentum=0.5, epochs=None, steps=50)
+    begun = pretrain.play(FedAvg(weights="uniform"), None, state=begun)
+    assert torch.equal(found.models_KP, other.play(FedAvg(weights=weights), *drawn, state=begun).models_KP)
