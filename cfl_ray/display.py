@@ -137,7 +137,7 @@ def describe_method(cls: type[Method], console: Console) -> None:
     console.print((module.__doc__ or cls.__doc__ or "").strip(), markup=False, soft_wrap=True)
     table = Table("option", "default", "range", "meaning, and where the default comes from")
     for item in cls.options():
-        default = str(item["default"]).lower() if item["default"] in (None, True, False) else str(item["default"])
+        default = "null" if item["default"] is None else str(item["default"]).lower() if isinstance(item["default"], bool) else str(item["default"])
         meaning = escape(f"{item['doc']} (default: {item['source']})" if item["source"] else item["doc"] or "")
         table.add_row(item["name"], default, _range(item), meaning)
     console.print(table if cls.options() else "It has no options.")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.cluster.hierarchy import DisjointSet
-from scipy.sparse.csgraph import minimum_spanning_tree
+from scipy.cluster import hierarchy
+from scipy.spatial.distance import squareform
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -18,23 +18,19 @@ def cluster_means(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int
 
 
 def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> list[tuple[int, int]]:
-    """Unions (kept, absorbed) that join all pairs at or above `threshold`, most similar first and transitively.
+    """Unions (kept, absorbed) that join all pairs at or above `threshold`, most similar first and transitively: single linkage.
 
-    The larger side keeps its number, the lower one on ties. Only the edges of a maximum spanning tree can unite anything.
+    The larger side keeps its number, the lower one on ties.
     """
     if len(count_K) < 2:
         return []
-    distance = 2.0 - similarity_KK  # never 0, which the spanning tree would take for no edge
-    np.fill_diagonal(distance, 0)
-    tree = minimum_spanning_tree(distance).tocoo()
-    near = 2.0 - tree.data >= threshold
-    left, right, length = tree.row[near], tree.col[near], tree.data[near]
-    sets, kept, size, done = DisjointSet(range(len(count_K))), np.arange(len(count_K)), count_K.copy(), []
-    for edge in np.lexsort((right, left, length)):
-        a, b = kept[sets[int(left[edge])]], kept[sets[int(right[edge])]]
-        keep, drop = sorted((int(a), int(b)), key=lambda k: (-size[k], k))
-        sets.merge(int(left[edge]), int(right[edge]))
-        kept[sets[int(left[edge])]] = keep
+    tree = hierarchy.linkage(squareform(2.0 - similarity_KK, checks=False), "single")
+    kept, size, done = list(range(len(count_K))), count_K.copy(), []
+    for left, right, distance, _ in tree:
+        if 2.0 - distance < threshold:
+            break
+        keep, drop = sorted((kept[int(left)], kept[int(right)]), key=lambda k: (-size[k], k))
+        kept.append(keep)
         size[keep] += size[drop]
         done.append((keep, drop))
     return done

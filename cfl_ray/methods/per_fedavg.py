@@ -5,7 +5,8 @@ arXiv:2002.07948, Algorithm 1; first-order and Hessian-free variants of its Sect
     g' = grad f_i(w'; b');   W <- W - beta [g' - alpha (grad f_i(W + delta g'; b'') - grad f_i(W - delta g'; b'')) / (2 delta)]      (HF)
     w_{t+1} <- Avg(W_i)
 
-b, b', b'' are fresh batches; a client with one batch splits it. A client predicts after one epoch of SGD(alpha) on its training data.
+b, b', b'' are fresh batches; a client with too few of them splits its samples. A client predicts after one epoch of SGD(alpha)
+on its training data.
 
 Departures: plain SGD whatever `local.momentum` says. (The code of PACFL runs both steps through one optimiser with momentum, and
 evaluates without adaptation.)

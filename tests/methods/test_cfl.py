@@ -353,7 +353,7 @@ class TestComingAndGoing:
         assert agreement(one.federation.group_N, joined.assign_N)["ari"] == 1
         assert torch.equal(joined.models_KP, state.models_KP) and not set(joined.seen_S) & {9, 10, 11}
         second = np.isin(joined.assign_N[[9, 10, 11]], state.leaves_K2[1]).sum() if state.leaves_K2[1, 0] in joined.assign_N[[9, 10, 11]] else 0
-        assert second == 2 and floats(one) == (P * (3 + second), P * (3 + second))
+        assert second == 2 and floats(one) == (P * (3 + second), P * (3 + second)) and not one.books.train_loss
         assert accuracy(one, method, joined, [9, 10, 11]).min() > 0.8
 
     def test_their_way_is_that_of_the_higher_max_cosine(self, two_levels):
@@ -368,6 +368,17 @@ class TestComingAndGoing:
             below = {int(state.leaves_K2[0, 0 if stays else 1])}
             below |= {int(state.leaves_K2[1, 1])} if state.leaves_K2[1, 0] in below else set()
             assert int(joined.assign_N[client]) in below
+
+    def test_one_member_like_the_newcomer_outweighs_a_side_that_is_nearer_on_average(self):
+        """Side 0 holds its own update u and -u, side 1 twice u + v with v orthogonal to u and as long: cosines 1, -1 and 0.7, 0.7."""
+        one = groups()
+        clients = one.clients([5])
+        u = clients.train(clients.send(one.model()[None]), keep=self.METHOD.keep(clients.spec)).kept_MF[0]
+        v = torch.roll(u, 1)
+        v = v - (v @ u) / (u @ u) * u
+        both = u + v / v.norm() * u.norm()
+        tree = self.METHOD.init(one.start()).with_split(0, np.arange(4), torch.stack([u, -u, both, both]), np.array([0, 0, 1, 1]))
+        assert self.METHOD.join(tree, one.clients([5])).assign_N[5] == 0
 
     def test_newcomers_before_any_split_join_the_one_leaf_for_nothing(self):
         one = groups()

@@ -143,6 +143,14 @@ class TestColdStart:
             drawn.append(tuple(self.asked(one, FedGroup(num_clusters=2, alpha=1, pretrain_steps=1), [1])[1][0].ids_M))
         assert len(set(drawn)) > 5 and {client for ids in drawn for client in ids} == {1, 2, 3, 5, 7, 8}
 
+    def test_newcomers_train_from_the_first_model_as_long_as_the_sample_did(self):
+        one, method = stage(), FedGroup(num_clusters=3, pretrain_steps=7)
+        left = method.leave(one.play(method, [0]), np.array([5]))
+        works = []
+        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
+        method.join(left, one.clients([5], 2))
+        assert [work.steps_M.tolist() for work in works] == [[7]] and torch.equal(works[0].tables[0], one.model()[None])
+
     def test_whoever_is_drawn_later_is_placed_in_its_round(self):
         one = stage()
         method = FedGroup(num_clusters=3, alpha=3)

@@ -47,6 +47,12 @@ def test_a_step_is_the_gradient_at_the_adapted_model(order, epochs, batch, steps
     assert_close(one.play(method, None).models_KP[0], (p[0] * results[0] + p[1] * results[1]) / p.sum())
 
 
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_without_beta_the_meta_step_has_the_learning_rate_of_the_run(order):
+    found, expected = (stage(lr=lr).play(PerFedAvg(order=order, beta=beta), None).models_KP for lr, beta in ((BETA, None), (9.0, BETA)))
+    assert torch.equal(found, expected)
+
+
 def test_the_second_order_term_is_there():
     """Between FO and MAML's own gradient (I - alpha H) g', the finite differences are close to the latter."""
     one = stage()
