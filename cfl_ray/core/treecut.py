@@ -19,6 +19,11 @@ class TreeCut:
     num_clusters: int | None = option(None, "K, exactly so many clusters; null: threshold or cut decide", source="ours", low=1)
     cut: str = option("median", "without threshold and num_clusters: at half the median distance, or in the largest gap of the last 20 merge heights", source="ours: half the median was best on Fashion-MNIST", choices=("median", "gap"))
 
+    def __post_init__(self):
+        super().__post_init__()  # the method's own checks
+        if self.threshold is not None and self.num_clusters is not None:
+            raise ValueError(f"{self.name}: give threshold or num_clusters, not both; got {self.threshold:g} and {self.num_clusters}")
+
     def height(self, distance: np.ndarray) -> float | None:
         """The merge height up to which clusters merge; None where another rule decides."""
         if self.threshold is not None:

@@ -66,6 +66,11 @@ class PACFL(TreeCut, Method, name="pacfl"):
 
     State = PACFLState
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.linkage == "ward":
+            raise ValueError("pacfl.linkage ward is defined for Euclidean distances, not for angles; choose average or weighted")
+
     def init(self, start):
         first_KP = start.new_model(0)[None]
         return PACFLState(

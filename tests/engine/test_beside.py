@@ -24,7 +24,7 @@ LOCALS = {
     "mini-batches": LocalSGD(epochs=2, batch_size=4, lr=0.2),
     "momentum and weight decay": LocalSGD(epochs=3, lr=0.1, momentum=0.9, weight_decay=0.05),
 }
-SIZES = [10, 3, 7, 12]
+SIZES = [10, 3, 7, 12, 5, 9, 4, 8]  # enough clients for pieces of two, which `vectorised` stacks
 
 
 def mlp():
@@ -75,15 +75,15 @@ class TestTraining:
         """Every client with its own row of two models, beside its own row of two others."""
         one = stage(engine, local)
         start_KP, beside_KP = torch.stack([one.model(0), one.model(1)]), 3 * torch.stack([one.model(2), one.model(3)])
-        rows, besides = np.array([0, 1, 1, 0]), np.array([1, 1, 0, 0])
+        rows, besides = np.tile([0, 1, 1, 0], 2), np.tile([1, 1, 0, 0], 2)
         clients = one.clients()
         sent = clients.send(start_KP, rows)
-        updates = clients.train(sent, beside=clients.send(beside_KP, besides), pulls=[Pull(pull, sent)], keep=one.network.spec.all, mix=torch.ones(1, 4))
+        updates = clients.train(sent, beside=clients.send(beside_KP, besides), pulls=[Pull(pull, sent)], keep=one.network.spec.all, mix=torch.ones(1, 8))
         if engine == "span":
             x, y = one.federation.train(0)
             assert span.applies(one.network, Task(0, start_KP[0], x, y, 4, local, Address(0, 1, 1))) == (local.batch_size is None)
-        expected = torch.stack([trained_by_torch(one, i, start_KP[rows[i]], beside_KP[besides[i]], pull) for i in range(4)])
-        alone = torch.stack([trained_by_torch(one, i, start_KP[rows[i]], 0 * beside_KP[0], pull) for i in range(4)])
+        expected = torch.stack([trained_by_torch(one, i, start_KP[rows[i]], beside_KP[besides[i]], pull) for i in range(8)])
+        alone = torch.stack([trained_by_torch(one, i, start_KP[rows[i]], 0 * beside_KP[0], pull) for i in range(8)])
         assert (expected - alone).abs().max(1).values.min() > 1e-2, "the model beside does nothing"
         assert torch.allclose(updates.kept_MF, expected, rtol=0, atol=1e-5)
         assert torch.allclose(updates.mixed(empty=start_KP[:1])[0], expected.mean(0), rtol=0, atol=1e-5)
@@ -95,12 +95,12 @@ class TestFrozen:
         one = stage()
         global_KP, cluster_KP = one.model(0)[None], torch.stack([one.model(1), one.model(2)])
         before = global_KP.clone(), cluster_KP.clone()
-        clients, rows = one.clients(), np.array([0, 1, 0, 1])
+        clients, rows = one.clients(), np.tile([0, 1], 4)
         shared, mine = clients.send(global_KP), clients.send(cluster_KP, rows)
         first = clients.train(mine, beside=shared, keep=one.network.spec.all).kept_MF
         second = clients.train(shared, beside=mine, keep=one.network.spec.all).kept_MF
         assert torch.equal(global_KP, before[0]) and torch.equal(cluster_KP, before[1])
-        for i in range(4):
+        for i in range(8):
             assert torch.allclose(first[i], trained_by_torch(one, i, cluster_KP[rows[i]], global_KP[0]), rtol=0, atol=1e-5)
             assert torch.allclose(second[i], trained_by_torch(one, i, global_KP[0], cluster_KP[rows[i]]), rtol=0, atol=1e-5)
 
@@ -113,7 +113,7 @@ class TestFrozen:
         clients = one.clients()
         local = LocalSGD(steps=1, lr=0.3)
         kept = clients.train(clients.send(start_P[None]), beside=clients.send(beside_P[None]), keep=one.network.spec.head, local=local).kept_MF
-        for client in range(4):
+        for client in range(8):
             x, y = one.federation.train(client)
             bias = start_P[-3:].clone().requires_grad_()
             (gradient,) = torch.autograd.grad(cross_entropy(bias + loaded(one, beside_P).eval()(x), y), bias)
@@ -125,20 +125,20 @@ class TestFrozen:
         clients = one.clients()
         shared = clients.send(one.model()[None])
         down = one.books.ledger.down_bits
-        clients.train(clients.known(one.model(1)[None]), beside=shared, mix=torch.ones(1, 4))
+        clients.train(clients.known(one.model(1)[None]), beside=shared, mix=torch.ones(1, 8))
         clients.losses(clients.known(one.model(1)[None]), beside=shared)
-        assert one.books.ledger.down_bits == down == 4 * 32 * one.network.spec.size
+        assert one.books.ledger.down_bits == down == 8 * 32 * one.network.spec.size
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("most", [None, 5])
-@pytest.mark.parametrize("besides", [[0, 0, 0, 0], [1, 0, 1, 1]])
+@pytest.mark.parametrize("besides", [[0] * 8, [1, 0, 1, 1] * 2])
 def test_losses_are_of_the_sum_of_logits(engine, most, besides):
     one = stage(engine)
     models_KP, beside_KP = torch.stack([one.model(index) for index in range(3)]), torch.stack([one.model(5), one.model(6)])
     clients = one.clients()
     found = clients.losses(clients.known(models_KP), beside=clients.send(beside_KP, np.array(besides)), max_samples=most)
-    for i in range(4):
+    for i in range(8):
         x, y = (part[:most] for part in one.federation.train(i))
         offset = loaded(one, beside_KP[besides[i]])(x)
         expected = [cross_entropy(loaded(one, row_P)(x) + offset, y).item() for row_P in models_KP]
@@ -152,7 +152,7 @@ class TestPredicting:
     def one(self, request):
         if request.param == "hold-out":
             return stage()
-        return Stage(planted(4, samples=40), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), LocalSGD(epochs=2, lr=0.3))
+        return Stage(planted(8, samples=40), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), LocalSGD(epochs=2, lr=0.3))
 
     def scores(self, one, client, row_P, beside_P, images=None) -> tuple[float, float]:
         x, y = one.federation.test(client, images)
@@ -160,9 +160,9 @@ class TestPredicting:
         return (logits.argmax(1) == y).float().mean().item(), cross_entropy(logits, y).item()
 
     def test_p_server(self, one):
-        models_KP, beside_P, row_M = torch.stack([one.model(0), one.model(1)]), 2 * one.model(2), np.array([1, 0, 0, 1])
+        models_KP, beside_P, row_M = torch.stack([one.model(0), one.model(1)]), 2 * one.model(2), np.tile([1, 0, 0, 1], 2)
         found = Evaluator(Evaluation(), one.federation, one.backend, 0).serving(Serving(models_KP, row_M, beside_P=beside_P), one.clients())
-        for i in range(4):
+        for i in range(8):
             accuracy, loss = self.scores(one, i, models_KP[row_M[i]], beside_P)
             assert found.accuracy_M[i] == pytest.approx(accuracy, abs=1e-6) and found.loss_M[i] == pytest.approx(loss, abs=1e-5)
 
@@ -172,15 +172,15 @@ class TestPredicting:
         clients = replace(one.clients(), measure=30)
         start_P, beside_P = one.model(0), 2 * one.model(2)
         kept = clients.train(clients.send(start_P[None]), beside=clients.send(beside_P[None]), keep=one.network.spec.all).kept_MF
-        for i in range(4):
+        for i in range(8):
             assert one.books.held[i][0] == pytest.approx(self.scores(one, i, kept[i], beside_P, 30)[0], abs=1e-6)
 
     def test_p_tune(self, one):
         """F epochs of the served model beside the frozen one, then both predict."""
         models_KP, beside_P = one.model(0)[None], 2 * one.model(2)
         evaluator = Evaluator(Evaluation(tuned_epochs=3), one.federation, one.backend, 0)
-        found = evaluator.tuned(Serving(models_KP, np.zeros(4, np.int64), beside_P=beside_P), one.clients(), one.local)
+        found = evaluator.tuned(Serving(models_KP, np.zeros(8, np.int64), beside_P=beside_P), one.clients(), one.local)
         one.local = replace(one.local, epochs=3)
-        for i in range(4):
+        for i in range(8):
             accuracy, loss = self.scores(one, i, trained_by_torch(one, i, models_KP[0], beside_P), beside_P, evaluator.settings.local_images)
             assert found.accuracy_M[i] == pytest.approx(accuracy, abs=1e-6) and found.loss_M[i] == pytest.approx(loss, abs=1e-4)

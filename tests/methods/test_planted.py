@@ -76,16 +76,20 @@ def test_one_model_cannot_serve_the_groups():
     assert accuracy(one, method, one.play(method, *[None] * 5)) < 1 / GROUPS + 0.04
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+EARLY = {"autocfl": {"min_rounds": 1, "max_rounds": 1}, "fl_hc": {"cluster_round": 2}, "ifca_cam": {"warmup_rounds": 1}}  # clusters by round 2
+ONE = {"fedavg", "fedprox", "fednova", "ditto", "fedper", "lg_fedavg", "per_fedavg", "local", "fedavg_plus", "fedprox_plus"}
+WHOLE = ONE | {"cfl", "pacfl"}  # no clusters by then: CFL splits later, and all groups see the same images
+
+
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - WHOLE))
 def test_clusters_without_participants_keep_their_model(name):
-    """After everybody took part once, a round with clients of group 0 alone."""
-    one, method = stage(), REGISTRY[name]()
+    """After everybody took part twice, a round with clients of group 0 alone."""
+    one, method = stage(), REGISTRY[name](**EARLY.get(name, {}))
     state = one.play(method, None, None)
     after = one.play(method, [0, 3], state=state, first=3)
     touched = np.unique(after.assign_N[[0, 3]])
     untouched = [k for k in range(state.num_clusters) if k not in touched]
-    assert torch.equal(after.models_KP[untouched], state.models_KP[untouched])
-    assert len(untouched) == {"ifca": 3, "stocfl": GROUPS - 1, "local": 1}.get(name, 0)
+    assert untouched and torch.equal(after.models_KP[untouched], state.models_KP[untouched])
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -183,7 +183,8 @@ class TestComingAndGoing:
         assert set(last.tensors["assign_N"][[5, 6]].tolist()) == {-1}
         assert last.tensors["server.held_N2"].isnan().any(1).tolist() == [client in (5, 6) for client in range(10)]
         owners = {client for (_, client), _ in last.memory()}
-        assert owners == (set(range(10)) - {5, 6} if name in ("ditto", "local") else set())
+        keeps = name in ("ditto", "local", "fedper", "lg_fedavg", "cgpfl", "fedac")
+        assert owners == (set(range(10)) - {5, 6} if keeps else set())
         if name == "stocfl":
             assert last.tensors["seen_S"].tolist() == [0, 1, 2, 3, 4, 7, 8, 9] and len(last.tensors["signature_SF"]) == 8
 
@@ -217,7 +218,7 @@ class TestFigures:
         watcher = Notes()
         result = cfl_ray.simulate(experiment([name], 2, data=federation, cohort={"fraction": 1.0}), watcher=watcher)[name]
         assert [record.metrics["clients_rejected"] for record in result.records] == [1, 1]
-        what = "signature" if name == "stocfl" else "update"
+        what = "signature" if name in ("stocfl", "pacfl") else "update"
         assert [report.notes for report in watcher.reports] == [(f"client 3: its {what} was not finite or beyond 2^20 and was left out",)] * 2
         assert all(np.isfinite(value) for value in result.final.values())
 
