@@ -57,7 +57,8 @@ class IFCA(Method, name="ifca"):
         updates = clients.train(sent, mix=mix, local=one_step)
         if not one_step and not warm_up:
             clients.upload(1)  # j_i
-        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=state.place(clients.ids_M, sent.row_M))
+        assign_N = state.place(clients.ids_M[updates.ok_M], sent.row_M[updates.ok_M])
+        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=assign_N)
 
     def averaged(self, models_KP, updates, spec):
         before = torch.cat([models_KP, models_KP[:1]]) if self.share_base else models_KP

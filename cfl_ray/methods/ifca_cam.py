@@ -58,7 +58,8 @@ class IFCACAM(Method, name="ifca_cam"):
         cluster = clients.train(mine, beside=shared, mix=mix_KM)
         whole = clients.train(shared, beside=mine, mix=mix, held=False)
         models_KP = cluster.damped(state.models_KP, total=cluster.weight_R.sum()) if self.damped else cluster.mixed(empty=state.models_KP)
-        return state.advance(models_KP=models_KP, global_KP=whole.mixed(empty=state.global_KP), assign_N=state.place(clients.ids_M, assign_M))
+        assign_N = state.place(clients.ids_M[cluster.ok_M], assign_M[cluster.ok_M])
+        return state.advance(models_KP=models_KP, global_KP=whole.mixed(empty=state.global_KP), assign_N=assign_N)
 
     def choose(self, clients, sent, shared):
         return clients.losses(sent, beside=shared, max_samples=self.select_samples).argmin(1)
