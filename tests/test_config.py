@@ -229,6 +229,10 @@ class TestMethods:
         assert found["ifca"] == IFCA(num_clusters=2) and found["mine-share=0.5"].share == 0.5 and found["stocfl-tau=0.1"].tau == 0.1
         assert set(resolve(["all"])) == set(REGISTRY)
 
+    def test_names_as_papers_write_them(self):
+        found = resolve(["FedAvg+", "FL+HC", "IFCA-CAM", "LG-FedAvg", "Per-FedAvg", "StoCFL"])
+        assert list(found) == ["fedavg_plus", "fl_hc", "ifca_cam", "lg_fedavg", "per_fedavg", "stocfl"]
+
     def test_a_number_that_yaml_takes_for_text(self, file):
         """YAML 1.1 reads 1e-3 as a string; the method gets the number."""
         (method,) = resolve(load(file("methods: [{fedprox: {mu: 1e-3}}]")).methods).values()

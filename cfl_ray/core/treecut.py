@@ -20,9 +20,10 @@ class TreeCut:
     cut: str = option("median", "without threshold and num_clusters: at half the median distance, or in the largest gap of the last 20 merge heights", source="ours: half the median was best on Fashion-MNIST", choices=("median", "gap"))
 
     def __post_init__(self):
-        super().__post_init__()  # the method's own checks
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()  # the method's own checks
         if self.threshold is not None and self.num_clusters is not None:
-            raise ValueError(f"{self.name}: give threshold or num_clusters, not both; got {self.threshold:g} and {self.num_clusters}")
+            raise ValueError(f"give threshold or num_clusters, not both; got {self.threshold:g} and {self.num_clusters}")
 
     def height(self, distance: np.ndarray) -> float | None:
         """The merge height up to which clusters merge; None where another rule decides."""

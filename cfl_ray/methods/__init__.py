@@ -46,8 +46,9 @@ def _one(entry: Any) -> Method:
 
 
 def find(name: str) -> type[Method]:
-    """The method of that name, or that `file.py:Class` holds. Raises ConfigError."""
-    found = load_plugin(name, "method") if ":" in name else REGISTRY.get(name)
+    """The method of that name, or that `file.py:Class` holds. A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError."""
+    plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
+    found = load_plugin(name, "method") if ":" in name else REGISTRY.get(plain)
     if found is None:
         raise ConfigError(f"unknown method {name!r}{nearest(name, REGISTRY)}")
     if not (isinstance(found, type) and issubclass(found, Method)):

@@ -24,7 +24,7 @@ def test_split_and_join_are_inverse_for_every_method(cls):
     for item in fields(state):
         before, after = getattr(state, item.name), getattr(again, item.name)
         assert type(after) is type(before), item.name
-        same = torch.equal if isinstance(before, torch.Tensor) else np.array_equal if isinstance(before, np.ndarray) else lambda a, b: a == b
+        same = torch.equal if isinstance(before, torch.Tensor) else np.array_equal if isinstance(before, np.ndarray) else lambda a, b: a == b or a != a and b != b  # also where neither is a number
         assert same(after, before) and getattr(after, "dtype", None) == getattr(before, "dtype", None), item.name
 
 
@@ -33,7 +33,9 @@ def test_every_method_starts_from_the_common_model(cls):
     state = cls().init(START)
     assert state.assign_N.dtype == np.int32 and len(state.assign_N) == 5
     firsts = [value for value in state.split()[0].values() if value.ndim == 2 and value.shape == (len(value), 8) and len(value)]
-    assert firsts and all(torch.equal(models_KP[0], START.new_model(0)) for models_KP in firsts)
+    if cls.name.endswith("_cam"):  # there the global model does, without its last layer in one of them; cluster models are independent
+        firsts = [state.global_KP[:, : SPEC.base.count]]
+    assert firsts and all(torch.equal(models_KP[0], START.new_model(0)[: models_KP.shape[1]]) for models_KP in firsts)
 
 
 def test_ifca_starts_from_different_models():

@@ -1,0 +1,71 @@
+"""What a round costs, per participant and in floats of 32 bits, as the papers count it; what is paid once is in the first round."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, uneven
+from torch import nn
+
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.methods import REGISTRY
+
+P, BASE, HEAD = 23, 15, 8  # MLP 4-3-2
+VECTORS = 3 * 2 * 4  # p vectors of 4 pixels for each of 2 classes
+TABLE = [  # method, options, (down, up) in the first round, and in the second
+    ("fedavg", {}, (P, P), (P, P)),
+    ("fedprox", {}, (P, P), (P, P)),
+    ("fednova", {}, (P, P + 1), (P, P + 1)),
+    ("per_fedavg", {}, (P, P), (P, P)),
+    ("ditto", {}, (P, P), (P, P)),
+    ("local", {}, (0, 0), (0, 0)),
+    ("fedper", {}, (BASE, BASE), (BASE, BASE)),
+    ("lg_fedavg", {}, (HEAD, HEAD), (HEAD, HEAD)),
+    ("fedavg_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
+    ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
+    ("ifca", {}, (4 * P, P + 1), (4 * P, P + 1)),
+    ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
+    ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),
+    ("cfl", {}, (P, P), (P, P)),
+    ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
+    ("fesem", {}, (P, P), (P, P)),
+    ("cgpfl", {}, (P, P), (P, P)),
+    ("fedgroup", {}, (2 * P, 2 * P), (P, P)),  # w_0 down and an update up for every client of the cold start, who are all
+    ("autocfl", {"min_rounds": 1, "max_rounds": 1}, (P, P + 2), (P, P)),  # |D_m| and L_m until they are clustered
+    ("pacfl", {}, (P, P + VECTORS), (P, P)),
+    ("fedclust", {}, (P, HEAD), (P, P)),
+    ("stocfl", {}, (2 * P, 3 * P), (2 * P, 2 * P)),
+    ("fedac", {}, (P + BASE, P), (P + BASE, P)),
+    ("ifca_cam", {"num_clusters": 3, "warmup_rounds": 1}, (P, P), (4 * P, 2 * P)),
+    ("fesem_cam", {}, (P, P), (2 * P, 2 * P)),
+]  # fmt: skip
+
+
+def stage() -> Stage:
+    network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    return Stage(uneven([40, 60, 40, 80, 60, 40], (4,), classes=2), network, LocalSGD(epochs=2, batch_size=20, lr=0.1))
+
+
+@pytest.mark.parametrize("name, options, first, later", TABLE, ids=[f"{name} {options}" for name, options, *_ in TABLE])
+def test_of_a_round_follows_the_table(name, options, first, later):
+    one, method, state = stage(), REGISTRY[name](**options), None
+    for number, (down, up) in ((1, first), (2, later), (3, later)):
+        state = one.play(method, None, state=state, first=number)
+        assert (one.books.ledger.down_bits, one.books.ledger.up_bits) == (32 * 6 * down, 32 * 6 * up), number
+
+
+@pytest.mark.parametrize("name, options, first, later", TABLE, ids=[f"{name} {options}" for name, options, *_ in TABLE])
+def test_a_smaller_cohort_costs_as_much_per_participant(name, options, first, later):
+    one, method = stage(), REGISTRY[name](**options)
+    state = one.play(method, None, None)
+    one.play(method, [1, 4], state=state, first=3)
+    assert (one.books.ledger.down_bits, one.books.ledger.up_bits) == (32 * 2 * later[0], 32 * 2 * later[1])
+
+
+def test_every_method_is_in_the_table():
+    assert {name for name, *_ in TABLE} == REGISTRY.keys()
+
+
+def test_the_sizes_are_those_of_the_network():
+    spec = stage().network.spec
+    assert (spec.size, spec.base.count, spec.head.count) == (P, BASE, HEAD)
+    assert np.array_equal(np.unique(torch.cat([stage().federation.train(client)[1] for client in range(6)])), [0, 1])
