@@ -11,7 +11,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 @pytest.fixture(scope="module")
 def benchmark():
-    found = importlib.util.spec_from_file_location("benchmark", JOBS / "benchmark.py")
+    found = importlib.util.spec_from_file_location("benchmark_clustering", JOBS / "benchmark_clustering.py")
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # where its dataclasses look for their annotations
     found.loader.exec_module(module)
