@@ -48,12 +48,16 @@ class Worker:
     federation: Federation
     engine: str = "sequential"
 
+    def __post_init__(self):
+        self.data = self.federation  # as it is in the round at work
+
     def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Left]:
         """Does a piece: what it found, and what its clients keep of it. Weighted sums are added to `sums`.
 
         memory: what the clients own, or, where the work mixes pending results, those.
         """
         left = Left()
+        self.data = self.federation.at(work.address.round)
         if isinstance(work, Train):
             arrays = self._train(work, row, memory, left, sums)
         elif isinstance(work, MixPending):
@@ -114,7 +118,7 @@ class Worker:
     def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory) -> Task:
         client = int(work.ids_M[index])
         with _named(client, "reading its data"):
-            x, y = self.federation.train(client)
+            x, y = self.data.train(client)
         start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
         beside_P = _beside(work, index, row)
         if isinstance(work, TestClients):
@@ -135,7 +139,7 @@ class Worker:
 
     @torch.no_grad()
     def _losses(self, work: Losses, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        data = [self.federation.train(int(client)) for client in work.ids_M]
+        data = [self.data.train(int(client)) for client in work.ids_M]
         data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data]
         x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
         sizes = [len(y) for _, y in data]
@@ -158,7 +162,7 @@ class Worker:
         features, floats, ok = [], [], []
         for index, client in enumerate(map(int, work.ids_M)):
             with _named(client, "describing itself"):
-                one = OneClient(client, *self.federation.train(client), self.network, work.address, work.local, self.engine)
+                one = OneClient(client, *self.data.train(client), self.network, work.address, work.local, self.engine)
                 anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
                 vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
             floats.append(len(vector))
@@ -184,7 +188,7 @@ class Worker:
         client = int(work.ids_M[index])
         with _named(client, "testing"):
             logits = self._predictor(work, index, row, row_P)
-            x, y = self.federation.test(client, images)
+            x, y = self.data.test(client, images)
             confusion_CC, loss_C = testing.confusion(logits, x, y, self.federation.shape.num_classes)
         return testing.scores(confusion_CC, loss_C)
 
@@ -198,7 +202,7 @@ class Worker:
         confusions, losses = [], []
         for index, test_set in enumerate(work.ids_M.tolist()):
             logits = self._predictor(work, index, row, row(work.start.table, int(work.start.row_M[index])))
-            confusion_CC, loss_C = testing.confusion(logits, *self.federation.test_set(test_set), self.federation.shape.num_classes)
+            confusion_CC, loss_C = testing.confusion(logits, *self.data.test_set(test_set), self.federation.shape.num_classes)
             confusions.append(confusion_CC)
             losses.append(loss_C)
         return {"confusion": np.stack(confusions), "loss": np.stack(losses)}
