@@ -68,7 +68,7 @@ def check(file: File = None, overrides: Overrides = None) -> None:
     out.print(redact(experiment.to_yaml()), markup=False, soft_wrap=True)
     forecast.show(experiment, out)
     named = " ".join([str(file) if file else "", *(overrides or ())]).strip()
-    out.print(f"The config is valid. Run it with: cfl-ray run {named}".rstrip(), markup=False, soft_wrap=True)
+    out.print(redact(f"The config is valid. Run it with: cfl-ray run {named}".rstrip()), markup=False, soft_wrap=True)
 
 
 @app.command(short_help="List the methods, or one's options.")

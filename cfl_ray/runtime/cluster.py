@@ -3,11 +3,14 @@
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import ray
 import torch
+from ray._private import ray_constants
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -136,7 +139,8 @@ def connect(address: str | None, hosts: int | None = None) -> bool:
     quiet = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        with _loopback_only():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
         return True
     try:
         _join(address, quiet)
@@ -146,6 +150,16 @@ def connect(address: str | None, hosts: int | None = None) -> bool:
             "must be the same here and there), or leave out runtime.address and RAY_ADDRESS to run on this machine"
         ) from error
     return False
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray takes 127.0.0.1 for the address that other machines reach this one by, and listens there, unless it is told that there are none."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _join(address: str, quiet: dict) -> None:
