@@ -102,7 +102,7 @@ def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher
 def _how_to_go_on(directory: Path | None) -> str:
     if directory is None or not (directory / CONFIG).exists():
         return "Nothing was kept"
-    return f"Every finished round is kept; go on with: cfl-ray resume {directory}"
+    return f"Every saved round is kept; go on with: cfl-ray resume {directory}"
 
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
