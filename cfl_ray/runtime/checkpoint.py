@@ -39,10 +39,10 @@ class Checkpoint:
         over: set[OwnedKey] = set()  # what later files say
         for file in reversed(self.files):
             with opened(self.folder, file) as entries:
-                for key, entry in owned_in(entries):
+                for key, value in owned_in(entries):
                     if key not in over:
                         over.add(key)
-                        yield key, entries.get_tensor(entry).clone()  # else it would map the file, which may be removed
+                        yield key, value.clone()  # else it would map the file, which may be removed
                 over |= gone_in(entries)
 
 
@@ -117,10 +117,10 @@ class CheckpointStore:
                 for name, row_R, _ in rows_in(entries):
                     if name in tensors:
                         changed[name][row_R[row_R < len(tensors[name])]] = True
-                for key, entry in owned_in(entries):
+                for key, value in owned_in(entries):
                     if key not in new and key not in gone:
                         new.add(key)
-                        writer.own(key, entries.get_tensor(entry))
+                        writer.own(key, value)
                 gone |= gone_in(entries)
         for name, changed_R in changed.items():
             writer.rows(name, tensors[name], filled(changed_R, tensors[name]))

@@ -1,7 +1,7 @@
 """Entry files: what changed between two checkpoints, as safetensors. A later file overrides an earlier one.
 
     values/NAME/PIECE (R, ...) and rows/NAME/PIECE    rows of a tensor of the state, and which; a single number: that row and those behind it
-    owned/NAME/CLIENT                                 what a client owns
+    owned/NAME/PIECE (R, ...) and clients/NAME/PIECE  what clients own under a name, and which clients
     metadata "gone"                                   JSON: [name, client] of what clients no longer own; it lies in earlier files only
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is ever used again.
@@ -25,7 +25,7 @@ from torch import Tensor
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.work import OwnedKey
 
-FILE_BYTES = 256 << 20  # a file is closed when it has grown to this
+FILE_BYTES = 128 << 20  # a file is closed when it has grown to this; twice that is in memory meanwhile
 ENTRY_BYTES = 128  # of an entry beside its values: its name and place in the header
 FAN_OUT = 16  # segments of a similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # of rows that are compared at a time
@@ -79,12 +79,13 @@ def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
         raise Damaged(f"{folder / file.name} cannot be read: {said(error)}") from error
 
 
-def owned_in(entries: Any) -> Iterator[tuple[OwnedKey, str]]:
-    """What clients own: keys, with the names of their entries."""
+def owned_in(entries: Any) -> Iterator[tuple[OwnedKey, Tensor]]:
+    """What clients own; values may be views of the file."""
     for entry in entries.keys():
         if entry.startswith("owned/"):
-            name, _, client = entry.removeprefix("owned/").rpartition("/")
-            yield (name, int(client)), entry
+            piece = entry.removeprefix("owned/")
+            for client, value in zip(entries.get_tensor(f"clients/{piece}").tolist(), entries.get_tensor(entry), strict=True):
+                yield (piece.rpartition("/")[0], client), value
 
 
 def gone_in(entries: Any) -> set[OwnedKey]:
@@ -113,10 +114,15 @@ class EntryWriter:
         self.bytes = 0  # of all entries so far
         self._begun: list[Path] = []
         self._batch: dict[str, Tensor] = {}
-        self._size = 0  # of the batch
+        self._own: dict[tuple, tuple[list[int], list[Tensor]]] = {}  # clients and values, by all that these have in common
+        self._size = 0  # of both
 
     def own(self, key: OwnedKey, value: Tensor) -> None:
-        self._add({f"owned/{key[0]}/{key[1]}": value})
+        """A thing that a client owns. Thousands lie in one entry: an entry apiece would cost ten times the time of their bytes."""
+        clients, values = self._own.setdefault((key[0], value.shape, value.dtype), ([], []))
+        clients.append(key[1])
+        values.append(value)
+        self._grow(value.nbytes + 8)
 
     def rows(self, name: str, tensor: Tensor, row_R: Tensor) -> None:
         """These rows (ascending) of a tensor of the state."""
@@ -125,12 +131,14 @@ class EntryWriter:
             row_r = row_R[at : at + most]
             first, last = int(row_r[0]), int(row_r[-1])
             block = last - first + 1 == len(row_r)
-            self._add({f"rows/{name}/{piece}": row_r[:1] if block else row_r, f"values/{name}/{piece}": tensor[first : last + 1] if block else tensor[row_r]})
+            values = tensor[first : last + 1] if block else tensor[row_r]
+            self._batch |= {f"rows/{name}/{piece}": row_r[:1] if block else row_r, f"values/{name}/{piece}": values}
+            self._grow(values.nbytes + 2 * ENTRY_BYTES)
 
     def close(self, gone: Iterable[OwnedKey], ended: int) -> list[EntryFile]:
         """The files of this segment in the order of a checkpoint, none where nothing is said. ended: as in EntryFile."""
         gone = sorted(gone)
-        if self._batch or gone or ended:
+        if self._size or gone or ended:
             self._write({"gone": json.dumps(gone)}, ended)
         return self.files[-1:] + self.files[:-1]  # what is gone is gone from the files before, not from its own segment
 
@@ -140,9 +148,7 @@ class EntryWriter:
             with suppress(OSError):  # the reason why it cannot be written is the one to tell
                 file.unlink()
 
-    def _add(self, entries: dict[str, Tensor]) -> None:
-        size = sum(value.nbytes + ENTRY_BYTES for value in entries.values())
-        self._batch |= entries
+    def _grow(self, size: int) -> None:
         self._size, self.bytes = self._size + size, self.bytes + size
         if self._size >= FILE_BYTES:
             self._write({"gone": "[]"}, 0)
@@ -150,11 +156,13 @@ class EntryWriter:
     def _write(self, metadata: dict[str, str], ended: int) -> None:
         file = self.folder / f"{self.segment:06d}-{len(self.files)}.safetensors"
         self._begun.append(file)
+        for piece, ((name, *_), (clients, values)) in enumerate(self._own.items()):
+            self._batch |= {f"clients/{name}/{piece}": torch.tensor(clients), f"owned/{name}/{piece}": torch.stack(values)}
         with writing(file):
             save_file(_apart(self._batch), file, metadata)
             sync(file)
             self.files.append(EntryFile(name=file.name, sha256=sha256(file), bytes=file.stat().st_size, ended=ended))
-        self._batch, self._size = {}, 0
+        self._batch, self._own, self._size = {}, {}, 0
 
 
 @contextmanager
