@@ -6,6 +6,9 @@
 A save costs what changed since the one before, in time and in space, and never what there is: rows of state tensors are compared (not
 where a tensor is the one saved last), the backend knows what clients own anew. Now and then a segment takes in earlier ones, so that a
 checkpoint needs files for at most twice what is alive, and O(log) of them; an entry is written again O(log) times in all.
+
+Measured per save, writing everything in brackets: 480 of 4,800 signatures of 8,192 floats change: 16 MB, with merges 30 (157); 1,000 of
+100,000 clients with 1,000 floats each: 4.0 MB and 0.03 s, with merges 6.8 MB and 0.08 s (402 MB and 4.4 s); at most 26 files in 500 rounds.
 """
 
 import re

@@ -2,7 +2,7 @@
 
     values/NAME/PIECE (R, ...) and rows/NAME/PIECE    rows of a tensor of the state, and which; a single number: that row and those behind it
     owned/NAME/PIECE (R, ...) and clients/NAME/PIECE  what clients own under a name, and which clients
-    metadata "gone"                                   JSON: [name, client] of what clients no longer own; it lies in earlier files only
+    metadata "gone"                                   JSON: [name, client] of what clients no longer own; never in the segment itself
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is ever used again.
 """
@@ -140,7 +140,7 @@ class EntryWriter:
         gone = sorted(gone)
         if self._size or gone or ended:
             self._write({"gone": json.dumps(gone)}, ended)
-        return self.files[-1:] + self.files[:-1]  # what is gone is gone from the files before, not from its own segment
+        return self.files
 
     def abandon(self) -> None:
         """Removes what was written."""
