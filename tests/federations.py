@@ -68,7 +68,7 @@ class Stage:
     @property
     def memory(self) -> dict[OwnedKey, Tensor]:
         """What every client owns now, by (name, client)."""
-        return {key: self.backend.memory[key] for key in self.backend.owned()}
+        return {key: self.backend.memory[key] for key in self.backend.memory.keys()}
 
     def start(self) -> Start:
         return Start(self.federation.num_clients, self.network.spec, self.model, self.federation.shape.input)

@@ -224,19 +224,23 @@ class Outcome:
     mass_R: np.ndarray | None = None  # float64: weights that actually arrived
 
 
-class Backend(Protocol):
+class Memory(Protocol):
+    """What clients own, as a checkpoint saves it."""
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[OwnedKey, Tensor]]:
+        """What clients own that changed since the last call, or all that they own, one at a time in a fixed order."""
+
+    def forgotten(self) -> set[OwnedKey]:
+        """What clients no longer own that they did at the last call."""
+
+    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
+        """Takes over what clients owned when a checkpoint was written."""
+
+
+class Backend(Memory, Protocol):
     """Does an exchange, somewhere: in this process, or on the hosts of a cluster."""
 
     def run(self, work: Work) -> Outcome: ...
 
     def forget(self, ids: np.ndarray) -> None:
         """Drops everything the clients `ids` own."""
-
-    def owned(self) -> Iterable[OwnedKey]:
-        """Keys of everything that clients own now."""
-
-    def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
-        """What clients own that changed since the last call, one at a time."""
-
-    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
-        """Takes over what clients owned when a checkpoint was written."""

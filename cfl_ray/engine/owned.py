@@ -1,5 +1,6 @@
 """What clients have where they are: what they own between rounds, and results of this round that are not mixed yet."""
 
+import itertools
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ from cfl_ray.core.work import OwnedKey, Work
 
 
 class Owned:
-    """Values by (name, client), and which of them changed since they were last asked for. A value is whatever the backend keeps."""
+    """Values by (name, client), and which of them came, changed or went since that was last asked. A value is whatever the backend keeps."""
 
     def __init__(self):
         self._values: dict[OwnedKey, Any] = {}
+        self._names: set[str] = set()
         self._changed: set[OwnedKey] = set()
+        self._forgotten: set[OwnedKey] = set()
         self._pending: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then client
         self._round: tuple | None = None
 
@@ -38,16 +41,19 @@ class Owned:
         if work.own is not None:
             entries = {(work.own.name, client): value for client, value in owned.items()}
             self._values.update(entries)
+            self._names.add(work.own.name)
             self._changed.update(entries)
+            self._forgotten.difference_update(entries)
         if work.stays[1]:
             self._pending.setdefault(work.address.exchange, {}).update(pending)
 
     def forget(self, ids: np.ndarray) -> None:
         """Drops everything the clients `ids` own."""
-        gone = set(np.asarray(ids).tolist())
-        for key in [key for key in self._values if key[1] in gone]:
-            del self._values[key]
-            self._changed.discard(key)
+        for key in itertools.product(self._names, np.asarray(ids).tolist()):
+            if key in self._values:
+                del self._values[key]
+                self._changed.discard(key)
+                self._forgotten.add(key)
 
     def __getitem__(self, key: OwnedKey) -> Any:
         return self._values[key]
@@ -55,11 +61,17 @@ class Owned:
     def keys(self) -> KeysView[OwnedKey]:
         return self._values.keys()
 
-    def changed(self) -> Iterator[tuple[OwnedKey, Any]]:
-        """What changed since the last call, in a fixed order."""
-        changed, self._changed = sorted(self._changed), set()
+    def changed(self, everything: bool = False) -> Iterator[tuple[OwnedKey, Any]]:
+        """What changed since the last call, or everything, in a fixed order."""
+        changed, self._changed = sorted(self._values if everything else self._changed), set()
         return ((key, self._values[key]) for key in changed)
+
+    def forgotten(self) -> set[OwnedKey]:
+        """What is gone since the last call."""
+        forgotten, self._forgotten = self._forgotten, set()
+        return forgotten
 
     def restore(self, entries: Iterable[tuple[OwnedKey, Any]]) -> None:
         """Takes over what was owned when a checkpoint was written."""
-        self._values, self._changed = dict(entries), set()
+        self._values, self._changed, self._forgotten = dict(entries), set(), set()
+        self._names = {name for name, _ in self._values}

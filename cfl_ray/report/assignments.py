@@ -7,6 +7,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cfl_ray.tracking.files import drafted
+
 SCHEMA = pa.schema(
     [
         pa.field("client", pa.int64(), nullable=False),
@@ -32,6 +34,5 @@ def write_assignments(path: str | Path, rows: Iterable[Assignment]) -> None:
     """Replaces the parquet file `path` by one with `rows`."""
     columns = tuple(zip(*rows, strict=True)) or ((),) * len(Assignment._fields)
     table = pa.table(dict(zip(Assignment._fields, columns, strict=True)), schema=SCHEMA)
-    draft = Path(path).with_suffix(".draft")
-    pq.write_table(table, draft)
-    draft.replace(path)
+    with drafted(Path(path)) as draft:
+        pq.write_table(table, draft)

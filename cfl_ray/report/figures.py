@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cfl_ray.tracking.files import drafted
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.summary import mbit
 
@@ -62,7 +63,8 @@ def _write(path: Path, panels: list[tuple[str, str, Callable[[RoundRecord], floa
         _draw(axes, metric, title, lines, styles)
     all_axes[-1].set_xlabel("Mbit per client, down and up" if panels[0][2] is mbit else "round")
     _label_ends(figure, all_axes, [lines for _, _, lines in drawn], styles)
-    figure.savefig(path)
+    with drafted(path) as draft:
+        figure.savefig(draft)
     return path
 
 

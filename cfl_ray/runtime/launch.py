@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError
+from cfl_ray.core.errors import ConfigError, DataError, Interrupted, RunError
 from cfl_ray.report.figures import write_figures
 from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report
@@ -32,6 +32,8 @@ from cfl_ray.tracking import (
     resolve_uri,
     summarise,
 )
+from cfl_ray.tracking.files import write_text
+from cfl_ray.tracking.record import Status
 
 CONFIG = "config.yaml"
 _HASH = "# config hash "
@@ -91,6 +93,8 @@ def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher
         raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
     except RunError as error:
         raise RunError(f"{error}. {_how_to_go_on(directory)}") from error
+    except OSError as error:  # a full disk, or a folder that is gone
+        raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
     finally:
         session.close()
 
@@ -98,15 +102,13 @@ def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher
 def _how_to_go_on(directory: Path | None) -> str:
     if directory is None or not (directory / CONFIG).exists():
         return "Nothing was kept"
-    return f"Every finished round is kept; go on with: cfl-ray resume {directory}"
+    return f"Every saved round is kept; go on with: cfl-ray resume {directory}"
 
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
     """config.yaml, readable by its owner alone: a tracking URI may hold a password. Its first line says the hash."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / CONFIG
-    file.touch(mode=0o600)
-    file.write_text(f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}")
+    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}", mode=0o600)
 
 
 def _hash_of(file: Path) -> str:
@@ -156,15 +158,15 @@ class _Driver:
         status = "FAILED"
         try:
             results = {label: self._method(label) for label in self.setup.methods}
+            if parent is not None:
+                write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
             if parent is not None:
-                if status == "FINISHED":
-                    write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
-                parent.finish(status, {})
+                self._finish(parent, status, {})
         return Results(results, self.directory, redact(self.uri) if self.uri else None, self.facts)
 
     def _method(self, label: str) -> MethodResult:
@@ -183,18 +185,27 @@ class _Driver:
                 self._take(report, records, moves, tracker)
                 self.watcher.round(label, report)
             summary = self._summary(records, moves, report)
+            if tracker is not None:
+                moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
+                write_figures(directory / ARTIFACTS, {label: records})
+                write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
             if tracker is not None:
-                if status == "FINISHED":
-                    moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
-                    write_figures(directory / ARTIFACTS, {label: records})
-                    (directory / ARTIFACTS / CONFIG).write_text(redact(self.experiment.to_yaml()))
-                tracker.finish(status, summary)
+                self._finish(tracker, status, summary)
         return MethodResult(label, records, summary)
+
+    def _finish(self, tracker: Tracker, status: Status, summary: dict[str, float]) -> None:
+        """Records the end. That it cannot be recorded hides no other failure: the run is resumed from its checkpoints, not from its end."""
+        try:
+            tracker.finish(status, summary)
+        except (OSError, DataError) as error:
+            if status == "FINISHED":
+                raise
+            self.watcher.warn(f"the end of {tracker.run_dir} was not recorded: {error}")
 
     def _take(self, report: Report, records: list[RoundRecord], moves: Moves, tracker: Tracker | None) -> None:
         """Keeps a round; one that was replayed after a fault is there already."""

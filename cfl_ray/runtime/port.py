@@ -87,11 +87,11 @@ class OnRay:
     def forget(self, ids: np.ndarray) -> None:
         self.memory.forget(ids)
 
-    def owned(self) -> Iterable[OwnedKey]:
-        return self.memory.keys()
+    def changed(self, everything: bool = False) -> Iterator[tuple[OwnedKey, Tensor]]:
+        return ((key, shared_tensor(ray.get(ref))) for key, ref in self.memory.changed(everything))
 
-    def changed(self) -> Iterator[tuple[OwnedKey, Tensor]]:
-        return ((key, shared_tensor(ray.get(ref))) for key, ref in self.memory.changed())
+    def forgotten(self) -> set[OwnedKey]:
+        return self.memory.forgotten()
 
     def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
         self.memory.restore((key, ray.put(value.numpy())) for key, value in entries)

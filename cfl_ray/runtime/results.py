@@ -9,6 +9,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
 from cfl_ray.runtime.server import Report
 from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking.files import append_line, cut_torn_line
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,16 @@ class Moves:
     def _stored(self) -> Iterator[dict]:
         if self.file is None or not self.file.exists():
             return
-        lines = self.file.read_bytes().split(b"\n")
-        whole = lines[:-1]  # what follows the last line end was torn by a crash: its round is replayed
-        if lines[-1]:
-            self.file.write_bytes(b"".join(line + b"\n" for line in whole))
-        yield from map(json.loads, whole)
+        cut_torn_line(self.file)
+        yield from map(json.loads, self.file.read_bytes().splitlines())
 
     def add(self, report: Report) -> None:
         if not report.moved or (self.rows and report.round <= self.rows[-1][0]):
             return
-        self.rows.append((report.round, [list(move) for move in report.moved]))
         if self.file is not None:
-            with self.file.open("a") as out:
-                out.write(json.dumps({"round": report.round, "moved": report.moved}) + "\n")
+            with self.file.open("ab", buffering=0) as out:
+                append_line(out, (json.dumps({"round": report.round, "moved": report.moved}) + "\n").encode())
+        self.rows.append((report.round, [list(move) for move in report.moved]))
 
     @property
     def rounds(self) -> list[int]:

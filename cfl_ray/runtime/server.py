@@ -1,6 +1,7 @@
 """The server: the round loop of one method. Plain Python, so that it runs in this process as well as inside a Ray actor."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import torch
 
 from cfl_ray.core.clients import Clients, Ledger, Round
 from cfl_ray.core.cohort import Change, Population
+from cfl_ray.core.errors import UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import Backend
 from cfl_ray.engine.network import Network
 from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
-from cfl_ray.runtime.lifecycle import Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
+from cfl_ray.runtime.lifecycle import Broken, Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
 from cfl_ray.runtime.setup import Setup
 
 
@@ -47,6 +49,7 @@ class Server:
         self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.evaluator = Evaluator(experiment.evaluation, self.whole, backend, experiment.seed)
         self.now: Lifecycle = Starting()
+        self.saved = 0  # the last round that was
         self.report = Report(self.now, 0)
 
     # ---- the loop
@@ -56,11 +59,15 @@ class Server:
         if isinstance(self.now, Starting):
             round = self._load()
             self._enter(Loaded(round))
-            return replace(self.report, state=self.now, notes=(f"goes on after round {round}",) if round else ())
+            return replace(self.report, state=self.now, notes=self.report.notes + ((f"goes on after round {round}",) if round else ()))
         while True:
             perform = {Running: self._run, Evaluating: self._evaluate, Saving: self._save}[type(self.now)]
             number = self.now.round
-            perform(number)
+            try:
+                perform(number)
+            except UserError as error:
+                self._enter(Broken(str(error), self.saved))
+                raise
             self._enter(Done())
             if isinstance(self.now, Finished) or (isinstance(self.now, Running) and self.now.round > number):
                 return self._report(number)
@@ -91,14 +98,15 @@ class Server:
         return checkpoint.round
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        tensors = dict(checkpoint.tensors)
+        tensors, self.saved = dict(checkpoint.tensors), checkpoint.round
         self.held_N2 = tensors.pop("server.held_N2").numpy()
         self.state = self.method.State.join(tensors, checkpoint.values["state"])
         self.ledger = Ledger(**checkpoint.values["ledger"])
         self.population.advance(checkpoint.round)
         self.backend.restore(checkpoint.memory())
         report = checkpoint.values["report"]
-        self.report = Report(self.now, checkpoint.round, report["metrics"], moved=tuple(map(tuple, report["moved"])), time_ms=report["time_ms"])
+        moved = tuple(map(tuple, report["moved"]))
+        self.report = Report(self.now, checkpoint.round, report["metrics"], checkpoint.refused, moved, report["time_ms"])
 
     # ---- the states' effects
 
@@ -114,8 +122,7 @@ class Server:
             self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, number))
         else:
             self.notes.append("nobody could be reached: a round without training")
-        for client, held in self.books.held.items():
-            self.held_N2[client] = held
+        self._hold(list(self.books.held), list(self.books.held.values()))
         if drawn.dropped:
             self.metrics["clients_dropped"] = float(drawn.dropped)
         self._note_rejected()
@@ -136,7 +143,7 @@ class Server:
         if len(gone):
             self.state = self.method.leave(self.state, gone)
             self.backend.forget(gone)
-            self.held_N2[gone] = np.nan
+            self._hold(gone, np.nan)
             self.notes.append(f"left: {_listed(gone)}")
         if len(came):
             self.state = self.method.join(self.state, self._clients(came, number))
@@ -145,6 +152,12 @@ class Server:
         if len(changed):
             self.state = self.method.drift(self.state, self._clients(changed, number))
             self.notes.append(f"data changed: {_listed(changed)}")
+
+    def _hold(self, ids: Sequence[int] | np.ndarray, held: object) -> None:
+        """A new array, where any changes: a checkpoint compares with the one saved last."""
+        if len(ids):
+            self.held_N2 = self.held_N2.copy()
+            self.held_N2[ids] = held
 
     def _note_rejected(self) -> None:
         self.metrics["clients_rejected"] = float(len(self.books.rejected))
@@ -186,7 +199,9 @@ class Server:
         tensors["server.held_N2"] = torch.from_numpy(self.held_N2)
         report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}  # for a driver that is killed before it kept them
         values = {"state": scalars, "ledger": vars(self.ledger), "report": report}
-        self.store.save(number, tensors, values, self.backend.changed(), self.backend.owned())
+        if remark := self.store.save(number, tensors, values, self.backend):
+            self.notes.append(remark)
+        self.saved = number
 
     def _clients(self, ids: np.ndarray, number: int, *, measure: bool = False, books: Round | None = None) -> Clients:
         images = 0 if not measure else 2**62 if self.federation.view == "holdout" else self.experiment.evaluation.local_images

@@ -6,15 +6,14 @@
     artifacts/      files that belong to the result
 """
 
-import errno
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.tracking.files import read_json, write_json
+from cfl_ray.tracking.files import append_line, cut_torn_line, read_json, write_json
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, Status
 
 INFO, METRICS_LOG, END, ARTIFACTS = "run.json", "metrics.jsonl", "end.json", "artifacts"
@@ -22,6 +21,8 @@ INFO, METRICS_LOG, END, ARTIFACTS = "run.json", "metrics.jsonl", "end.json", "ar
 
 class Tracker(Protocol):
     """Takes what a run reports, in the order start, log ..., finish; a resumed run starts again on the same directory."""
+
+    run_dir: Path
 
     def start(self, info: RunInfo) -> None:
         """Opens the run, or opens it again: then `info` is ignored, what was recorded first stands."""
@@ -48,7 +49,7 @@ class Spool:
             write_json(self.run_dir / INFO, asdict(info))
         (self.run_dir / END).unlink(missing_ok=True)
         path = self.run_dir / METRICS_LOG
-        _cut_torn_line(path)
+        cut_torn_line(path)
         for self._last in read_records(self.run_dir):
             pass
         self._log = path.open("ab", buffering=0)
@@ -56,7 +57,7 @@ class Spool:
     def log(self, record: RoundRecord) -> None:
         if self._last is not None and record.round <= self._last.round:
             return
-        _append(self._log, record.to_line().encode())
+        append_line(self._log, record.to_line().encode())
         self._last = record
 
     def finish(self, status: Status, summary: Mapping[str, float]) -> None:
@@ -108,23 +109,3 @@ def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
                 raise DataError(f"{path} is damaged at byte {offset} ({error}); remove that line") from error
             offset += len(line)
             yield record, offset
-
-
-def _append(file: BinaryIO, line: bytes) -> None:
-    """Writes the whole line or, on a full disk, none of it."""
-    size = os.fstat(file.fileno()).st_size
-    try:
-        if file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-    except OSError:
-        os.ftruncate(file.fileno(), size)
-        raise
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Removes what follows the last line end: a crash in mid-write left it, and the replayed round writes it again."""
-    if not path.exists():
-        return
-    whole = path.read_bytes().rfind(b"\n") + 1
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)

@@ -214,7 +214,7 @@ class TestMemory:
         assert list(stage.backend.changed()) == []
         clients.train(clients.send(stage.model()[None]), own=Own("mine"))
         stage.backend.forget(np.array([3]))
-        assert [key for key, _ in stage.backend.changed()] == [("mine", 0)] and set(stage.backend.owned()) == {("mine", 0)}
+        assert [key for key, _ in stage.backend.changed()] == [("mine", 0)] and set(stage.memory) == {("mine", 0)}
 
     def test_restored_memory_is_the_memory(self):
         stage, other = Stage(planted(4), linear), Stage(planted(4), linear)
@@ -225,7 +225,7 @@ class TestMemory:
         for one in (stage, other):
             clients = one.clients(number=2)
             rows.append(clients.train(clients.send(one.model()[None]), own=Own("mine"), keep=one.network.spec.all).kept_MF)
-        assert torch.equal(*rows) and list(other.backend.owned()) == list(stage.backend.owned())
+        assert torch.equal(*rows) and list(other.memory) == list(stage.memory)
 
 
 def test_a_cohort_without_clients_trains_nothing():

@@ -14,6 +14,7 @@ from cfl_ray.core.grouping import agreement
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.state import State
+from cfl_ray.engine.owned import Owned
 from cfl_ray.runtime.checkpoint import CheckpointStore
 
 CLIENTS, GROUPS, INPUTS = 12, 3, 16
@@ -64,7 +65,7 @@ def restored(state: State, directory) -> State:
     """The state as it comes back from a checkpoint."""
     store = CheckpointStore(directory, "hash")
     tensors, scalars = state.split()
-    store.save(1, tensors, {"state": scalars}, [], [])
+    store.save(1, tensors, {"state": scalars}, Owned())
     saved = CheckpointStore(directory, "hash").load()
     return type(state).join(saved.tensors, saved.values["state"])
 

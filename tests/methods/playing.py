@@ -48,7 +48,7 @@ def assert_survives_an_interruption(make: Callable[[], Stage], method: Method, c
     for after in range(1, len(cohorts)):
         one, store = make(), CheckpointStore(folder / str(after), "hash")
         tensors, scalars = one.play(method, *cohorts[:after]).split()
-        store.save(after, tensors, scalars, one.backend.changed(), one.backend.owned())
+        store.save(after, tensors, scalars, one.backend)
         saved, again = CheckpointStore(folder / str(after), "hash").load(), make()
         again.backend.restore(saved.memory())
         found = again.play(method, *cohorts[after:], state=method.State.join(saved.tensors, saved.values), first=after + 1)

@@ -90,7 +90,7 @@ class TestDitto:
         state = one.play(method, [0])
         serving = method.serve(state, one.clients())
         assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
-        assert serving.own.name == "personal" and [client for _, client in one.backend.owned()] == [0]
+        assert serving.own.name == "personal" and [client for _, client in one.memory] == [0]
 
 
 class TestIFCA:

@@ -121,7 +121,7 @@ def test_a_spoiled_client_changes_nothing_for_the_others(name, engine):
     assert 5 in spoiled.books.rejected and 5 not in clean.books.rejected
     assert torch.allclose(with_it.models_KP, without.models_KP, rtol=0, atol=1e-6)
     assert np.array_equal(with_it.assign_N[others], without.assign_N[others])
-    assert spoiled.backend.owned() == clean.backend.owned()
+    assert spoiled.memory.keys() == clean.memory.keys()
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -1,0 +1,48 @@
+"""A server that is killed while it writes a checkpoint leaves the one before, and the run ends with the same figures."""
+
+import json
+import os
+import signal
+import time
+
+from cfl_ray import run, simulate
+
+
+def being_written(folder):
+    """Files of a checkpoint that is not complete: drafts, and entries later than all that a manifest names."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    last = 0
+    for name in names:
+        if name[0].isdigit() and name.endswith(".json"):
+            try:
+                last = max([last, *(int(file["name"].partition("-")[0]) for file in json.loads((folder / name).read_text())["files"])])
+            except FileNotFoundError:  # discarded meanwhile
+                continue
+    return [name for name in names if name.startswith(".") or (name.endswith(".safetensors") and int(name.partition("-")[0]) > last)]
+
+
+def test_server_killed_while_it_writes(experiment, figures, cluster, actors, notes, tmp_path, meanwhile, until):
+    """Twice: in a checkpoint of the first server, and in one of the next. Each is 25 MB, which takes some tens of milliseconds."""
+    large = experiment(model={"options": {"hidden": 40_000}}, local={"epochs": 1}, rounds=6, runtime={"hosts": 1, "retries": 6})
+    folder, torn = tmp_path / "run/ditto/checkpoints", []
+
+    def kill():
+        ended = set()
+        while len(torn) < 2:
+            server = until(lambda: next(iter(set(actors("ServerActor")) - ended), None))
+            deadline = time.monotonic() + 60
+            while not being_written(folder):
+                assert time.monotonic() < deadline, "no checkpoint was written"
+                time.sleep(0.001)
+            os.kill(server, signal.SIGKILL)
+            ended.add(server)
+            until(lambda: server not in actors("ServerActor"))
+            if left := being_written(folder):  # otherwise it was complete when the signal came
+                torn.append(left)
+
+    watcher = notes()
+    meanwhile(kill)
+    assert figures(run(large, tmp_path / "run", watcher)) == figures(simulate(large))
+    assert len(torn) == 2 and not being_written(folder)
+    assert len([line for line in watcher.lines if "the server died and was started again" in line]) >= 2
+    assert [json.loads(line)["round"] for line in (tmp_path / "run/ditto/metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
