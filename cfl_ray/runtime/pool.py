@@ -11,7 +11,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 
 from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.engine.choose import Choice
-from cfl_ray.engine.worker import ClientFailure
+from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.runtime.hosts import ClientHost
 from cfl_ray.runtime.setup import Setup, engine_choice
 
