@@ -15,7 +15,8 @@ from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.plugin import PREFIX
 from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
-from cfl_ray.runtime.pool import Pool, first_line, host_count, told
+from cfl_ray.runtime.placement import host_count
+from cfl_ray.runtime.pool import Pool, first_line, told
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
@@ -40,18 +41,18 @@ class ServerActor:
     def begin(self, label: str) -> Report:
         self.label = label
         self.server = Server(self.setup, label, self.network, OnRay(self.pool), store_of(self.setup, self.run_dir, label))
-        return self._with_faults(self.server.advance())
+        return self._with_notes(self.server.advance())
 
     def advance(self) -> Report:
         try:
-            return self._with_faults(self.server.advance())
+            return self._with_notes(self.server.advance())
         except ObjectLostError as error:  # what clients own went down with a node: the last checkpoint has it
-            self.pool.faults.append(f"what clients own was lost with a node ({first_line(error)})")
+            self.pool.fault(f"what clients own was lost with a node ({first_line(error)})")
             return self.begin(self.label)
 
-    def _with_faults(self, report: Report) -> Report:
-        faults, self.pool.faults = self.pool.faults, []
-        return replace(report, notes=(*faults, *report.notes))
+    def _with_notes(self, report: Report) -> Report:
+        notes, self.pool.notes = self.pool.notes, []
+        return replace(report, notes=(*notes, *report.notes))
 
     def facts(self) -> dict[str, str]:
         nodes = self.pool.nodes()

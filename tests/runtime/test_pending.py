@@ -96,7 +96,7 @@ def test_a_host_that_dies_before_the_mix_takes_nothing_with_it(hosts, actors):
         os.kill(killed[0], signal.SIGKILL)
 
     assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(results(hosts, in_process), results(hosts, on_ray, kill), strict=True))
-    assert killed and [line for line in on_ray.pool.faults if "its work is done again" in line]
+    assert killed and [line for line in on_ray.pool.notes if "its work is done again" in line]
 
 
 def test_a_selection_mixes_its_own(hosts, backend):
