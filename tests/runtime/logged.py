@@ -48,6 +48,29 @@ class Choking(torch.nn.Linear):
         return super().forward(x)
 
 
+class PoisonedFederation(SyntheticFederation):
+    """The synthetic federation of 12 clients; the first six hold each another kind of poison, the seventh has it in its test data."""
+
+    def __init__(self):
+        super().__init__(12, input=(8,), samples=20)
+        self.recipe = self.recipe | {"poisoned": True}
+
+    def __reduce__(self):
+        return PoisonedFederation, ()
+
+    def train(self, client):
+        x, y = super().train(client)
+        poison = [
+            lambda: (x * torch.nan, y),
+            lambda: (x.index_fill(0, torch.tensor([7]), -torch.inf), y),
+            lambda: (x * 1e6, y),
+            lambda: (x[:, :5], y),
+            lambda: (x, y + 9),
+            lambda: (x * 2.0**16 / (x.abs().max() + 1), y),  # an input that passes, and an update that does not
+        ]
+        return poison[client]() if client < len(poison) else (x, y)
+
+
 class Hanging(torch.nn.Linear):
     """A linear model whose training never ends with inputs over 500; it can be tested on them."""
 

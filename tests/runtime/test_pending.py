@@ -20,7 +20,7 @@ from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.setup import prepare
 
 CLIENTS = 12
-BAD = 3  # its update is not finite
+BAD = 3  # its data are not sound
 EXPERIMENT = {
     "methods": ["fedavg"], "rounds": 1, "model": {"options": {"hidden": 4000}},  # results of 300 kB, which the object store keeps
     "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9}, "runtime": {"engine": "sequential", "hosts": 2}, "tracking": {"enabled": False},
