@@ -1,8 +1,10 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +72,7 @@ class RaySession:
         self.faults: list[str] = []
         self.actor = None
         self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
+        self.on_sigterm = _stop_as_by_ctrl_c()
         try:
             _send_plugins_by_value()
             self.hosts = host_count(setup, ray.cluster_resources())
@@ -127,6 +130,15 @@ class RaySession:
             ray.kill(self.actor)
         if self.started_here:
             ray.shutdown()
+        if self.on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self.on_sigterm)
+
+
+def _stop_as_by_ctrl_c():
+    """SIGTERM, which is how a submitted job is stopped, ends the run as Ctrl-C does; Ray would abort. Returns what handled it before."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def connect(address: str | None, hosts: int | None = None) -> bool:

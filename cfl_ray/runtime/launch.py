@@ -88,7 +88,7 @@ def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher
             _write_config(directory, experiment)
         watcher.started(setup, directory, facts)
         return _Driver(setup, session, directory, watcher, facts).all_methods()
-    except (KeyboardInterrupt, SystemExit):  # Ray makes the second of SIGTERM, which is how a submitted job is stopped
+    except KeyboardInterrupt:
         raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
     except RunError as error:
         raise RunError(f"{error}. {_how_to_go_on(directory)}") from error
@@ -166,7 +166,7 @@ class _Driver:
         try:
             results = {label: self._method(label) for label in self.setup.methods}
             status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
@@ -193,7 +193,7 @@ class _Driver:
                 self.watcher.round(label, report)
             summary = self._summary(records, moves, report)
             status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:

@@ -16,7 +16,7 @@ from cfl_ray.runtime.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.setup import Setup, engine_choice
 
 _START_SECONDS = 300
-_LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take a millisecond or two
+_LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
 LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or what it had found, is gone
 # One compute thread; and freed memory is kept, for fetching pages anew for every gradient takes a tenth of the time.
 _HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}

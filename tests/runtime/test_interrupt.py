@@ -37,7 +37,8 @@ class Run:
         raise AssertionError("".join(self.said))
 
     def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)
+        """Ctrl-C reaches the whole group, and whoever stops a job means its process."""
+        (os.killpg if number == signal.SIGINT else os.kill)(self.process.pid, number)
 
     def end(self) -> list[str]:
         """Waits for it. Returns the lines that it said since it was last asked for one."""
