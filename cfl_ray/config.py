@@ -15,9 +15,9 @@ import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from cfl_ray.core.errors import ConfigError, nearest
-from cfl_ray.sections import Cohort, Columns, Cut, Data, Evaluation, Event, Local, Model, Partition, Runtime, Section, Shift, Test, Tracking
+from cfl_ray.sections import Availability, Cohort, Columns, Cut, Data, DataChange, Evaluation, Event, Local, Model, Partition, Runtime, Section, Shift, Test, Tracking
 
-__all__ = ["Cohort", "Columns", "Cut", "Data", "Evaluation", "Event", "Experiment", "Local", "Model", "Partition", "Runtime", "Section", "Shift", "Test",
+__all__ = ["Availability", "Cohort", "Columns", "Cut", "Data", "DataChange", "Evaluation", "Event", "Experiment", "Local", "Model", "Partition", "Runtime", "Section", "Shift", "Test",
            "Tracking", "check_cohort", "load"]  # fmt: skip
 
 NOT_HASHED = {"runtime", "tracking", "output", "name"}  # cannot change a result: two configs that differ in these alone are the same experiment
@@ -79,6 +79,9 @@ class Experiment(Section):
             values["federation"] = self.data.federation.recipe
         for key in ("root", "shards", "download"):
             values["data"].pop(key)
+        trace = self.cohort.availability.file
+        if trace is not None and Path(trace).expanduser().is_file():
+            values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
 from cfl_ray.core.errors import nearest
 
@@ -161,21 +161,102 @@ class Local(Section):
     weight_decay: float = Field(0.0, ge=0, lt=1, description="L2 penalty added to the gradient")
 
 
+class Availability(Section):
+    """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
+
+    kind: Literal["always", "bernoulli", "diurnal", "trace"] = Field(
+        "always", description="always | bernoulli (the same chance in every round) | diurnal (day and night) | trace (recorded intervals)"
+    )
+    chance: float = Field(0.5, gt=0, le=1, description="chance that a client is reachable in a round (bernoulli); its mean over a day (diurnal)")
+    amplitude: float = Field(0.4, ge=0, le=1, description="how far the chance swings around its mean (diurnal)")
+    period: float = Field(24.0, gt=0, description="rounds of a day (diurnal)")
+    zones: int | None = Field(None, ge=1, description="time zones that clients are spread over; null: every client has a phase of its own (diurnal)")
+    file: str | None = Field(None, description="CSV or parquet with columns client, from, to: reachable in rounds from .. to, both included; who has no row never is (trace)")
+    unit: float = Field(1.0, gt=0, description="length of a round in the unit of the trace, e.g. 60 where it counts seconds and a round takes a minute (trace)")
+
+    @model_validator(mode="after")
+    def _traced(self):
+        if (self.kind == "trace") != (self.file is not None):
+            raise ValueError(f"kind trace and a file belong together, got kind {self.kind} and file {self.file}")
+        return self
+
+
 class Cohort(Section):
     """Who takes part in a round."""
 
     fraction: float = Field(0.5, gt=0, le=1, description="R: m = max(1, floor(R * clients online))")
     clients: int | None = Field(None, ge=1, description="m itself, instead of a fraction")
-    availability: float = Field(1.0, gt=0, le=1, description="chance that a client is reachable in a round, independently per round")
+    availability: Availability = Field(Availability(), description="which clients can be reached; a number: each with this chance, independently per round")
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a selected client fails before it reports")
+
+    @field_validator("availability", mode="before")
+    @classmethod
+    def _chance(cls, value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return {} if value == 1 else {"kind": "bernoulli", "chance": value}
+        return value
+
+
+def _expanded(value: Any) -> Any:
+    """Clients as YAML names them, 7, "80-99" or a list of both, as a list of ids."""
+    if isinstance(value, (str, int)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return value
+    found: list[Any] = []
+    for item in value:
+        first, dash, last = item.partition("-") if isinstance(item, str) else ("", "", "")
+        if dash and first.strip().isdigit() and last.strip().isdigit():
+            if int(last) < int(first):
+                raise ValueError(f"a range of clients goes from the lower to the higher id, got {item!r}")
+            found.extend(range(int(first), int(last) + 1))
+        else:
+            found.append(item)
+    return found
+
+
+def _shortened(ids: list[int]) -> list[int | str]:
+    """The same with runs of three and more as ranges."""
+    found: list[int | str] = []
+    at = 0
+    while at < len(ids):
+        end = at
+        while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
+            end += 1
+        found += [f"{ids[at]}-{ids[end]}"] if end - at >= 2 else ids[at : end + 1]
+        at = end + 1
+    return found
+
+
+ClientIds = Annotated[list[int], BeforeValidator(_expanded), PlainSerializer(_shortened)]
+
+
+class DataChange(Section):
+    """Clients that hold other data from now on."""
+
+    clients: ClientIds = Field(min_length=1, description="who")
+    rotate: int = Field(0, description="turn their images by so many degrees more, a multiple of 90")
+    relabel: int = Field(0, description="s in y -> (y + s) mod C, on top of what was")
+    data_of: ClientIds | None = Field(None, description="take over the data that these clients have, one for each; two lists crosswise: a swap")
+
+    @model_validator(mode="after")
+    def _something(self):
+        if self.rotate % 90:
+            raise ValueError(f"rotate must be a multiple of 90 degrees, got {self.rotate}")
+        if self.data_of is None and not self.rotate % 360 and not self.relabel:
+            raise ValueError("nothing would change; say rotate, relabel or data_of")
+        if self.data_of is not None and len(self.data_of) != len(self.clients):
+            raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
+        return self
 
 
 class Event(Section):
-    """Clients that come or go before a round is drawn."""
+    """Clients that come, go or change before a round is drawn."""
 
     round: int = Field(ge=1, description="the round before which it happens, counted from 1")
-    join: list[int] = Field([], description="clients that come: absent before, unless they left earlier")
-    leave: list[int] = Field([], description="clients that go")
+    join: ClientIds = Field([], description="clients that come: absent before, unless they left earlier. Ids and ranges: [3, 80-99]")
+    leave: ClientIds = Field([], description="clients that go")
+    change: list[DataChange] = Field([], description="clients whose data change, e.g. [{clients: 0-9, rotate: 90}]; in the order given")
 
 
 class Evaluation(Section):

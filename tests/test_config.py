@@ -85,6 +85,14 @@ class TestErrors:
         ({"methods": []}, r"^methods: .*at least 1 item.*, got \[\]$"),
         ({"name": "a/b"}, "^name: .*, got 'a/b'$"),
         ({"schedule": [{"join": [1]}]}, "^schedule.0.round: Field required"),
+        ({"schedule": [{"round": 1, "join": "9-3"}]}, "^schedule.0.join: a range of clients goes from the lower to the higher id, got '9-3'"),
+        ({"schedule": [{"round": 1, "leave": ["x-3"]}]}, "^schedule.0.leave.0: .*integer.*, got 'x-3'$"),
+        ({"schedule": [{"round": 1, "change": [{"clients": [1]}]}]}, "^schedule.0.change.0: nothing would change; say rotate, relabel or data_of"),
+        ({"schedule": [{"round": 1, "change": [{"clients": [1], "rotate": 45}]}]}, "^schedule.0.change.0: rotate must be a multiple of 90 degrees, got 45"),
+        ({"schedule": [{"round": 1, "change": [{"clients": "1-3", "data_of": 5}]}]}, "^schedule.0.change.0: data_of names 1 clients for 3; give one for each"),
+        ({"cohort": {"availability": 1.5}}, "^cohort.availability.chance: .*less than or equal to 1, got 1.5$"),
+        ({"cohort": {"availability": {"kind": "trace"}}}, "^cohort.availability: kind trace and a file belong together, got kind trace and file None"),
+        ({"cohort": {"availability": {"kind": "diurnal", "periods": 3}}}, r"unknown key 'cohort.availability.periods' \(did you mean 'period'\?\)"),
         ({"cohort": {"clients": 50}}, "^cohort.clients: 50 clients per round, but the federation has 40; at most 40$"),
     ])  # fmt: skip
     def test_a_value_out_of_range_says_the_range(self, values, message):
@@ -113,6 +121,8 @@ class TestYaml:
         ["local.lr=1e-5", "local.batch_size=null", "cohort.clients=7", "methods=[local, {ifca: {num_clusters: 2}}]"],
         ["schedule=[{round: 2, join: [3]}]", "data.shift.kind=pathological", "data.normalize=[[0.5], [0.25]]", "evaluation.target=0.9", "model.options={hidden: 7}"],
         ["data.partition={kind: iid, clients: 2, sizes: [5, 6], cut: [{keep: 0.5, clients: 1}]}", "data.test={view: holdout, pool: true}"],
+        ["schedule=[{round: 2, join: [3, 5-9], leave: 11-12, change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}]}]", "cohort.availability=0.5"],
+        ["cohort.availability={kind: diurnal, chance: 0.3, zones: 4}"],
         ["data.shift.kind=none", "data.partition={kind: dirichlet, groups: 5, alpha: 10, capped: false}"],
     ])  # fmt: skip
     def test_what_is_written_is_what_was_read(self, overrides, file):
@@ -120,6 +130,18 @@ class TestYaml:
         text = experiment.to_yaml()
         again = load(file(text))
         assert again == experiment and again.to_yaml() == text and again.config_hash == experiment.config_hash
+
+    def test_clients_are_ids_and_ranges(self):
+        experiment = load(None, ["schedule=[{round: 2, join: [3, 5-9, 12, 13], leave: 20-21}]"])
+        assert experiment.schedule[0].join == [3, 5, 6, 7, 8, 9, 12, 13] and experiment.schedule[0].leave == [20, 21]
+        assert yaml.safe_load(experiment.to_yaml())["schedule"][0]["join"] == [3, "5-9", 12, 13]
+
+    def test_a_trace_that_changed_is_another_experiment(self, tmp_path):
+        file, hashes = tmp_path / "trace.csv", []
+        for text in ("client,from,to\n0,1,2\n", "client,from,to\n0,1,3\n"):
+            file.write_text(text)
+            hashes.append(Experiment(cohort={"availability": {"kind": "trace", "file": str(file)}}).config_hash)
+        assert hashes[0] != hashes[1]
 
     def test_every_key_is_written_except_a_federation(self):
         written = yaml.safe_load(Experiment().to_yaml())

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfl_ray.core.availability import ALWAYS, Availability
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.rng import stream
 
@@ -61,10 +62,10 @@ class Population:
             raise ConfigError(f"schedule: no client is left in round {round}; let fewer leave or others join")
         return came_ids, gone_ids
 
-    def draw(self, round: int, fraction: float, clients: int | None, availability: float, dropout: float) -> Drawn:
+    def draw(self, round: int, fraction: float, clients: int | None = None, availability: Availability = ALWAYS, dropout: float = 0.0) -> Drawn:
         """m = max(1, floor(fraction * online)) clients, or `clients`, uniformly without replacement among those reachable.
 
-        Fewer where not enough are reachable. At least one client reports.
+        Fewer where not enough are reachable. At least one client reports, unless a trace says that nobody is there.
         """
         wanted = min(clients or share(fraction, len(self.online)), len(self.online))
         selected = self._reachable(round, wanted, availability)
@@ -73,16 +74,19 @@ class Population:
             stays[0] = True
         return Drawn(np.sort(selected[stays]), int((~stays).sum()))
 
-    def _reachable(self, round: int, wanted: int, availability: float) -> np.ndarray:
+    def _reachable(self, round: int, wanted: int, availability: Availability) -> np.ndarray:
         draw = stream(self.seed, round, 0, -1, "cohort")
-        if availability >= 1:
+        if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
+        if (named := availability.named(round)) is not None:
+            there = np.intersect1d(named, self.online, assume_unique=True)
+            return there[draw.choice(len(there), min(wanted, len(there)), replace=False, shuffle=False)]
         found: list[int] = []
-        enough = int((50 + 2 * wanted) / availability)  # twice as many as are needed on average, and some more for small cohorts
+        enough = int((50 + 2 * wanted) / max(availability.expected(round), 1e-6))  # twice as many as are needed on average, and some more for small cohorts
         order = draw.permutation(len(self.online)) if enough > len(self.online) // 4 else draw.choice(len(self.online), enough, replace=False)
         for position in order:
             client = int(self.online[position])
-            if self._chance(round, client, "availability") < availability:
+            if self._chance(round, client, "availability") < availability.chance(round, client):
                 found.append(client)
             if len(found) == wanted:
                 break

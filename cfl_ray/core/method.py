@@ -94,6 +94,10 @@ class Method(ABC):
         """The state after newcomers came; by default they are placed when they first take part."""
         return state
 
+    def drift(self, state: State, clients: Clients) -> State:
+        """The state after the data of `clients` changed, where clients notice that and say so; by default nobody does."""
+        return state
+
     def leave(self, state: State, ids: np.ndarray) -> State:
         """The state after the clients `ids` left for good."""
         return state.forget(ids)

@@ -35,6 +35,18 @@ class Federation(ABC):
         """What the data's owner calls this client, e.g. a FEMNIST writer; the id itself where the data name nobody."""
         return str(client)
 
+    def at(self, round: int) -> "Federation":
+        """The federation as it is in a round; itself where no client's data change."""
+        return self
+
+    def changed(self, round: int) -> np.ndarray:
+        """int64 ids, ascending: the clients whose data change before this round."""
+        return np.zeros(0, np.int64)
+
+    def place_of(self, group: int) -> tuple[int, int, int]:
+        """(family, quarter turns, label offset) of a true group: groups of one family see the same samples, turned and relabelled."""
+        return group, 0, 0
+
     @abstractmethod
     def train(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Training samples of a client: x float32 (n, *shape.input), normalised, and y int64 (n,)."""

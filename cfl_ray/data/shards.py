@@ -111,6 +111,17 @@ class ShardFederation(IndexedFederation):
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()
 
+    def place_of(self, group: int) -> tuple[int, int, int]:
+        shift = self.recipe.get("data", {}).get("shift", {})
+        if shift.get("kind") == "rotated":
+            return 0, shift["angles"][group] // 90 % 4, 0
+        if shift.get("kind") == "shifted":
+            return 0, 0, shift["offsets"][group] % self.shape.num_classes
+        if shift.get("kind") == "rotated_labels":
+            angle, labels = divmod(group, len(shift["label_sets"]))
+            return labels, shift["angles"][angle] // 90 % 4, 0
+        return super().place_of(group)
+
     def num_test_sets(self) -> int:
         return len(self.manifest.test)
 

@@ -41,6 +41,10 @@ class SyntheticFederation(Federation):
     def group_N(self) -> np.ndarray:
         return np.arange(self._clients, dtype=np.int32) % np.int32(self._groups)
 
+    def place_of(self, group: int) -> tuple[int, int, int]:
+        block, offset = divmod(group, self.shape.num_classes)
+        return block, 0, -offset % self.shape.num_classes
+
     def train(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._draw(client % self._groups, self._samples, stream(self._seed, -1, -1, client, "synthetic/train"))
 

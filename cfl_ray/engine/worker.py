@@ -46,12 +46,16 @@ class Worker:
     federation: Federation
     engine: str = "sequential"
 
+    def __post_init__(self):
+        self.data = self.federation  # as it is in the round at work
+
     def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Left]:
         """Does a piece: what it found, and what its clients keep of it. Weighted sums are added to `sums`.
 
         memory: what the clients own, or, where the work mixes pending results, those.
         """
         left = Left()
+        self.data = self.federation.at(work.address.round)
         if isinstance(work, Train):
             arrays = self._train(work, row, memory, left, sums)
         elif isinstance(work, MixPending):
@@ -136,7 +140,7 @@ class Worker:
         """Training data of a client; None, and it is left out, where they are not sound."""
         client = int(work.ids_M[index])
         with named(client, "reading its data"):
-            x, y = self.federation.train(client)
+            x, y = self.data.train(client)
             flaw = data_flaw(x, y, self.federation.shape)
         if flaw:
             left.out[index] = LeftOut(f"its data have {flaw}")
@@ -214,7 +218,7 @@ class Worker:
         client = int(work.ids_M[index])
         with named(client, "testing"):
             logits = self._predictor(work, index, row, row_P)
-            x, y = self.federation.test(client, images)
+            x, y = self.data.test(client, images)
             if flaw := data_flaw(x, y, self.federation.shape, least=0):
                 left.out[index] = LeftOut(f"its test data have {flaw}")
                 return (np.nan,) * 3
@@ -230,7 +234,7 @@ class Worker:
     def _test_shared(self, work: TestShared, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
         arrays = self._blank(work)
         for index, test_set in enumerate(work.ids_M.tolist()):
-            x, y = self.federation.test_set(test_set)
+            x, y = self.data.test_set(test_set)
             if flaw := data_flaw(x, y, self.federation.shape, least=0):
                 left.out[index] = LeftOut(f"its test set {test_set} has {flaw}")
                 continue

@@ -8,7 +8,9 @@ Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 1 to 3; int
     w_k <- Avg of SGD_i(w_k) over the group's participants
     w_k <- (w_k + eta_G sum_{l != k} w_l / |w_l|) / (1 + eta_G sum_{l != k} 1 / |w_l|)             optional, the official code's form
 
-Departures: groups are static; a client is not grouped anew when its data change. Updates longer than `sketch` are projected.
+    a client whose data changed leaves its group and is cold-started again                         FlexCFL, `regroup`
+
+Departures: a client is told that its data changed; it does not measure its label distribution. Updates longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ class FedGroup(Method, name="fedgroup"):
     pretrain_steps: int = option(50, "mini-batch steps of a cold start", source="official code", low=1)
     similarity: str = option("edc", "decomposed cosine similarity with K-means, or MADC with complete linkage", source="paper", choices=("edc", "madc"))
     eta_g: float = option(0.0, "eta_G: rate of mixing between groups (FlexCFL: 0 or 0.1)", source="paper", low=0)
+    regroup: bool = option(True, "group a client anew when its data have changed (FlexCFL)", source="FlexCFL")
     sketch: int = sketching()
     weights: str = weighting()
 
@@ -102,6 +105,9 @@ class FedGroup(Method, name="fedgroup"):
         if state.phase == "cluster":
             return state
         return placed_by_training(state, clients, update_of(clients.spec, self.sketch), "cosine", self.steps(clients))
+
+    def drift(self, state, clients):
+        return state.forget(clients.ids_M) if self.regroup else state
 
     def serve(self, state, clients):
         return serve_per_cluster(state, clients, state.start_KP)

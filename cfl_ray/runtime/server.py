@@ -41,11 +41,11 @@ class Server:
     """
 
     def __init__(self, setup: Setup, label: str, network: Network, backend: Backend, store: CheckpointStore | None):
-        self.experiment, self.federation, self.local = setup.experiment, setup.federation, setup.local
+        self.experiment, self.whole, self.local, self.availability = setup.experiment, setup.federation, setup.local, setup.availability
         self.method, self.network, self.backend, self.store = setup.methods[label], network, backend, store
         experiment = self.experiment
         self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
-        self.evaluator = Evaluator(experiment.evaluation, self.federation, backend, experiment.seed)
+        self.evaluator = Evaluator(experiment.evaluation, self.whole, backend, experiment.seed)
         self.now: Lifecycle = Starting()
         self.report = Report(self.now, 0)
 
@@ -75,13 +75,14 @@ class Server:
 
     def _load(self) -> int:
         """Everything as it was after the newest checkpoint, or before round 1. Returns that round."""
-        experiment, federation = self.experiment, self.federation
+        experiment, federation = self.experiment, self.whole
         changes = [Change(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule]
         self.population = Population(federation.num_clients, changes, experiment.seed)
         self.initial_P = self.network.new_model(experiment.seed, 0)
         self.ledger = Ledger()
         self.held_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)  # P-local: accuracy and macro-F1 after the last own training
         checkpoint = self.store.load() if self.store else None
+        self._see(checkpoint.round if checkpoint else 0)
         if checkpoint is None:
             start = Start(federation.num_clients, self.network.spec, lambda index: self.network.new_model(experiment.seed, index), federation.shape.input)
             self.state = self.method.init(start)
@@ -107,9 +108,12 @@ class Server:
         self.books = Round(ledger=self.ledger)
         self._come_and_go(number)
         cohort = self.experiment.cohort
-        drawn = self.population.draw(number, cohort.fraction, cohort.clients, cohort.availability, cohort.dropout)
-        clients = self._clients(drawn.ids_M, number, measure=self.experiment.evaluation.local)
-        self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, number))
+        drawn = self.population.draw(number, cohort.fraction, cohort.clients, self.availability, cohort.dropout)
+        if len(drawn.ids_M):
+            clients = self._clients(drawn.ids_M, number, measure=self.experiment.evaluation.local)
+            self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, number))
+        else:
+            self.notes.append("nobody could be reached: a round without training")
         for client, held in self.books.held.items():
             self.held_N2[client] = held
         if drawn.dropped:
@@ -122,7 +126,12 @@ class Server:
         self.metrics["round_seconds"] = time.perf_counter() - began
         self.time_ms = time.time_ns() // 1_000_000
 
+    def _see(self, number: int) -> None:
+        """Looks at the federation as it is in a round."""
+        self.federation = self.evaluator.federation = self.whole.at(number)
+
     def _come_and_go(self, number: int) -> None:
+        self._see(number)
         came, gone = self.population.advance(number)
         if len(gone):
             self.state = self.method.leave(self.state, gone)
@@ -132,6 +141,10 @@ class Server:
         if len(came):
             self.state = self.method.join(self.state, self._clients(came, number))
             self.notes.append(f"joined: {_listed(came)}")
+        changed = np.intersect1d(self.whole.changed(number), self.population.online)
+        if len(changed):
+            self.state = self.method.drift(self.state, self._clients(changed, number))
+            self.notes.append(f"data changed: {_listed(changed)}")
 
     def _note_left_out(self, books: Round) -> None:
         """One line for all that were left out for the same reason, once per round."""
@@ -193,7 +206,7 @@ class Server:
     def _reachable(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sizes of all clients online that are reachable in this round and do not fail in it."""
         cohort = self.experiment.cohort
-        ids = self.population.draw(number, 1.0, None, cohort.availability, cohort.dropout).ids_M
+        ids = self.population.draw(number, 1.0, None, self.availability, cohort.dropout).ids_M
         return ids, self.federation.size_N[ids]
 
 

@@ -10,10 +10,13 @@ import torch
 
 from cfl_ray import data, models
 from cfl_ray.config import Experiment, check_cohort
+from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import choose
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
@@ -29,6 +32,7 @@ class Setup:
     federation: Federation
     recipe: ModelRecipe
     methods: dict[str, Method]  # by label, in the order of the config
+    availability: Availability = ALWAYS
 
     @property
     def local(self) -> LocalSGD:
@@ -48,9 +52,26 @@ def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | 
     federation = experiment.data.federation
     if federation is None:
         federation = data.build(experiment.data, experiment.seed, shards_folder(experiment), progress)
-    recipe = models.recipe(experiment.model.name, experiment.model.options, federation.shape.input, federation.shape.num_classes)
     _check_clients(experiment, federation)
-    return Setup(experiment, federation, recipe, methods)
+    changes = [
+        DataChange(event.round, tuple(change.clients), change.rotate // 90 % 4, change.relabel, None if change.data_of is None else tuple(change.data_of))
+        for event in experiment.schedule
+        for change in event.change
+    ]
+    if changes:
+        federation = ChangingFederation(federation, changes)
+    recipe = models.recipe(experiment.model.name, experiment.model.options, federation.shape.input, federation.shape.num_classes)
+    return Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+
+
+def _availability(experiment: Experiment, num_clients: int) -> Availability:
+    """Raises DataError where it is a trace that cannot be used."""
+    given = experiment.cohort.availability
+    if given.kind == "trace":
+        return Trace(*read_trace(given.file, num_clients), given.unit)
+    if given.kind == "diurnal":
+        return Diurnal(given.chance, given.amplitude, given.period, experiment.seed, given.zones)
+    return ALWAYS if given.kind == "always" else Bernoulli(given.chance)
 
 
 def shards_folder(experiment: Experiment) -> str:

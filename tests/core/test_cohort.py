@@ -3,6 +3,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from cfl_ray.core.availability import Bernoulli
 from cfl_ray.core.cohort import Change, Population, share
 from cfl_ray.core.errors import ConfigError
 
@@ -11,7 +12,7 @@ def draws(population, rounds, fraction=0.3, clients=None, availability=1.0, drop
     found = []
     for number in range(1, rounds + 1):
         population.advance(number)
-        found.append(population.draw(number, fraction, clients, availability, dropout))
+        found.append(population.draw(number, fraction, clients, Bernoulli(availability), dropout))
     return found
 
 
@@ -38,15 +39,15 @@ class TestDraw:
     def test_depends_on_seed_and_round_and_not_on_what_was_drawn_before(self):
         late = Population(40, (), 0)
         late.advance(7)
-        alone = late.draw(7, 0.3, None, 1.0, 0.0).ids_M
+        alone = late.draw(7, 0.3, None, Bernoulli(1.0), 0.0).ids_M
         assert np.array_equal(alone, draws(Population(40, (), 0), 7)[-1].ids_M)
         assert not np.array_equal(alone, draws(Population(40, (), 0), 8)[-1].ids_M)
         assert not np.array_equal(alone, draws(Population(40, (), 1), 7)[-1].ids_M)
 
     def test_a_number_of_clients_overrules_the_fraction_and_is_limited_by_who_is_there(self):
         population = Population(10, (), 0)
-        assert len(population.draw(1, 0.1, 4, 1.0, 0.0).ids_M) == 4
-        assert population.draw(1, 0.1, 99, 1.0, 0.0).ids_M.tolist() == list(range(10))
+        assert len(population.draw(1, 0.1, 4, Bernoulli(1.0), 0.0).ids_M) == 4
+        assert population.draw(1, 0.1, 99, Bernoulli(1.0), 0.0).ids_M.tolist() == list(range(10))
 
     def test_availability_draws_from_those_reachable(self):
         """With availability a, the reachable ones of 1000 number about 1000 a; who asks for more gets them all."""
@@ -62,7 +63,7 @@ class TestDraw:
         population = Population(5000, (), 0)
         reachable = {number: {i for i in range(5000) if population._chance(number, i, "availability") < availability} for number in (1, 2, 3)}
         for number, expected in reachable.items():
-            ids = population.draw(number, 0.1, wanted, availability, 0.0).ids_M
+            ids = population.draw(number, 0.1, wanted, Bernoulli(availability), 0.0).ids_M
             assert len(ids) == wanted and set(ids.tolist()) <= expected
 
     def test_somebody_reports_even_where_nobody_is_reachable(self):
@@ -94,7 +95,7 @@ class TestComingAndGoing:
         assert [part.tolist() for part in population.advance(3)] == [[8, 9], [0]]
         assert population.online.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
         assert [part.tolist() for part in population.advance(4)] == [[], []]
-        assert all(set(population.draw(r, 1.0, None, 1.0, 0.0).ids_M) == set(range(1, 10)) for r in (4, 5))
+        assert all(set(population.draw(r, 1.0, None, Bernoulli(1.0), 0.0).ids_M) == set(range(1, 10)) for r in (4, 5))
 
     @pytest.mark.parametrize("upto", range(7))
     def test_a_resumed_population_is_the_one_that_went_round_by_round(self, upto):
@@ -125,7 +126,7 @@ def test_a_round_costs_what_its_cohort_costs(availability, dropout):
         population = Population(num_clients, (), 0)
         population.advance(1)
         tracemalloc.start()
-        population.draw(1, 0.1, 20, availability, dropout)
+        population.draw(1, 0.1, 20, Bernoulli(availability), dropout)
         allocated = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return allocated

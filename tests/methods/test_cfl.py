@@ -314,7 +314,7 @@ def test_is_fedavg_where_eps1_is_zero(weights, local):
 def test_planted_groups_are_found(participation, rounds):
     one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
     population = Population(12, (), 0)
-    drawn = [population.draw(number, participation, None, 1.0, 0.0).ids_M for number in range(1, rounds + 1)]
+    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
     method = CFL(relative=True, min_rounds=5, eps1=0.3 if participation == 1 else 0.6, eps2=0.5)
     state = one.play(method, *drawn)
     assert state.num_clusters == 3 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1

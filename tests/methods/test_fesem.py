@@ -148,7 +148,7 @@ def test_one_centre_is_fedavg(weights, local):
 def test_planted_groups_are_found(clients, participation, rounds):
     one = Stage(planted(clients, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
     population = Population(clients, (), 0)
-    drawn = [population.draw(number, participation, None, 1.0, 0.0).ids_M for number in range(1, rounds + 1)]
+    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
     method = FeSEM(num_clusters=3)
     state = one.play(method, *drawn)
     seen = np.unique(np.concatenate(drawn))

@@ -138,7 +138,7 @@ def test_planted_groups_are_found(participation, rounds):
         sent = clients.send(state.models_KP[group : group + 1])
         warm.append(clients.train(sent, beside=clients.send(state.global_KP), mix=torch.ones(1, 1)).mixed(state.models_KP[:1]))
     population = Population(12, (), 0)
-    drawn = [population.draw(number, participation, None, 1.0, 0.0).ids_M for number in range(1, rounds + 1)]
+    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
     state = one.play(method, *drawn, state=state.advance(models_KP=torch.cat(warm)))
     served = method.serve(state, one.clients()).row_M
     assert agreement(one.federation.group_N, served)["ari"] == 1

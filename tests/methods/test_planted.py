@@ -27,7 +27,7 @@ def stage(federation=None, engine="sequential") -> Stage:
 
 def cohorts(participation: float, rounds: int) -> list[np.ndarray]:
     population = Population(CLIENTS, (), 0)
-    return [population.draw(number, participation, None, 1.0, 0.0).ids_M for number in range(1, rounds + 1)]
+    return [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
 
 
 def accuracy(one: Stage, method, state) -> float:

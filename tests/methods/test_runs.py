@@ -21,7 +21,7 @@ def no_figures(monkeypatch):
 
 
 CLOCKS = {"round_seconds"}
-SCHEDULE = [{"round": 2, "join": [8]}, {"round": 4, "leave": [1, 8]}, {"round": 5, "join": [9, 1]}]
+SCHEDULE = [{"round": 2, "join": [8]}, {"round": 4, "leave": [1, 8], "change": [{"clients": [2, 3], "relabel": 1}]}, {"round": 5, "join": [9, 1]}]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ EARLY = {  # options that bring every phase into the first rounds
     "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5}, "fl_hc": {"cluster_round": 2}, "ifca_cam": {"warmup_rounds": 1},
 }  # fmt: skip
 METHODS = sorted(REGISTRY)
-SCHEDULE = [{"round": 2, "join": [10, 11]}, {"round": 3, "leave": [0, 1]}]
-COHORT = {"fraction": 0.75, "availability": 0.8, "dropout": 0.2}
+SCHEDULE = [{"round": 2, "join": [10, 11], "change": [{"clients": "2-3", "relabel": 1}]}, {"round": 3, "leave": [0, 1]}, {"round": 4, "change": [{"clients": [4, 5], "data_of": [5, 4]}]}]
+COHORT = {"fraction": 0.75, "availability": {"kind": "diurnal", "chance": 0.8, "amplitude": 0.2, "period": 4.0}, "dropout": 0.2}
 
 
 @pytest.fixture

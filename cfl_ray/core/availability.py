@@ -1,0 +1,98 @@
+"""When a client can be reached. A model answers for any round by itself, so that a resumed run finds the same clients."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cfl_ray.core.rng import stream
+
+
+class Availability(ABC):
+    """Says with which chance a client is reachable in a round; the draw itself is the population's."""
+
+    @property
+    def always(self) -> bool:
+        """Whether everybody is reachable in every round."""
+        return False
+
+    @abstractmethod
+    def chance(self, round: int, client: int) -> float:
+        """Chance that the client is reachable in the round."""
+
+    @abstractmethod
+    def expected(self, round: int) -> float:
+        """The mean of that over clients."""
+
+    def named(self, round: int) -> np.ndarray | None:
+        """int64 ids, ascending, where the model itself says who is reachable; None where every client has its chance."""
+        return None
+
+
+@dataclass(frozen=True)
+class Bernoulli(Availability):
+    """Every client in every round with the same chance, independently; 1.0: always."""
+
+    mean: float = 1.0
+
+    @property
+    def always(self) -> bool:
+        return self.mean >= 1
+
+    def chance(self, round: int, client: int) -> float:
+        return self.mean
+
+    def expected(self, round: int) -> float:
+        return self.mean
+
+
+ALWAYS = Bernoulli()
+
+
+@dataclass(frozen=True)
+class Diurnal(Availability):
+    """Day and night: p_i(t) = clip(mean + amplitude * sin(2 pi (t / period + phase_i)), 0, 1), t the round.
+
+    phase_i is uniform in [0, 1), or one of `zones` equally spaced phases.
+    """
+
+    mean: float
+    amplitude: float
+    period: float  # rounds of a day
+    seed: int
+    zones: int | None = None
+
+    def chance(self, round: int, client: int) -> float:
+        phase = stream(self.seed, -1, -1, int(client), "diurnal phase").random()
+        if self.zones is not None:
+            phase = np.floor(phase * self.zones) / self.zones
+        return float(self._chance(round, phase))
+
+    def expected(self, round: int) -> float:
+        phases = np.arange(self.zones or 256) / (self.zones or 256)
+        return float(self._chance(round, phases).mean())
+
+    def _chance(self, round: int, phase: np.ndarray) -> np.ndarray:
+        wave = np.sin(2 * np.pi * (round / self.period + phase))
+        return np.clip(self.mean + self.amplitude * wave, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Trace(Availability):
+    """Recorded intervals: a client is reachable in a round that lies in one of its intervals, both ends included."""
+
+    client_I: np.ndarray = field(repr=False)  # int64 (I,)
+    from_I: np.ndarray = field(repr=False)  # float64 (I,): in the trace's unit of time
+    to_I: np.ndarray = field(repr=False)  # float64 (I,)
+    unit: float = 1.0  # length of a round in that unit
+
+    def named(self, round: int) -> np.ndarray:
+        now = round * self.unit
+        return np.unique(self.client_I[(self.from_I <= now) & (now <= self.to_I)])
+
+    def chance(self, round: int, client: int) -> float:
+        return float(client in self.named(round))
+
+    def expected(self, round: int) -> float:
+        known = len(np.unique(self.client_I))
+        return len(self.named(round)) / known if known else 0.0

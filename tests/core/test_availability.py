@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, Trace
+from cfl_ray.core.cohort import Change, Population
+
+
+def cohort(population, number, availability, clients=None, fraction=1.0):
+    population.advance(number)
+    return population.draw(number, fraction, clients, availability, 0.0).ids_M
+
+
+def test_always_is_everybody():
+    assert ALWAYS.always and not Bernoulli(0.999).always and not Diurnal(1.0, 0.2, 24, 0).always
+    assert cohort(Population(5, (), 0), 1, ALWAYS).tolist() == [0, 1, 2, 3, 4]
+
+
+class TestDiurnal:
+    def test_follows_the_formula(self):
+        """mean + amplitude sin(2 pi (t / period + phase)); one zone has phase 0: a quarter of a day is the peak, three quarters the trough."""
+        day = Diurnal(0.5, 0.3, 8, seed=0, zones=1)
+        assert [round(day.chance(t, 7), 9) for t in (0, 2, 4, 6, 8)] == [0.5, 0.8, 0.5, 0.2, 0.5]
+        assert Diurnal(0.9, 0.3, 8, 0, 1).chance(2, 0) == 1.0 and Diurnal(0.1, 0.3, 8, 0, 1).chance(6, 0) == 0.0
+
+    def test_zones_are_equally_spaced_phases(self):
+        day = Diurnal(0.5, 0.5, 8, seed=3, zones=4)
+        assert {round(day.chance(1, client), 6) for client in range(200)} == {round(0.5 + 0.5 * np.sin(2 * np.pi * (1 / 8 + z / 4)), 6) for z in range(4)}
+
+    def test_expected_is_the_mean_over_clients(self):
+        for zones in (None, 1, 3):
+            day = Diurnal(0.4, 0.4, 10, seed=1, zones=zones)
+            for t in (1, 4, 8):
+                assert day.expected(t) == pytest.approx(np.mean([day.chance(t, client) for client in range(4000)]), abs=0.03)
+
+    def test_fewer_take_part_at_night(self):
+        day, population = Diurnal(0.5, 0.45, 20, seed=0, zones=1), Population(1000, (), 0)
+        sizes = [len(cohort(population, t, day)) for t in range(1, 21)]
+        assert np.argmax(sizes) + 1 in (4, 5, 6) and np.argmin(sizes) + 1 in (14, 15, 16)
+        assert abs(max(sizes) - 950) < 40 and abs(min(sizes) - 50) < 40
+
+    def test_finds_enough_also_at_night(self):
+        """In round 15 one of 20 is there: 100 of 2000 on average, so 20 can be found."""
+        assert len(cohort(Population(2000, (), 0), 15, Diurnal(0.5, 0.45, 20, 0, 1), clients=20)) == 20
+
+
+class TestTrace:
+    def trace(self, unit=1.0):
+        return Trace(np.array([0, 1, 1, 3]), np.array([1.0, 2, 5, 3]), np.array([4.0, 2, 6, 3]), unit)
+
+    def test_names_the_clients_of_a_round_both_ends_included(self):
+        assert [self.trace().named(t).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
+
+    def test_unit_is_the_length_of_a_round(self):
+        assert [self.trace(2.0).named(t).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
+
+    def test_nobody_else_is_ever_drawn_and_nobody_may_be_there(self):
+        population = Population(5, (), 0)
+        assert [cohort(population, t, self.trace()).tolist() for t in range(1, 8)] == [[0], [0, 1], [0, 3], [0], [1], [1], []]
+
+    def test_who_left_is_not_drawn(self):
+        population = Population(5, (Change(3, leave=(0,)),), 0)
+        assert [cohort(population, t, self.trace()).tolist() for t in (2, 3, 4)] == [[0, 1], [3], []]
+
+    def test_the_fraction_is_of_those_online_and_the_draw_is_uniform_among_those_reachable(self):
+        trace, population = Trace(np.arange(10), np.zeros(10), np.full(10, 9999.0)), Population(20, (), 0)
+        count = np.zeros(20)
+        for number in range(1, 1001):
+            ids = cohort(population, number, trace, fraction=0.2)
+            assert len(ids) == 4
+            count[ids] += 1
+        assert not count[10:].any() and np.abs(count[:10] - 400).max() < 5 * np.sqrt(1000 * 0.4 * 0.6)
