@@ -13,7 +13,7 @@ from torch import Tensor
 from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.updates import Ledger, Round, Updates
-from cfl_ray.core.work import Address, Backend, Describe, Keep, Losses, Mix, MixPending, Outcome, Own, PullRows, Rows, TestClients, Train
+from cfl_ray.core.work import Address, Backend, Describe, Keep, Losses, Mix, MixPending, Outcome, Own, PullRows, Rows, TestClients, Train, Work
 
 __all__ = ["Clients", "Keep", "Ledger", "Own", "Pull", "Round", "Sent", "Updates"]
 
@@ -163,14 +163,14 @@ class Clients:
             self.upload(self.spec.size - (private.count if private else 0))
         elif keep is not None:
             self.upload(keep.columns.count)
-        outcome = self.backend.run(work)
+        outcome = self._run(work)
         self._note_training(outcome, held)
         return Updates(outcome, work.mix, private, work.address.exchange)
 
     def mix(self, updates: Updates, weight_RM: Tensor) -> Updates:
         """Averages the results of a `train(..., mix_later=True)` of this round; no further traffic. Clients without a sound result are left out."""
         mix = _normalised(weight_RM, len(self))
-        outcome = self.backend.run(MixPending(self._address(), self.ids_M, (), mix=mix, pending=updates.exchange))
+        outcome = self._run(MixPending(self._address(), self.ids_M, (), mix=mix, pending=updates.exchange))
         return Updates(outcome, mix, updates.private, updates.exchange)
 
     def losses(self, sent: Sent, *, max_samples: int | None = None, beside: Sent | None = None) -> np.ndarray:
@@ -190,20 +190,20 @@ class Clients:
             beside=None if beside is None else tables.rows(beside),
             tables=tables.as_tuple(),
         )
-        return np.nan_to_num(self.backend.run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
+        return np.nan_to_num(self._run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
 
     def accuracies(self, sent: Sent) -> np.ndarray:
         """float64 (M, K): accuracy of each of the K models on each client's TEST data: only to reproduce results that were made with this leak."""
         found_KM = []
         for k in range(len(sent.models_KP)):
             start = Rows(0, np.full(len(self), k))
-            found_KM.append(self.backend.run(TestClients(self._address(), self.ids_M, (sent.models_KP,), start=start)).arrays["scores"][:, 0])
+            found_KM.append(self._run(TestClients(self._address(), self.ids_M, (sent.models_KP,), start=start)).arrays["scores"][:, 0])
         return np.nan_to_num(np.stack(found_KM, 1))
 
     def describe(
         self, function: Callable, anchor: Sent | None = None, *, sketch: int | None = None, floats: int | None = None, local: LocalSGD | None = None
     ) -> tuple[Tensor, np.ndarray]:
-        """`function(client, anchor_P)` of each client as float32 (M, F), and bool (M,): False where it was not finite.
+        """`function(client, anchor_P)` of each client as float32 (M, F), and bool (M,): False for a client that was left out.
 
         Results of different lengths are filled up with zeros.
 
@@ -224,21 +224,21 @@ class Clients:
             local=local or self.local,
             tables=tables.as_tuple(),
         )
-        arrays = self.backend.run(work).arrays
+        arrays = self._run(work).arrays
         self.books.ledger.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        self._reject(~arrays["ok"], "signature")
         return torch.from_numpy(arrays["features"]), arrays["ok"]
 
     def _address(self) -> Address:
         self.books.exchanges += 1
         return Address(self.seed, self.number, self.books.exchanges)
 
-    def _reject(self, bad_M: np.ndarray, what: str) -> None:
-        self.books.rejected.update({int(client): what for client in self.ids_M[bad_M]})
+    def _run(self, work: Work) -> Outcome:
+        outcome = self.backend.run(work)
+        self.books.left_out.update({int(work.ids_M[i]): left for i, left in outcome.left_out.items()})
+        return outcome
 
     def _note_training(self, outcome: Outcome, held: bool) -> None:
         ok_M = outcome.arrays["ok"]
-        self._reject(~ok_M, "update")
         if not held:
             return
         self.books.train_loss.update(zip(self.ids_M[ok_M].tolist(), outcome.arrays["train_loss"][ok_M].tolist()))

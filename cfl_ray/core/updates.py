@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import Mix, Outcome
+from cfl_ray.core.work import LeftOut, Mix, Outcome
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Updates:
 
     @property
     def ok_M(self) -> np.ndarray:
-        """bool (M,): False for a client whose update was not finite (or beyond 2^20) and was left out."""
+        """bool (M,): False for a client that was left out: its data or its update were not sound, or it took too long."""
         return self.outcome.arrays["ok"]
 
     @property
@@ -74,6 +74,16 @@ class Round:
 
     ledger: Ledger = field(default_factory=Ledger)
     exchanges: int = 0
-    rejected: dict[int, str] = field(default_factory=dict)  # client -> why its update was left out
+    left_out: dict[int, LeftOut] = field(default_factory=dict)  # client -> why
     train_loss: dict[int, float] = field(default_factory=dict)
     held: dict[int, tuple[float, float]] = field(default_factory=dict)  # client -> P-local accuracy and macro-F1
+
+    @property
+    def rejected(self) -> dict[int, str]:
+        """Clients whose data or results were not sound, and what was wrong with them."""
+        return {client: left.why for client, left in self.left_out.items() if not left.late}
+
+    @property
+    def late(self) -> dict[int, str]:
+        """Clients that took too long."""
+        return {client: left.why for client, left in self.left_out.items() if left.late}

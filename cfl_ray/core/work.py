@@ -207,12 +207,21 @@ def _uses(start: Rows, vote: int) -> list[Rows]:
     return [Rows(0, np.arange(vote))] if vote else [start]
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Why an exchange went on without a client."""
+
+    why: str  # follows "client 3: "
+    late: bool = False  # it took too long; else what it has or made is not sound
+
+
 @dataclass
 class PieceResult:
     """What one piece found: arrays with a leading axis of its clients, the sums left with the host apart."""
 
     index_m: np.ndarray
     arrays: dict[str, np.ndarray]
+    left_out: dict[int, LeftOut] = field(default_factory=dict)  # by position in the piece
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,7 @@ class Outcome:
     arrays: dict[str, np.ndarray]
     sums: dict[int, Tensor] = field(default_factory=dict)  # float64 (P,) by output row
     mass_R: np.ndarray | None = None  # float64: weights that actually arrived
+    left_out: dict[int, LeftOut] = field(default_factory=dict)  # by position among the M clients
 
 
 class Memory(Protocol):

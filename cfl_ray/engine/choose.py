@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from cfl_ray.core.errors import DataError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import sequential, span, vectorised
+from cfl_ray.engine.failure import named
 from cfl_ray.engine.network import Network
+from cfl_ray.engine.sound import data_flaw
 from cfl_ray.engine.task import Task
 
 _CLIENTS, _STEPS = 8, 5
@@ -36,8 +40,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
     """Times a few steps of a few clients with every engine that can do them."""
     start_P = network.new_model(seed, 0)
     tasks = []
-    for client in range(min(_CLIENTS, federation.num_clients)):
-        x, y = federation.train(client)
+    for client, (x, y) in _sound(federation):
         steps = min(int(local.steps_of(np.array([len(y)]))[0]), _STEPS)
         tasks.append(Task(client, start_P, x, y, steps, local, Address(seed, 0, 0)))
     seconds = {"sequential": _seconds(lambda: list(sequential.train(network, tasks)), network)}
@@ -55,6 +58,21 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
     engine = fastest if seconds["sequential"] > _MARGIN * seconds[fastest] else "sequential"
     measured = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
     return Choice(engine, "; ".join([f"{engine}: {measured} for {len(tasks)} clients, {max(task.steps for task in tasks)} steps", *why]))
+
+
+def _sound(federation: Federation) -> list[tuple[int, tuple[Tensor, Tensor]]]:
+    """The first clients whose data are sound, with their data. Raises DataError where nobody's are."""
+    found, flaws = [], []
+    for client in range(federation.num_clients):
+        with named(client, "reading its data"):
+            samples = federation.train(client)
+            flaw = data_flaw(*samples, federation.shape)
+        flaws.append(flaw) if flaw else found.append((client, samples))
+        if len(found) == _CLIENTS:
+            break
+    if not found:
+        raise DataError(f"no client has sound data; those of client 0 have {flaws[0]}")
+    return found
 
 
 def _seconds(work, network: Network) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import Mix, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.core.work import LeftOut, Mix, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
@@ -52,6 +52,11 @@ def gather(pieces: list[PieceResult], size: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+def left_out_of(pieces: list[PieceResult]) -> dict[int, LeftOut]:
+    """Clients that were left out, by position among the M clients."""
+    return {int(piece.index_m[i]): left for piece in pieces for i, left in piece.left_out.items()}
+
+
 def mass_of(mix: Mix | None, sums: HostSums) -> np.ndarray | None:
     """float64 (R,): the weight that arrived for every output row."""
     if mix is None:
@@ -78,7 +83,7 @@ class InProcess:
             result, left = self.worker.run(piece, index_m, lambda table, row: work.tables[table][row], self.memory.of(piece), sums)
             self.memory.keep(work, *({ids[i]: value for i, value in values.items()} for values in (left.owned, left.pending)))
             results.append(result)
-        return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
+        return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums), left_out_of(results))
 
     def forget(self, ids: np.ndarray) -> None:
         self.memory.forget(ids)

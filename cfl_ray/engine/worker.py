@@ -1,6 +1,5 @@
 """Does pieces of exchanges: the same code in this process and inside a client host."""
 
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -10,17 +9,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Describe, Keep, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import Describe, Keep, LeftOut, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
+from cfl_ray.engine.failure import named
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
 from cfl_ray.engine.reduce import HostSums, PieceSums
+from cfl_ray.engine.sound import ANY, blank, data_flaw, update_flaw, value_flaw
 from cfl_ray.engine.task import Pulled, Task, Trained
 
 Lookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
+Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
 Memory = dict[int, Tensor]  # position in the piece -> what the client has: columns it owns, or its result until it is mixed
 
 
@@ -30,10 +31,7 @@ class Left:
 
     owned: Memory = field(default_factory=dict)
     pending: Memory = field(default_factory=dict)
-
-
-class ClientFailure(Exception):
-    """Work on one client failed: says which client and at what."""
+    out: dict[int, LeftOut] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,23 +62,18 @@ class Worker:
             arrays = self._mix_pending(work, memory, sums)
         else:
             do = {Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
-            arrays = do[type(work)](work, row, memory)
-        return PieceResult(index_m, arrays), left
+            arrays = do[type(work)](work, row, memory, left)
+        return PieceResult(index_m, arrays, left.out), left
 
     # ---- training
 
     def _train(self, work: Train, row: Lookup, memory: Memory, left: Left, sums: HostSums) -> dict[str, np.ndarray]:
-        size = len(work.ids_M)
-        arrays = {"ok": np.zeros(size, bool), "train_loss": np.full(size, np.nan)}
-        if work.keep is not None:
-            arrays["kept"] = np.full((size, work.keep.count), np.nan, np.float32)
-            arrays["norm"] = np.full(size, np.nan)
-        if work.measure:
-            arrays["held"] = np.full((size, 2), np.nan)
+        arrays = self._blank(work)
         piece = PieceSums(work.mix) if work.mix is not None else None
-        for trained in self._trained(work, row, memory):
+        for trained in self._trained(work, row, memory, left):
             index, row_P, upload_P = trained.index, trained.row_P, trained.upload_P
-            if not _finite(row_P) or not _finite(upload_P) or not np.isfinite(trained.train_loss):
+            if flaw := self._flaw(trained):
+                left.out[index] = LeftOut(flaw)
                 continue
             arrays["ok"][index], arrays["train_loss"][index] = True, trained.train_loss
             if piece is not None:
@@ -93,32 +86,47 @@ class Worker:
             if work.mix_later:
                 left.pending[index] = upload_P.cpu().clone()
             if work.measure:  # last: it may load another row into the network
-                arrays["held"][index] = self._test_one(work, index, row, row_P, work.measure)[:2]
+                arrays["held"][index] = self._test_one(work, index, row, row_P, work.measure, Left())[:2]  # evaluation says what is wrong
         if piece is not None:
             sums.add(piece.rows, piece.mass)
         return arrays
 
-    def _trained(self, work: Train, row: Lookup, memory: Memory) -> Iterator[Trained]:
+    def _blank(self, work: Work) -> dict[str, np.ndarray]:
+        return blank(work, self.federation.shape.num_classes)
+
+    def _flaw(self, trained: Trained) -> str | None:
+        """What is wrong with a result: it is left out then."""
+        rows = [trained.row_P] if trained.anchor_P is None else [trained.row_P, trained.anchor_P]
+        flaw = next((flaw for row_P in rows if (flaw := update_flaw(row_P, self.network.spec.trained))), None)
+        if flaw is None and not np.isfinite(trained.train_loss):
+            flaw = "a loss that is not finite"
+        return flaw and f"its update has {flaw}"
+
+    def _trained(self, work: Train, row: Lookup, memory: Memory, left: Left) -> Iterator[Trained]:
         if self.engine == "vectorised" and not work.in_order:
-            tasks = [self._task(work, i, row, memory) for i in range(len(work.ids_M))]
-            if len(tasks) > 1 and vectorised.refusal(self.network, tasks) is None:
-                yield from vectorised.train(self.network, tasks)
+            tasks = {i: task for i in range(len(work.ids_M)) if (task := self._task(work, i, row, memory, left))}
+            positions, stack = list(tasks), list(tasks.values())
+            if len(stack) > 1 and vectorised.refusal(self.network, stack) is None:
+                yield from (replace(trained, index=positions[trained.index]) for trained in vectorised.train(self.network, stack))
                 return
         before_P = None
         for index in range(len(work.ids_M)):
-            task = self._task(work, index, row, memory)
+            task = self._task(work, index, row, memory, left)
+            if task is None:
+                continue
             if before_P is not None:
                 task = replace(task, start_P=before_P)
-            with _named(task.client, "training"):
+            with named(task.client, "training"):
                 trained = span.train_one(self.engine, self.network, task)
-            if work.in_order and _finite(trained.row_P):
+            if work.in_order and update_flaw(trained.row_P, self.network.spec.trained) is None:
                 before_P = trained.row_P.clone()
             yield replace(trained, index=index)
 
-    def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory) -> Task:
-        client = int(work.ids_M[index])
-        with _named(client, "reading its data"):
-            x, y = self.data.train(client)
+    def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory, left: Left) -> Task | None:
+        client, samples = int(work.ids_M[index]), self._samples(work, index, left)
+        if samples is None:
+            return None
+        x, y = samples
         start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
         beside_P = _beside(work, index, row)
         if isinstance(work, TestClients):
@@ -127,6 +135,16 @@ class Worker:
             Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns, pull.follow, pull.every) for pull in work.pulls
         )
         return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P)
+
+    def _samples(self, work: Work, index: int, left: Left) -> Samples | None:
+        """Training data of a client; None, and it is left out, where they are not sound."""
+        client = int(work.ids_M[index])
+        with named(client, "reading its data"):
+            x, y = self.data.train(client)
+            flaw = data_flaw(x, y, self.federation.shape)
+        if flaw:
+            left.out[index] = LeftOut(f"its data have {flaw}")
+        return None if flaw else (x, y)
 
     def _mix_pending(self, work: MixPending, memory: Memory, sums: HostSums) -> dict[str, np.ndarray]:
         piece = PieceSums(work.mix)
@@ -138,19 +156,22 @@ class Worker:
     # ---- looking
 
     @torch.no_grad()
-    def _losses(self, work: Losses, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        data = [self.data.train(int(client)) for client in work.ids_M]
-        data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data]
+    def _losses(self, work: Losses, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
+        arrays = self._blank(work)
+        data = {i: samples for i in range(len(work.ids_M)) if (samples := self._samples(work, i, left))}
+        if not data:
+            return arrays
+        sound = list(data)
+        data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data.values()]
         x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
         sizes = [len(y) for _, y in data]
-        losses_MK = np.empty((len(sizes), work.num_models))
-        offset = None if work.beside is None else self._beside_logits(work.beside, row, [x for x, _ in data])
+        offset = None if work.beside is None else self._beside_logits(Rows(work.beside.table, work.beside.row_M[sound]), row, [x for x, _ in data])
         for model in range(work.num_models):
             logits = self.network.logits_of(row(0, model), x)
             logits = logits if offset is None else logits + offset
             loss_B = cross_entropy(logits, y.to(logits.device), reduction="none").cpu()
-            losses_MK[:, model] = [part.mean().item() for part in loss_B.split(sizes)]
-        return {"losses": losses_MK}
+            arrays["losses"][sound, model] = [part.mean().item() for part in loss_B.split(sizes)]
+        return arrays
 
     def _beside_logits(self, beside: Rows, row: Lookup, parts: list[Tensor]) -> Tensor:
         """Logits of the models beside, each on its own client's samples; clients that share one are done together."""
@@ -158,37 +179,49 @@ class Worker:
             return self.network.logits_of(row(beside.table, int(beside.row_M[0])), torch.cat(parts))
         return torch.cat([self.network.logits_of(row(beside.table, int(model)), x) for model, x in zip(beside.row_M, parts)])
 
-    def _describe(self, work: Describe, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        features, floats, ok = [], [], []
+    def _describe(self, work: Describe, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
+        arrays = self._blank(work)
+        features = [torch.zeros(0)] * len(work.ids_M)
         for index, client in enumerate(map(int, work.ids_M)):
-            with _named(client, "describing itself"):
-                one = OneClient(client, *self.data.train(client), self.network, work.address, work.local, self.engine)
+            samples = self._samples(work, index, left)
+            if samples is None:
+                continue
+            with named(client, "describing itself"):
+                one = OneClient(client, *samples, self.network, work.address, work.local, self.engine)
                 anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
                 vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
-            floats.append(len(vector))
-            ok.append(_finite(vector))
-            features.append(vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed))
-        return {"features": pad_sequence(features, batch_first=True).numpy(), "floats": np.array(floats), "ok": np.array(ok)}
+            arrays["floats"][index] = len(vector)
+            features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
+            if flaw := value_flaw(vector, ANY):
+                left.out[index] = LeftOut(f"its signature has {flaw}")
+            else:
+                arrays["ok"][index] = True
+        return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
 
     # ---- testing
 
-    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        found = []
+    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
+        arrays = self._blank(work)
         for index in range(len(work.ids_M)):
             if work.tune is not None:
-                task = self._task(work, index, row, memory)
+                task = self._task(work, index, row, memory, left)
+                if task is None:
+                    continue
                 row_P = span.train_one(self.engine, self.network, task).row_P
             else:
                 row_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
-            found.append(self._test_one(work, index, row, row_P, work.images))
-        return {"scores": np.array(found).reshape(-1, 3)}
+            arrays["scores"][index] = self._test_one(work, index, row, row_P, work.images, left)
+        return arrays
 
-    def _test_one(self, work: Work, index: int, row: Lookup, row_P: Tensor, images: int | None) -> tuple[float, float, float]:
-        """Accuracy, macro-F1 and mean loss of one model on one client's own test data."""
+    def _test_one(self, work: Work, index: int, row: Lookup, row_P: Tensor, images: int | None, left: Left) -> tuple[float, float, float]:
+        """Accuracy, macro-F1 and mean loss of one model on one client's own test data; NaN where those are not sound."""
         client = int(work.ids_M[index])
-        with _named(client, "testing"):
+        with named(client, "testing"):
             logits = self._predictor(work, index, row, row_P)
             x, y = self.data.test(client, images)
+            if flaw := data_flaw(x, y, self.federation.shape, least=0):
+                left.out[index] = LeftOut(f"its test data have {flaw}")
+                return (np.nan,) * 3
             confusion_CC, loss_C = testing.confusion(logits, x, y, self.federation.shape.num_classes)
         return testing.scores(confusion_CC, loss_C)
 
@@ -198,20 +231,16 @@ class Worker:
             return testing.vote(self.network, [row(0, model) for model in range(vote)])
         return testing.added(self.network, row_P, _beside(work, index, row))
 
-    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        confusions, losses = [], []
+    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
+        arrays = self._blank(work)
         for index, test_set in enumerate(work.ids_M.tolist()):
+            x, y = self.data.test_set(test_set)
+            if flaw := data_flaw(x, y, self.federation.shape, least=0):
+                left.out[index] = LeftOut(f"its test set {test_set} has {flaw}")
+                continue
             logits = self._predictor(work, index, row, row(work.start.table, int(work.start.row_M[index])))
-            confusion_CC, loss_C = testing.confusion(logits, *self.data.test_set(test_set), self.federation.shape.num_classes)
-            confusions.append(confusion_CC)
-            losses.append(loss_C)
-        return {"confusion": np.stack(confusions), "loss": np.stack(losses)}
-
-
-def _finite(row_P: Tensor) -> bool:
-    """Whether every value is a number of reasonable size."""
-    low, high = torch.aminmax(row_P)
-    return bool(low > -LIMIT) and bool(high < LIMIT)
+            arrays["confusion"][index], arrays["loss"][index] = testing.confusion(logits, x, y, self.federation.shape.num_classes)
+        return arrays
 
 
 def _beside(work: Work, index: int, row: Lookup) -> Tensor | None:
@@ -240,18 +269,3 @@ def _with_memory(start_P: Tensor, own: Own | None, mine: Tensor | None) -> Tenso
     row_P = start_P.clone()
     own.columns.put(row_P, mine)
     return row_P
-
-
-class _named:
-    """Names the client and the stage in whatever goes wrong inside."""
-
-    def __init__(self, client: int, stage: str):
-        self.client, self.stage = client, stage
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if error is not None and isinstance(error, Exception) and not isinstance(error, ClientFailure):
-            where = traceback.extract_tb(trace)[-1]
-            raise ClientFailure(f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})") from error

@@ -1,8 +1,10 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +20,8 @@ from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.plugin import PREFIX
 from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
-from cfl_ray.runtime.pool import Pool, first_line, host_count, told
+from cfl_ray.runtime.placement import host_count
+from cfl_ray.runtime.pool import Pool, first_line, told
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
@@ -43,18 +46,18 @@ class ServerActor:
     def begin(self, label: str) -> Report:
         self.label = label
         self.server = Server(self.setup, label, self.network, OnRay(self.pool), store_of(self.setup, self.run_dir, label))
-        return self._with_faults(self.server.advance())
+        return self._with_notes(self.server.advance())
 
     def advance(self) -> Report:
         try:
-            return self._with_faults(self.server.advance())
+            return self._with_notes(self.server.advance())
         except ObjectLostError as error:  # what clients own went down with a node: the last checkpoint has it
-            self.pool.faults.append(f"what clients own was lost with a node ({first_line(error)})")
+            self.pool.fault(f"what clients own was lost with a node ({first_line(error)})")
             return self.begin(self.label)
 
-    def _with_faults(self, report: Report) -> Report:
-        faults, self.pool.faults = self.pool.faults, []
-        return replace(report, notes=(*faults, *report.notes))
+    def _with_notes(self, report: Report) -> Report:
+        notes, self.pool.notes = self.pool.notes, []
+        return replace(report, notes=(*notes, *report.notes))
 
     def facts(self) -> dict[str, str]:
         nodes = self.pool.nodes()
@@ -72,6 +75,7 @@ class RaySession:
         self.faults: list[str] = []
         self.actor = None
         self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
+        self.on_sigterm = _stop_as_by_ctrl_c()
         try:
             _send_plugins_by_value()
             self.hosts = host_count(setup, ray.cluster_resources())
@@ -129,6 +133,15 @@ class RaySession:
             ray.kill(self.actor)
         if self.started_here:
             ray.shutdown()
+        if self.on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self.on_sigterm)
+
+
+def _stop_as_by_ctrl_c():
+    """SIGTERM, which is how a submitted job is stopped, ends the run as Ctrl-C does; Ray would abort. Returns what handled it before."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def connect(address: str | None, hosts: int | None = None) -> bool:

@@ -78,8 +78,9 @@ class Evaluator:
             tune=tune,
             steps_M=steps_M[order] if tune else None,
         )
-        found_M3 = np.empty((len(clients), 3))
-        found_M3[order] = self.backend.run(work).arrays["scores"]
+        found_M3, outcome = np.empty((len(clients), 3)), self.backend.run(work)
+        found_M3[order] = outcome.arrays["scores"]
+        clients.books.left_out.update({int(work.ids_M[i]): left for i, left in outcome.left_out.items()})
         return Scores(clients.ids_M, *found_M3.T)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
@@ -94,7 +95,9 @@ class Evaluator:
             beside=_beside(serving, len(pairs)),
             vote=len(serving.models_KP) if serving.vote else 0,
         )
-        arrays = self.backend.run(work).arrays
+        outcome = self.backend.run(work)
+        arrays = outcome.arrays
+        clients.books.left_out.update({int(client): left for pair, left in outcome.left_out.items() for client in clients.ids_M[which_M.reshape(-1) == pair]})
         labels_MC = self.federation.labels_of(clients.ids_M)
         if labels_MC is None:
             per_pair = np.array([scores(c, loss) for c, loss in zip(arrays["confusion"], arrays["loss"])])
@@ -117,14 +120,15 @@ def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) ->
 
 
 def summarise(found: Scores) -> dict[str, float]:
-    """Mean over clients, and how it spreads."""
-    accuracy = found.accuracy_M[~np.isnan(found.accuracy_M)]
+    """Mean over the clients that were tested, and how it spreads; NaN where none was."""
+    tested = ~np.isnan(found.accuracy_M)
+    accuracy, macro_f1, loss = (values[tested] if tested.any() else np.full(1, np.nan) for values in (found.accuracy_M, found.macro_f1_M, found.loss_M))
     return {
         "accuracy": float(accuracy.mean()),
         "accuracy_std": float(accuracy.std()),
         "accuracy_p10": float(np.percentile(accuracy, 10)),
-        "macro_f1": float(np.nanmean(found.macro_f1_M)),
-        "test_loss": float(np.nanmean(found.loss_M)),
+        "macro_f1": float(np.nanmean(macro_f1)),
+        "test_loss": float(np.nanmean(loss)),
     }
 
 

@@ -1,5 +1,6 @@
 """Client hosts: Ray actors that hold a network and do pieces of exchanges for any client."""
 
+import os
 import warnings
 from typing import Any
 
@@ -31,7 +32,7 @@ class ClientHost:
         self.worker = self.setup.worker(self.device, engine)
         self.sums = HostSums()
         self.rows: dict[tuple[int, int], Tensor] = {}
-        return {"node": ray.get_runtime_context().get_node_id(), "device": self.device}
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(), "device": self.device}
 
     def measure_engine(self) -> choose.Choice:
         return choose.measure(self.worker.network, self.setup.federation, self.setup.local, self.setup.experiment.seed)

@@ -78,12 +78,13 @@ def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = T
 
 
 def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False) -> Results:
-    watcher.preparing("federation")
-    setup = prepare(experiment, watcher.preparing)
-    directory = _directory(experiment, run_dir, resumed) if keep else None
-    watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
-    session = _session(setup, directory, on_ray)
+    directory, session = Path(run_dir).absolute() if resumed else None, None
     try:
+        watcher.preparing("federation")
+        setup = prepare(experiment, watcher.preparing)
+        directory = _directory(experiment, run_dir, resumed) if keep else None
+        watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
+        session = _session(setup, directory, on_ray)
         facts = session.facts()
         if directory is not None and not resumed:
             _write_config(directory, experiment)
@@ -96,7 +97,15 @@ def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher
     except OSError as error:  # a full disk, or a folder that is gone
         raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
     finally:
+        if session is not None:
+            _close(session)
+
+
+def _close(session: Session) -> None:
+    try:
         session.close()
+    except KeyboardInterrupt:
+        pass  # Ctrl-C once more: what is left of Ray goes with this process
 
 
 def _how_to_go_on(directory: Path | None) -> str:

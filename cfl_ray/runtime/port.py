@@ -1,6 +1,6 @@
 """The port's backend over Ray: pieces go to hosts as they become free, models cross once per host, sums come back once."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -8,12 +8,14 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Work
-from cfl_ray.engine.local import gather, mass_of, piece_size, pieces_of
+from cfl_ray.core.work import Address, LeftOut, Outcome, OwnedKey, PieceResult, TestShared, Work
+from cfl_ray.engine.local import gather, left_out_of, mass_of, piece_size, pieces_of
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
+from cfl_ray.engine.sound import blank
+from cfl_ray.runtime.dispatch import Call, Dispatch
 from cfl_ray.runtime.hosts import shared_tensor
-from cfl_ray.runtime.pool import Call, Pool
+from cfl_ray.runtime.pool import Pool
 
 
 @dataclass
@@ -23,15 +25,18 @@ class OnRay:
     pool: Pool
     memory: Owned = field(default_factory=Owned)
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef]]] = field(default_factory=dict)  # by table: the rows put so far
+    _late: dict[int, LeftOut] = field(default_factory=dict)  # clients that took too long in this round: nobody waits for them again
     _address: tuple | None = None
 
     def run(self, work: Work) -> Outcome:
-        pieces = pieces_of(work, self.piece_size(len(work.ids_M)))
         exchange = self.pool.next_exchange()
-        self._forget_rows_of_other_rounds(work.address)
+        self._forget_other_rounds(work.address)
+        late = [] if isinstance(work, TestShared) else [i for i, client in enumerate(work.ids_M.tolist()) if client in self._late]
+        pieces = [index_m for piece in pieces_of(work, self.piece_size(len(work.ids_M))) if len(index_m := np.setdiff1d(piece, late, True)) or not late]
         self.memory.begin(work)
         left: tuple[dict[int, ray.ObjectRef], ...] = ({}, {})  # owned, pending
         results: dict[int, PieceResult] = {}
+        skipped: list[PieceResult] = []
         sums = HostSums()
 
         def take(position: int, returns: list) -> None:
@@ -46,16 +51,22 @@ class OnRay:
             rows, mass = gathered
             sums.add({out: shared_tensor(row) for out, row in rows.items()}, mass)
 
+        def leave_out(index_m: np.ndarray, why: list[LeftOut]) -> None:
+            skipped.append(PieceResult(index_m, blank(work.take(index_m), self.pool.setup.federation.shape.num_classes), dict(enumerate(why))))
+
+        if late:
+            leave_out(np.array(late), [self._late[client] for client in work.ids_M[late].tolist()])
         mixes = getattr(work, "mix", None) is not None
-        calls = [self._call(work, index_m, exchange) for index_m in pieces]
-        self.pool.run(calls, take, (lambda actor: actor.collect.remote(exchange)) if mixes else None, merge)
+        calls = [self._call(work, index_m, exchange, leave_out) for index_m in pieces]
+        Dispatch(self.pool, calls, take).run((lambda actor: actor.collect.remote(exchange)) if mixes else None, merge)
         self.memory.keep(work, *left)
-        return Outcome(gather([results[position] for position in sorted(results)], len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums))
+        found = [*(results[position] for position in sorted(results)), *skipped]
+        return Outcome(gather(found, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums), left_out_of(found))
 
     def piece_size(self, clients: int) -> int:
         return piece_size(clients, self.pool.choice.engine, bool(self.pool.setup.experiment.runtime.clients_per_host))
 
-    def _call(self, work: Work, index_m: np.ndarray, exchange: int) -> Call:
+    def _call(self, work: Work, index_m: np.ndarray, exchange: int, leave_out: Callable[[np.ndarray, list[LeftOut]], None], again: bool = False) -> Call:
         piece = work.take(index_m)
         ids = piece.ids_M.tolist()
         brought = self.memory.of(piece)
@@ -67,7 +78,18 @@ class OnRay:
             made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *brought.values())
             return made if isinstance(made, list) else [made]
 
-        return Call(start, ids[0] // per_host if per_host else None)
+        def instead() -> list[Call]:
+            if not again:  # alone, perhaps on another host: only who takes too long then is left out
+                return [self._call(work, part, exchange, leave_out, again=True) for part in ([index_m] if work.in_order else index_m[:, None])]
+            why = [LeftOut(_late(work, client, seconds), late=True) for client in ids]
+            leave_out(index_m, why)
+            if not isinstance(work, TestShared):
+                self._late.update(zip(ids, why))
+            return []
+
+        deadline = self.pool.setup.experiment.runtime.round_deadline
+        seconds = deadline and deadline * (len(ids) if work.in_order else 1)
+        return Call(start, ids[0] // per_host if per_host else None, seconds, instead)
 
     # ---- models
 
@@ -78,9 +100,9 @@ class OnRay:
             refs[row] = ray.put(table[row].numpy())
         return refs[row]
 
-    def _forget_rows_of_other_rounds(self, address: Address) -> None:
+    def _forget_other_rounds(self, address: Address) -> None:
         if self._address != (address.round, address.exchange < 0):
-            self._address, self._rows = (address.round, address.exchange < 0), {}
+            self._address, self._rows, self._late = (address.round, address.exchange < 0), {}, {}
 
     # ---- what clients own
 
@@ -95,3 +117,9 @@ class OnRay:
 
     def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
         self.memory.restore((key, ray.put(value.numpy())) for key, value in entries)
+
+
+def _late(work: Work, which: int, seconds: float) -> str:
+    """Who is to blame for work that took too long; of a chain, nobody knows."""
+    who = f"the test on its test set {which} " if isinstance(work, TestShared) else f"its chain of {len(work.ids_M)} clients " if work.in_order else ""
+    return f"{who}did not finish within {seconds:g} s"

@@ -125,7 +125,7 @@ class Server:
         self._hold(list(self.books.held), list(self.books.held.values()))
         if drawn.dropped:
             self.metrics["clients_dropped"] = float(drawn.dropped)
-        self._note_rejected()
+        self._note_left_out(self.books)
         changed = np.flatnonzero(before_N != self.state.assign_N) if before_N is not self.state.assign_N else np.zeros(0, np.int64)
         self.moved = list(zip(changed.tolist(), self.state.assign_N[changed].tolist()))
         if self.books.train_loss:
@@ -159,14 +159,21 @@ class Server:
             self.held_N2 = self.held_N2.copy()
             self.held_N2[ids] = held
 
-    def _note_rejected(self) -> None:
-        self.metrics["clients_rejected"] = float(len(self.books.rejected))
-        for client, what in sorted(self.books.rejected.items()):
-            self.notes.append(f"client {client}: its {what} was not finite or beyond 2^20 and was left out")
+    def _note_left_out(self, books: Round) -> None:
+        """One line for all that were left out for the same reason, once per round."""
+        clients_of: dict[str, list[int]] = {}
+        for client, left in sorted(books.left_out.items()):
+            if self.books is books or self.books.left_out.get(client) != left:
+                clients_of.setdefault(left.why, []).append(client)
+        for why, clients in clients_of.items():
+            self.notes.append(f"{_listed(np.array(clients)) if clients[1:] else f'client {clients[0]}'}: {why}; left out of this round")
+        self.books.left_out.update(books.left_out)
+        self.metrics |= {"clients_rejected": float(len(self.books.rejected)), "clients_late": float(len(self.books.late))}
 
     def _evaluate(self, number: int) -> None:
         settings, online = self.experiment.evaluation, self.population.online
-        clients = self._clients(self.evaluator.chosen(online), number, books=Round())
+        books = Round()
+        clients = self._clients(self.evaluator.chosen(online), number, books=books)
         serving = self.method.serve(self.state, clients)
         found = self.evaluator.serving(serving, clients)
         self.metrics |= summarise(found) | clustering(self.method, self.state, online, self.federation.group_N)
@@ -180,6 +187,7 @@ class Server:
             self.metrics["accuracy_tuned"] = float(np.nanmean(tuned_M))
             if newcomers.any():
                 self.metrics["newcomer_accuracy_tuned"] = float(np.nanmean(tuned_M[newcomers]))
+        self._note_left_out(books)
         share = 1e-6 / self.federation.num_clients  # from bits of all clients to Mbit per client of the federation
         self.metrics |= {"clients_online": float(len(online)), "mbit_down": self.ledger.down_bits * share, "mbit_up": self.ledger.up_bits * share}
 

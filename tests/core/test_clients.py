@@ -8,7 +8,7 @@ from torch import nn
 from cfl_ray.core.clients import Clients, Own, Pull, Round
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.work import Address, Describe, Losses, Outcome
+from cfl_ray.core.work import Address, Describe, LeftOut, Losses, Outcome
 
 SPEC = ParamSpec.of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))  # P = 12 + 3 + 6 + 2 = 23
 P, BITS = 23, 32
@@ -23,14 +23,15 @@ class Notebook:
     def run(self, work):
         self.asked.append(work)
         size, ok = len(work.ids_M), ~np.isin(work.ids_M, self.bad)
+        left_out = {i: LeftOut("its update is odd") for i in np.flatnonzero(~ok).tolist()}
         if isinstance(work, Losses):
             return Outcome({"losses": np.arange(size * work.num_models, dtype=float).reshape(size, -1)})
         if isinstance(work, Describe):
-            return Outcome({"features": np.ones((size, P), np.float32), "ok": ok, "floats": np.full(size, P)})
+            return Outcome({"features": np.ones((size, P), np.float32), "ok": ok, "floats": np.full(size, P)}, left_out=left_out)
         arrays = {"ok": ok, "train_loss": np.where(ok, work.ids_M / 10, np.nan), "held": np.tile([0.5, 0.25], (size, 1))}
         if work.keep is not None:
             arrays["kept"] = np.ones((size, work.keep.count), np.float32)
-        return Outcome(arrays, {}, None if work.mix is None else np.zeros(work.mix.num_rows))
+        return Outcome(arrays, {}, None if work.mix is None else np.zeros(work.mix.num_rows), left_out)
 
 
 def clients(ids=(3, 5, 8), backend=None, number=1, measure=0) -> Clients:
@@ -155,17 +156,20 @@ class TestWhatIsNoticed:
         cohort = clients(backend=Notebook(bad=[5]), measure=9)
         updates = cohort.train(cohort.send(MODELS), mix=torch.ones(1, 3))
         assert updates.ok_M.tolist() == [True, False, True] and np.array_equal(updates.train_loss_M, [0.3, np.nan, 0.8], equal_nan=True)
-        assert cohort.books.rejected == {5: "update"} and cohort.books.train_loss == {3: 0.3, 8: 0.8}
+        assert cohort.books.rejected == {5: "its update is odd"} and cohort.books.train_loss == {3: 0.3, 8: 0.8}
         assert cohort.books.held == {3: (0.5, 0.25), 8: (0.5, 0.25)}
-        cohort.describe(lambda client, anchor_P: anchor_P)
-        assert cohort.books.rejected == {5: "signature"}
+
+    def test_of_signatures_that_were_left_out(self):
+        cohort = clients(backend=Notebook(bad=[3]))
+        assert cohort.describe(lambda client, anchor_P: anchor_P)[1].tolist() == [False, True, True]
+        assert cohort.books.rejected == {3: "its update is odd"}
 
     def test_a_training_whose_result_is_not_held_leaves_no_trace_but_its_rejections(self):
         backend = Notebook(bad=[5])
         cohort = clients(backend=backend, measure=9)
         cohort.train(cohort.send(MODELS), held=False)
         assert backend.asked[0].measure == 0
-        assert cohort.books.train_loss == {} and cohort.books.held == {} and cohort.books.rejected == {5: "update"}
+        assert cohort.books.train_loss == {} and cohort.books.held == {} and cohort.books.rejected == {5: "its update is odd"}
 
     def test_a_loss_that_is_no_number_is_never_the_least(self):
         class Diverged(Notebook):

@@ -402,7 +402,7 @@ class TestComingAndGoing:
         read = one.federation.train
         one.federation.train = lambda client: (read(client)[0] * (torch.nan if client == 10 else 1), read(client)[1])
         joined = method.join(state, one.clients([9, 10], number=9))
-        assert joined.assign_N[10] == -1 and joined.assign_N[9] >= 0 and one.books.rejected == {10: "update"}
+        assert joined.assign_N[10] == -1 and joined.assign_N[9] >= 0 and one.books.rejected.keys() == {10}
 
     def test_one_client_is_fedavg(self):
         one, other = groups(), groups()

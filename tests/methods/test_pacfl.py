@@ -115,7 +115,7 @@ class TestVectors:
         x[:4] = np.random.default_rng(0).standard_normal((4, 6))
         one = Stage(federation_from_arrays(x, np.arange(8) % 2, np.repeat([0, 1], 4), num_classes=2, holdout=1e-9), lambda: nn.Linear(6, 2), LocalSGD())
         state = one.play(PACFL(), None)
-        assert state.assign_N.tolist() == [0, -1] and one.books.rejected == {1: "signature"}
+        assert state.assign_N.tolist() == [0, -1] and one.books.rejected == {1: "its signature has values that are not finite"}
 
 
 class TestMatrix:
@@ -194,7 +194,7 @@ class TestPACFL(OneShot):
     def test_one_spoiled_client_does_not_stop_the_others(self):
         one = stage(Spoiled([2], 4, 2))
         state = one.play(PACFL(), None, None)
-        assert state.seen_S.tolist() == [0, 1, 3] and one.books.rejected == {2: "signature"}
+        assert state.seen_S.tolist() == [0, 1, 3] and one.books.rejected.keys() == {2}
         assert_same(state, one.play(PACFL(), [2], state=state, first=3))
 
     def test_traffic(self):

@@ -218,8 +218,7 @@ class TestFigures:
         watcher = Notes()
         result = cfl_ray.simulate(experiment([name], 2, data=federation, cohort={"fraction": 1.0}), watcher=watcher)[name]
         assert [record.metrics["clients_rejected"] for record in result.records] == [1, 1]
-        what = "signature" if name in ("stocfl", "pacfl") else "update"
-        assert [report.notes for report in watcher.reports] == [(f"client 3: its {what} was not finite or beyond 2^20 and was left out",)] * 2
+        assert [report.notes for report in watcher.reports] == [("client 3: its data have values that are not finite; left out of this round",)] * 2
         assert all(np.isfinite(value) for value in result.final.values())
 
     def test_dropped_clients_are_counted(self, experiment):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -14,12 +15,13 @@ class LoggedFederation(SyntheticFederation):
 
     huge:    this client's inputs are 1e30 times too large, so that its update is not finite.
     missing: reading this client's data fails.
+    stuck:   reading this client's data never ends.
     odd:     this client's inputs are 1000 higher than any other's, for a model that chokes on them.
     """
 
-    def __init__(self, clients: int, log: str, huge: int = -1, missing: int = -1, odd: int = -1):
+    def __init__(self, clients: int, log: str, huge: int = -1, missing: int = -1, odd: int = -1, stuck: int = -1):
         super().__init__(clients, input=(8,), samples=20)
-        self.log, self.faults = log, (huge, missing, odd)
+        self.log, self.faults = log, (huge, missing, odd, stuck)
         self.recipe = self.recipe | {"faults": self.faults}
 
     def __reduce__(self):
@@ -28,9 +30,11 @@ class LoggedFederation(SyntheticFederation):
     def train(self, client):
         with open(self.log, "a") as log:
             log.write(f"{os.getpid()} {client}\n")
-        huge, missing, odd = self.faults
+        huge, missing, odd, stuck = self.faults
         if client == missing:
             raise OSError("the sensor is offline")
+        while client == stuck:
+            time.sleep(60)
         x, y = super().train(client)
         return (x * 1e30, y) if client == huge else (x + 1000, y) if client == odd else (x, y)
 
@@ -42,6 +46,42 @@ class Choking(torch.nn.Linear):
         if x.dim() and bool((x > 500).any()):
             raise ValueError("input over 500")
         return super().forward(x)
+
+
+class PoisonedFederation(SyntheticFederation):
+    """The synthetic federation of 12 clients; the first six hold each another kind of poison, the seventh has it in its test data."""
+
+    def __init__(self):
+        super().__init__(12, input=(8,), samples=20)
+        self.recipe = self.recipe | {"poisoned": True}
+
+    def __reduce__(self):
+        return PoisonedFederation, ()
+
+    def train(self, client):
+        x, y = super().train(client)
+        poison = [
+            lambda: (x * torch.nan, y),
+            lambda: (x.index_fill(0, torch.tensor([7]), -torch.inf), y),
+            lambda: (x * 1e6, y),
+            lambda: (x[:, :5], y),
+            lambda: (x, y + 9),
+            lambda: (x * 2.0**16 / (x.abs().max() + 1), y),  # an input that passes, and an update that does not
+        ]
+        return poison[client]() if client < len(poison) else (x, y)
+
+
+class Hanging(torch.nn.Linear):
+    """A linear model whose training never ends with inputs over 500; it can be tested on them."""
+
+    def forward(self, x):
+        while self.training and bool((x > 500).any()):
+            pass
+        return super().forward(x)
+
+
+def hanging(input_shape, num_classes):
+    return Hanging(input_shape[0], num_classes)
 
 
 def choking(input_shape, num_classes):

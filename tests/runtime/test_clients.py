@@ -17,13 +17,13 @@ def model(experiment, directory):
     return CheckpointStore(directory / "fedavg", experiment.config_hash).load().tensors["models_KP"]
 
 
-def test_update_that_is_not_finite(experiment, logged, cluster, notes, tmp_path, figures):
+def test_data_that_are_too_large(experiment, logged, cluster, notes, tmp_path, figures):
     settings = {"methods": ["fedavg"], "cohort": {"fraction": 1.0}, "rounds": 3}
     spoilt, watcher = experiment(data=logged(6, huge=5), **settings), notes()
     results = run(spoilt, tmp_path / "spoilt", watcher)
     rounds = [record.metrics for record in results["fedavg"].records]
     assert [metrics["clients_rejected"] for metrics in rounds] == [1, 1, 1]
-    assert len([line for line in watcher.lines if line.startswith("client 5: its update was not finite")]) == 3
+    assert len([line for line in watcher.lines if line.startswith("client 5: its data have values up to ") and line.endswith(", beyond 2^16; left out of this round")]) == 3
 
     without = experiment(data=logged(6), schedule=[{"round": 1, "leave": [5]}], **settings)  # the same federation, client 5 gone
     simulate(without, tmp_path / "without")

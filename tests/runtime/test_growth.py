@@ -1,0 +1,88 @@
+"""Nodes that come: used from the next exchange on, and in place of those that went."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfl_ray import simulate
+
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster  # real processes: a head, and raylets with an object store of their own
+from cfl_ray import Experiment, run
+from cfl_ray.core.plugin import load_plugin
+from cfl_ray.runtime.launch import Watcher
+
+values, logged, log, nodes, result = json.loads(sys.argv[1])
+federation = load_plugin(logged, "federation")(12, log)
+soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": soon})
+added = [cluster.add_node(num_cpus=1) for _ in range(nodes)]
+
+def kill(node):
+    raylet = node.all_processes["raylet"][0].process.pid
+    below = [int(pid) for pid in Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()]
+    for pid in (raylet, *below):
+        os.kill(pid, signal.SIGKILL)
+
+def came():
+    added.append(cluster.add_node(num_cpus=1))
+
+def at_work():  # processes that have read data since the last step
+    return len({line.split()[0] for line in Path(log).read_text().splitlines()[watcher.read:]})
+
+class Following(Watcher):
+    facts, notes, steps, read = {}, [], [], 0
+    comes = lambda self: [line for line in self.notes if "was added" in line]
+    goes = lambda self: [line for line in self.notes if "died after 0 restarts" in line]
+
+    def started(self, setup, run_dir, facts):
+        self.facts.update(facts)
+        self.plan = [
+            (lambda: True, came), (lambda: len(self.comes()) == 1 and at_work() == 2, lambda: None)
+        ] * (nodes == 0) + [
+            (lambda: at_work() == 2, lambda: kill(added[-1])), (lambda: self.goes(), came),
+            (lambda: len(self.comes()) == 2 - nodes and at_work() == 2, came), (lambda: at_work() == 3 - nodes, lambda: None)
+        ]
+
+    def round(self, label, report):
+        self.notes.extend(report.notes)
+        if self.plan:
+            time.sleep(0.5)
+            condition, step = self.plan[0]
+            if condition():
+                self.steps.append(report.round)
+                self.plan.pop(0)
+                step()
+                self.read = len(Path(log).read_text().splitlines())
+
+watcher = Following()
+results = run(Experiment(**values, data=federation), watcher=watcher)
+figures = [(r.round, {k: v for k, v in r.metrics.items() if k != "round_seconds"}) for r in results["fedavg"].records]
+Path(result).write_text(json.dumps({"figures": figures, "facts": watcher.facts, "notes": watcher.notes, "steps": watcher.steps, "left": len(watcher.plan)}))
+ray.shutdown()  # before the cluster goes
+"""
+
+
+@pytest.mark.parametrize("hosts", [None, 2])
+def test_nodes_that_come_and_go(experiment, logged, figures, tmp_path, hosts):
+    """One is killed and another comes; as many hosts as there is room for begin with one, two that are asked for stay two."""
+    growing = experiment(
+        data=logged(), methods=["fedavg"], rounds=300, evaluation={"every": 100}, local={"epochs": 1},
+        runtime={"hosts": hosts, "retries": 0, "engine": "sequential", "checkpoint_every": 300},
+    )  # fmt: skip
+    plugin = f"{Path(__file__).parent / 'logged.py'}:LoggedFederation"
+    given = json.dumps([{key: value for key, value in growing.to_dict().items() if key != "data"}, plugin, logged.log, 1 if hosts else 0, str(tmp_path / "found.json")])
+    done = subprocess.run([sys.executable, "-c", DRIVER, given], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["left"] == 0, found
+    comes = [line for line in found["notes"] if "was added" in line]
+    assert comes == (["host 1 was added: 2 on 2 nodes"] if hosts else ["host 1 was added: 2 on 2 nodes"] * 2 + ["host 2 was added: 3 on 3 nodes"]), comes
+    assert found["facts"]["hosts"] == ("2 on 2 nodes" if hosts else "1 on 1 node")
+    assert [(number, metrics) for number, metrics in found["figures"]] == figures(simulate(growing))["fedavg"]
