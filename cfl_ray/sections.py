@@ -285,7 +285,7 @@ class Runtime(Section):
     round_deadline: float | None = Field(
         None, gt=0, description="seconds a host may be at work on one piece (up to 8 clients; a new host loads what it needs with the first) before it is ended and its clients are tried again one by one; who takes longer then is left out of the round. null: no limit. Without effect in one process"
     )
-    retries: int = Field(3, ge=0, description="restarts of one host before the run goes on without it")
+    retries: int = Field(3, ge=0, description="restarts of one host, or of the server, before the run goes on without it; ten minutes without a fault and the count begins anew")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     keep_last: int = Field(3, ge=1, description="checkpoints kept")
 

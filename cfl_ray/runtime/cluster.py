@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from cfl_ray.core.plugin import PREFIX
 from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
 from cfl_ray.runtime.placement import host_count
-from cfl_ray.runtime.pool import Pool, first_line, told
+from cfl_ray.runtime.pool import FORGIVEN_SECONDS, Pool, first_line, told
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
@@ -70,7 +71,7 @@ class RaySession:
     def __init__(self, setup: Setup, run_dir: Path | None):
         self.setup, self.run_dir = setup, run_dir
         self.plan = Plan(setup.experiment.rounds)
-        self.retries = setup.experiment.runtime.retries
+        self.retries, self.since = setup.experiment.runtime.retries, time.monotonic()
         self.label: str | None = None
         self.faults: list[str] = []
         self.actor = None
@@ -121,6 +122,9 @@ class RaySession:
         cause = first_line(error)
         store = store_of(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
+        if time.monotonic() - self.since > FORGIVEN_SECONDS:
+            self.retries = self.setup.experiment.runtime.retries
+        self.since = time.monotonic()
         now = next_state(Starting(), Lost(cause, saved, self.retries), self.plan)
         if isinstance(now, Failed):
             raise RunError(f"the server died after round {now.from_round} ({now.cause})")

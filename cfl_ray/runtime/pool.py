@@ -17,6 +17,7 @@ from cfl_ray.runtime.setup import Setup, engine_choice
 
 _START_SECONDS = 300
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
+FORGIVEN_SECONDS = 600  # who lived this long has all its retries again: on machines that come and go a run of days loses many
 LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or what it had found, is gone
 # One compute thread; and freed memory is kept, for fetching pages anew for every gradient takes a tenth of the time.
 _HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
@@ -31,6 +32,7 @@ class Host:
     starting: ray.ObjectRef | None  # answers when the host stands ready; None from then on
     node: str = ""
     pid: int = 0
+    since: float = field(default_factory=time.monotonic)  # when it was started
     restarts: int = 0
     added: bool = False  # after the run began
 
@@ -163,6 +165,8 @@ class Pool:
     def lost(self, host: Host, error: Exception) -> None:
         """Restarts a host that died, or goes on without it."""
         retries = self.setup.experiment.runtime.retries
+        if time.monotonic() - host.since > FORGIVEN_SECONDS:
+            host.restarts = 0
         if host.restarts >= retries:
             self.written_off += not host.node or alive(host.node)
             return self._give_up(host, f"died after {retries} restarts ({first_line(error)})")
@@ -179,7 +183,7 @@ class Pool:
     def _start_again(self, host: Host) -> None:
         ray.kill(host.actor)
         host.actor, host.starting = self._actor()
-        host.node, host.pid = "", 0
+        host.node, host.pid, host.since = "", 0, time.monotonic()
 
     def _give_up(self, host: Host, why: str) -> None:
         ray.kill(host.actor)
