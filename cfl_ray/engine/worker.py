@@ -12,12 +12,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.exact import LIMIT
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Describe, Keep, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import Combine, Describe, Keep, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
+from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
-from cfl_ray.engine.reduce import HostSums, PieceSums
+from cfl_ray.engine.reduce import HostSums, PieceSums, combined, length
 from cfl_ray.engine.task import Pulled, Task, Trained
 
 Lookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
@@ -47,6 +48,7 @@ class Worker:
     network: Network
     federation: Federation
     engine: str = "sequential"
+    attack: Attack = Attack()
 
     def __post_init__(self):
         self.data = self.federation  # as it is in the round at work
@@ -62,6 +64,8 @@ class Worker:
             arrays = self._train(work, row, memory, left, sums)
         elif isinstance(work, MixPending):
             arrays = self._mix_pending(work, memory, sums)
+        elif isinstance(work, Combine):
+            arrays = {"combined": combined(work, memory)}
         else:
             do = {Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
             arrays = do[type(work)](work, row, memory)
@@ -77,6 +81,8 @@ class Worker:
             arrays["norm"] = np.full(size, np.nan)
         if work.measure:
             arrays["held"] = np.full((size, 2), np.nan)
+        if work.lengths:
+            arrays["length"] = np.full(size, np.nan)
         piece = PieceSums(work.mix) if work.mix is not None else None
         for trained in self._trained(work, row, memory):
             index, row_P, upload_P = trained.index, trained.row_P, trained.upload_P
@@ -86,8 +92,10 @@ class Worker:
             if piece is not None:
                 piece.add(index, upload_P)
             if work.keep is not None:
-                start_P = row(work.start.table, int(work.start.row_M[index])) if work.keep.change else None
+                start_P = _sent(work, index, row) if work.keep.change else None
                 arrays["kept"][index], arrays["norm"][index] = _kept(work.keep, upload_P, start_P, work.address.seed)
+            if work.lengths:
+                arrays["length"][index] = length(work, upload_P, _sent(work, index, row))
             if work.own is not None:
                 left.owned[index] = _owned(work.own, row_P)
             if work.mix_later:
@@ -102,7 +110,7 @@ class Worker:
         if self.engine == "vectorised" and not work.in_order:
             tasks = [self._task(work, i, row, memory) for i in range(len(work.ids_M))]
             if len(tasks) > 1 and vectorised.refusal(self.network, tasks) is None:
-                yield from vectorised.train(self.network, tasks)
+                yield from (self._forged(work, trained, row) for trained in vectorised.train(self.network, tasks))
                 return
         before_P = None
         for index in range(len(work.ids_M)):
@@ -111,14 +119,22 @@ class Worker:
                 task = replace(task, start_P=before_P)
             with _named(task.client, "training"):
                 trained = span.train_one(self.engine, self.network, task)
-            if work.in_order and _finite(trained.row_P):
-                before_P = trained.row_P.clone()
-            yield replace(trained, index=index)
+            trained = self._forged(work, replace(trained, index=index), row)
+            if work.in_order and _finite(trained.upload_P):
+                before_P = trained.upload_P.clone()
+            yield trained
+
+    def _forged(self, work: Train, trained: Trained, row: Lookup) -> Trained:
+        """With what an attacker uploads in place of its result."""
+        client = int(work.ids_M[trained.index])
+        if not self.attack.of(client, work.address):
+            return trained
+        return replace(trained, anchor_P=self.attack.upload(client, trained.upload_P, _sent(work, trained.index, row), work.address))
 
     def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory) -> Task:
         client = int(work.ids_M[index])
         with _named(client, "reading its data"):
-            x, y = self.data.train(client)
+            x, y = self._data(client, work)
         start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
         beside_P = _beside(work, index, row)
         if isinstance(work, TestClients):
@@ -127,6 +143,11 @@ class Worker:
             Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns, pull.follow, pull.every) for pull in work.pulls
         )
         return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P)
+
+    def _data(self, client: int, work: Work) -> tuple[Tensor, Tensor]:
+        """Its training samples, with the labels that it takes for true."""
+        x, y = self.data.train(client)
+        return x, self.attack.labels(client, y, self.federation.shape.num_classes, work.address)
 
     def _mix_pending(self, work: MixPending, memory: Memory, sums: HostSums) -> dict[str, np.ndarray]:
         piece = PieceSums(work.mix)
@@ -139,7 +160,7 @@ class Worker:
 
     @torch.no_grad()
     def _losses(self, work: Losses, row: Lookup, memory: Memory) -> dict[str, np.ndarray]:
-        data = [self.data.train(int(client)) for client in work.ids_M]
+        data = [self._data(int(client), work) for client in work.ids_M]
         data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data]
         x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
         sizes = [len(y) for _, y in data]
@@ -162,9 +183,10 @@ class Worker:
         features, floats, ok = [], [], []
         for index, client in enumerate(map(int, work.ids_M)):
             with _named(client, "describing itself"):
-                one = OneClient(client, *self.data.train(client), self.network, work.address, work.local, self.engine)
+                one = OneClient(client, *self._data(client, work), self.network, work.address, work.local, self.engine)
                 anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
                 vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
+                vector = self.attack.upload(client, vector, torch.zeros_like(vector), work.address)
             floats.append(len(vector))
             ok.append(_finite(vector))
             features.append(vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed))
@@ -216,6 +238,11 @@ def _finite(row_P: Tensor) -> bool:
 
 def _beside(work: Work, index: int, row: Lookup) -> Tensor | None:
     return None if work.beside is None else row(work.beside.table, int(work.beside.row_M[index]))
+
+
+def _sent(work: Train, index: int, row: Lookup) -> Tensor:
+    """The model that the server sent for a training, whatever the client owns."""
+    return row(work.start.table, int(work.start.row_M[index]))
 
 
 def _kept(keep: Keep, upload_P: Tensor, start_P: Tensor | None, seed: int) -> tuple[np.ndarray, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import Address, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.core.work import Address, Combine, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.local import gather, mass_of, piece_size, pieces_of
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
@@ -59,12 +59,13 @@ class OnRay:
         piece = work.take(index_m)
         ids = piece.ids_M.tolist()
         brought = self.memory.of(piece)
+        values = [list(brought.values())] if isinstance(piece, Combine) else brought.values()  # within a list they stay references
         refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
         returns = 1 + sum(work.stays) * len(ids)
-        per_host = self.pool.setup.experiment.runtime.clients_per_host
+        per_host = None if isinstance(piece, Combine) else self.pool.setup.experiment.runtime.clients_per_host
 
         def start(actor) -> list[ray.ObjectRef]:
-            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *brought.values())
+            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *values)
             return made if isinstance(made, list) else [made]
 
         return Call(start, ids[0] // per_host if per_host else None)
