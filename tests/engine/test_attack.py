@@ -12,8 +12,8 @@ from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.robust import NormClipping
-from cfl_ray.core.work import Address
 from cfl_ray.engine.attack import Attack
+from cfl_ray.runtime.setup import prepare
 
 BAD = [1, 4]
 KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]
@@ -143,21 +143,23 @@ def test_clipping_goes_by_the_length_of_the_forgery():
 
 
 class TestExperiments:
-    def run(self, **attack):
+    def experiment(self, seed=0, **attack):
         data = {"source": "synthetic", "synthetic_shape": [4], "synthetic_samples": 20, "partition": {"clients": 10}}
-        return cfl_ray.simulate(cfl_ray.Experiment(
-            rounds=2, methods=["fedavg"], data=data, attack=attack, model={"options": {"hidden": 4}}, runtime={"engine": "sequential"}, tracking={"enabled": False}
-        ))["fedavg"]  # fmt: skip
+        return cfl_ray.Experiment(
+            seed=seed, rounds=2, methods=["fedavg"], data=data, attack=attack, model={"options": {"hidden": 4}}, runtime={"engine": "sequential"}, tracking={"enabled": False}
+        )  # fmt: skip
+
+    def run(self, **attack):
+        return cfl_ray.simulate(self.experiment(**attack))["fedavg"]
 
     def test_say_the_accuracy_of_the_honest(self):
         final = self.run(kind="sign_flip", fraction=0.3, scale=5).final
         assert 0 <= final["accuracy_honest"] <= 1 and final["accuracy_honest"] != final["accuracy"]
         assert "accuracy_honest" not in self.run().final
 
-    def test_an_address_is_drawn_once_for_all_methods(self):
-        first, other = (Address(0, number, 1) for number in (1, 2))
-        attack = Attack("sign_flip", frozenset(BAD), from_round=2)
-        assert not attack.of(1, first) and attack.of(1, other) and not attack.of(0, other)
+    def test_draw_who_attacks_by_their_seed(self):
+        one, again, other = (prepare(self.experiment(seed, kind="gaussian", fraction=0.3)).attack.clients for seed in (0, 0, 1))
+        assert one == again != other and len(one) == len(other) == 3
 
     @pytest.mark.parametrize("attack, message", [
         ({"clients": [3, 10]}, "attack.clients: client 10 does not exist; the federation has clients 0 .. 9"),
