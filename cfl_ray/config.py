@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
+from cfl_ray.attacks import Attack
 from cfl_ray.core.errors import ConfigError, nearest
-from cfl_ray.sections import Attack, Availability, Cohort, Columns, Cut, Data, DataChange, Evaluation, Event, Local, Model, Partition, Runtime, Section, Shift, Test, Tracking
+from cfl_ray.sections import Availability, Cohort, Columns, Cut, Data, DataChange, Evaluation, Event, Local, Model, Partition, Runtime, Section, Shift, Test, Tracking
 
 __all__ = ["Attack", "Availability", "Cohort", "Columns", "Cut", "Data", "DataChange", "Evaluation", "Event", "Experiment", "Local", "Model", "Partition", "Runtime", "Section", "Shift", "Test",
            "Tracking", "check_cohort", "load"]  # fmt: skip
