@@ -47,7 +47,8 @@ RULES = ["median", {"trimmed_mean": {"share": 0.2}}, {"multi_krum": {"attackers"
 
 def test_hosts_do_not_change_a_bit_of_robust_averages_among_attackers(experiment, figures, cluster):
     """One average, one per cluster, private columns, and results that are mixed later."""
-    methods = [{name: {"aggregation": rule}} for rule in RULES for name in ("fedavg", "ifca", "fedper", "fesem")]
+    pairs = [*(("fedavg", rule) for rule in RULES), *zip(("ifca", "stocfl", "fedper", "fesem"), RULES)]
+    methods = [{name: {"aggregation": rule}} for name, rule in pairs]
     changes = {"methods": methods, "rounds": 2, "attack": {"kind": "colluders", "fraction": 0.3, "scale": 2}, "cohort": {"fraction": 1.0}}
     expected = figures(simulate(experiment(**changes)))
     assert len({str(expected[label]) for label in expected if label.startswith("fedavg")}) == len(RULES)
