@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, field_validator
 
+from cfl_ray.attacks import Attack
 from cfl_ray.core.errors import ConfigError, nearest
 from cfl_ray.sections import Availability, Cohort, Columns, Cut, Data, DataChange, Evaluation, Event, Local, Model, Partition, Runtime, Section, Shift, Test, Tracking
 
-__all__ = ["Availability", "Cohort", "Columns", "Cut", "Data", "DataChange", "Evaluation", "Event", "Experiment", "Local", "Model", "Partition", "Runtime", "Section", "Shift", "Test",
+__all__ = ["Attack", "Availability", "Cohort", "Columns", "Cut", "Data", "DataChange", "Evaluation", "Event", "Experiment", "Local", "Model", "Partition", "Runtime", "Section", "Shift", "Test",
            "Tracking", "check_cohort", "load"]  # fmt: skip
 
 NOT_HASHED = {"runtime", "tracking", "output", "name"}  # cannot change a result: two configs that differ in these alone are the same experiment
@@ -39,6 +40,7 @@ class Experiment(Section):
     model: Model = Model()
     local: Local = Local()
     cohort: Cohort = Cohort()
+    attack: Attack = Attack()
     schedule: list[Event] = Field([], description="joins and leaves; what lies beyond the last round does not happen")
     evaluation: Evaluation = Evaluation()
     runtime: Runtime = Runtime()
@@ -82,6 +84,9 @@ class Experiment(Section):
         trace = self.cohort.availability.file
         if trace is not None and Path(trace).expanduser().is_file():
             values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        if self.attack.kind == "none":  # as an experiment that never heard of attacks
+            values.pop("attack")
+        values["methods"] = [_without_default(entry) for entry in values["methods"]]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
 
 
@@ -133,6 +138,13 @@ def _name_of(value: Any) -> Any:
         name = getattr(value, "name", type(value).__name__)
         return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _without_default(entry: Any) -> Any:
+    """An entry of `methods` without an aggregation that says what none says."""
+    if not isinstance(entry, dict):
+        return entry
+    return {name: {key: value for key, value in (options or {}).items() if (key, value) != ("aggregation", "mean")} for name, options in entry.items()}
 
 
 def _explain(error: ValidationError) -> str:

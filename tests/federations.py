@@ -11,6 +11,7 @@ from cfl_ray.core.clients import Clients, Round
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.robust import Mean, Rule
 from cfl_ray.core.state import State
 from cfl_ray.core.work import OwnedKey
 from cfl_ray.data import Federation, federation_from_arrays
@@ -73,14 +74,14 @@ class Stage:
     def start(self) -> Start:
         return Start(self.federation.num_clients, self.network.spec, self.model, self.federation.shape.input)
 
-    def clients(self, ids: Sequence[int] | None = None, number: int = 1) -> Clients:
+    def clients(self, ids: Sequence[int] | None = None, number: int = 1, rule: Rule = Mean()) -> Clients:
         ids = np.arange(self.federation.num_clients) if ids is None else np.asarray(ids, np.int64)
         self.books = Round()
-        return Clients(ids, self.federation.size_N[ids], self.network.spec, self.local, self.backend, self.seed, number, self.books)
+        return Clients(ids, self.federation.size_N[ids], self.network.spec, self.local, self.backend, self.seed, number, self.books, aggregation=rule)
 
     def play(self, method: Method, *cohorts: Sequence[int] | None, state: State | None = None, first: int = 1) -> State:
         """The state after one round per cohort (None: everybody), from `state` or the method's own start."""
         state = method.init(self.start()) if state is None else state
         for number, ids in enumerate(cohorts, first):
-            state = method.round(state, self.clients(ids, number), Draws(self.seed, number))
+            state = method.round(state, self.clients(ids, number, method.rule), Draws(self.seed, number))
         return state

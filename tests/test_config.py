@@ -81,6 +81,12 @@ class TestErrors:
          "^data: test.pool: who made the test images is not known, so partition.kind cannot be writer"),
         ({"data": {"source": "synthetic", "partition": {"cut": [{"keep": 0.1, "clients": 3}]}}},
          "^data: partition.cut has no meaning for source synthetic, which is not divided; leave it out"),
+        ({"attack": {"kind": "sign"}}, "^attack.kind: .*'label_flip', 'sign_flip'.*, got 'sign'$"),
+        ({"attack": {"fraction": 1}}, "^attack.fraction: .*less than 1, got 1$"),
+        ({"attack": {"clients": []}}, r"^attack.clients: .*at least 1 item.*, got \[\]$"),
+        ({"attack": {"clients": [3, -1]}}, "^attack.clients.1: .*greater than or equal to 0, got -1$"),
+        ({"attack": {"scale": 0}}, "^attack.scale: .*greater than 0, got 0$"),
+        ({"attack": {"from_rounds": 3}}, r"unknown key 'attack.from_rounds' \(did you mean 'from_round'\?\)"),
         ({"runtime": {"engine": "fast"}}, "^runtime.engine: .*'sequential'.*, got 'fast'$"),
         ({"methods": []}, r"^methods: .*at least 1 item.*, got \[\]$"),
         ({"name": "a/b"}, "^name: .*, got 'a/b'$"),
@@ -123,6 +129,7 @@ class TestYaml:
         ["data.partition={kind: iid, clients: 2, sizes: [5, 6], cut: [{keep: 0.5, clients: 1}]}", "data.test={view: holdout, pool: true}"],
         ["schedule=[{round: 2, join: [3, 5-9], leave: 11-12, change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}]}]", "cohort.availability=0.5"],
         ["cohort.availability={kind: diurnal, chance: 0.3, zones: 4}"],
+        ["methods=[{ifca: {aggregation: {multi_krum: {attackers: 2}}}}]", "attack={kind: colluders, clients: [1, 2]}"],
         ["data.shift.kind=none", "data.partition={kind: dirichlet, groups: 5, alpha: 10, capped: false}"],
     ])  # fmt: skip
     def test_what_is_written_is_what_was_read(self, overrides, file):
@@ -213,9 +220,17 @@ class TestHash:
         assert load(None, [override]).config_hash == load().config_hash
 
     @pytest.mark.parametrize("override", ["seed=1", "rounds=7", "local.lr=0.2", "cohort.dropout=0.1", "data.partition.clients=30", "model.name=lenet5",
-                                          "methods=[fedavg]", "methods=[{fedprox: {mu: 0.1}}]", "schedule=[]", "evaluation.every=2"])  # fmt: skip
+                                          "methods=[fedavg]", "methods=[{fedprox: {mu: 0.1}}]", "schedule=[]", "evaluation.every=2", "attack.kind=scaled",
+                                          "methods=[{fedavg: {aggregation: median}}]"])  # fmt: skip
     def test_changes_with_what_can_change_a_result(self, override):
         assert load(None, [override]).config_hash != load().config_hash
+
+    def test_is_that_of_an_experiment_from_before_there_were_attacks_and_robust_averages(self):
+        """Run directories made then can be resumed."""
+        assert Experiment(attack={"fraction": 0.2, "scale": 3}).config_hash == Experiment().config_hash, "nobody attacks"
+        assert len({Experiment(methods=[{"ifca": options}]).config_hash for options in ({}, {"aggregation": "mean"})}) == 1
+        before = {name: value for name, value in dataclasses.asdict(IFCA()).items() if name != "aggregation"}
+        assert Experiment(methods=[IFCA()]).config_hash == Experiment(methods=[{"ifca": before}]).config_hash
 
     def test_of_a_method_follows_its_class_and_options(self):
         assert len({Experiment(methods=[method]).config_hash for method in (REGISTRY["fedavg"](), REGISTRY["ifca"](), IFCA(num_clusters=2))}) == 3

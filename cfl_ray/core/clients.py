@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cfl_ray.core.local import LocalSGD, Rule
 from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.robust import Mean, NormClipping, aggregate
+from cfl_ray.core.robust import Rule as Aggregation
 from cfl_ray.core.updates import Ledger, Round, Updates
 from cfl_ray.core.work import Address, Backend, Describe, Keep, Losses, Mix, MixPending, Outcome, Own, PullRows, Rows, TestClients, Train, Work
 
@@ -59,6 +61,7 @@ class Clients:
     books: Round = field(repr=False, default_factory=Round)
     measure: int = 0  # test images per client for P-local
     reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)  # ids and sizes of all that could take part
+    aggregation: Aggregation = Mean()  # what stands for the mean wherever weights average results
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -141,6 +144,7 @@ class Clients:
         local = local or self.local
         keep = Keep(keep) if isinstance(keep, Columns) else keep
         private = own.columns if own and own.private else None
+        mix = None if mix is None else _normalised(mix, len(self))
         tables = _Tables()
         work = Train(
             self._address(),
@@ -151,10 +155,11 @@ class Clients:
             rule=rule,
             local=local,
             steps_M=local.steps_of(self.size_M, parts=rule.batches if rule else 1) if steps_M is None else np.asarray(steps_M, np.int64),
-            mix=None if mix is None else _normalised(mix, len(self)),
+            mix=None if self._robust else mix,
             own=own,
             keep=keep,
-            mix_later=mix_later,
+            mix_later=mix_later or (self._robust and mix is not None),
+            lengths=isinstance(self.aggregation, NormClipping),
             in_order=relay,
             measure=self.measure if held else 0,
             tables=tables.as_tuple(),
@@ -165,13 +170,20 @@ class Clients:
             self.upload(keep.columns.count)
         outcome = self._run(work)
         self._note_training(outcome, held)
-        return Updates(outcome, work.mix, private, work.address.exchange)
+        if self._robust and mix is not None:
+            found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, mix)
+            outcome = replace(outcome, sums=found.sums, mass_R=found.mass_R)
+        return Updates(outcome, mix, private, work)
 
     def mix(self, updates: Updates, weight_RM: Tensor) -> Updates:
         """Averages the results of a `train(..., mix_later=True)` of this round; no further traffic. Clients without a sound result are left out."""
-        mix = _normalised(weight_RM, len(self))
-        outcome = self._run(MixPending(self._address(), self.ids_M, (), mix=mix, pending=updates.exchange))
-        return Updates(outcome, mix, updates.private, updates.exchange)
+        mix, work = _normalised(weight_RM, len(self)), updates.training
+        address = self._address()
+        if self._robust:
+            outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, mix)
+        else:
+            outcome = self._run(MixPending(address, self.ids_M, (), mix=mix, pending=work.address.exchange))
+        return Updates(outcome, mix, updates.private, work)
 
     def losses(self, sent: Sent, *, max_samples: int | None = None, beside: Sent | None = None) -> np.ndarray:
         """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number.
@@ -227,6 +239,10 @@ class Clients:
         arrays = self._run(work).arrays
         self.books.ledger.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         return torch.from_numpy(arrays["features"]), arrays["ok"]
+
+    @property
+    def _robust(self) -> bool:
+        return not isinstance(self.aggregation, Mean)
 
     def _address(self) -> Address:
         self.books.exchanges += 1

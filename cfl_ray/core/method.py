@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from cfl_ray.core import robust
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
@@ -55,6 +56,17 @@ class Method(ABC):
     name: ClassVar[str] = ""
     State: ClassVar[type[State]] = State
     registry: ClassVar[dict[str, type["Method"]]] = {}
+    only_mean: ClassVar[str] = ""  # why no other aggregation would do what it says in this method; empty: all may be chosen
+
+    aggregation: str | dict[str, Any] = field(
+        default="mean",
+        kw_only=True,
+        metadata={
+            "doc": "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, {multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}",
+            "source": "every paper; the others against attackers",
+            "choices": tuple(robust.RULES),
+        },
+    )
 
     def __init_subclass__(cls, name: str, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -62,7 +74,11 @@ class Method(ABC):
         Method.registry[name] = cls
 
     def __post_init__(self):
+        if not isinstance(self.rule, robust.Mean) and self.only_mean:
+            raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
         for item in fields(self):
+            if item.name == "aggregation":
+                continue
             value, meta = getattr(self, item.name), item.metadata
             if meta.get("choices") and value not in meta["choices"]:
                 raise ValueError(f"{self.name}.{item.name} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
@@ -77,6 +93,14 @@ class Method(ABC):
                 raise ValueError(f"{self.name}.{item.name} must be in {low} .. {high}, got {value!r}")
             if _type_name(item.type) in ("int", "int | None") and not isinstance(value, int):
                 raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
+
+    @property
+    def rule(self) -> robust.Rule:
+        """The aggregation with its parameters. Raises ValueError where there is no such."""
+        try:
+            return robust.parse(self.aggregation)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     @abstractmethod
     def init(self, start: Start) -> State:
@@ -104,7 +128,7 @@ class Method(ABC):
 
     @classmethod
     def options(cls) -> list[dict[str, Any]]:
-        """Name, type, default and its source, range and meaning of every hyper-parameter."""
+        """Name, type, default and its source, range and meaning of every hyper-parameter, those of all methods last."""
         return [
             {
                 "name": item.name,
@@ -112,7 +136,8 @@ class Method(ABC):
                 "default": None if item.default is MISSING else item.default,
                 **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
-            for item in fields(cls)
+            for item in sorted(fields(cls), key=lambda item: item.kw_only)
+            if not (item.name == "aggregation" and cls.only_mean)
         ]
 
     @classmethod

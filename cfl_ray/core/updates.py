@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import LeftOut, Mix, Outcome
+from cfl_ray.core.work import LeftOut, Mix, Outcome, Train
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Updates:
     outcome: Outcome
     mix: Mix | None
     private: Columns | None = None  # columns that stayed with the clients
-    exchange: int = 0  # its number in the round
+    training: Train | None = None  # the exchange
 
     def mixed(self, empty: Tensor) -> Tensor:
         """float32 (R, P): the weighted mean of every output row. Rows without any update, and private columns, come from `empty`."""

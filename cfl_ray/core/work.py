@@ -83,6 +83,10 @@ class Mix:
     weight_E: np.ndarray  # float64; each output row's weights add up to 1
     total_R: np.ndarray  # what the weights of each output row added up to before
 
+    def only(self, keep_E: np.ndarray) -> Self:
+        """Without the terms for which `keep_E` does not hold."""
+        return replace(self, out_E=self.out_E[keep_E], client_E=self.client_E[keep_E], weight_E=self.weight_E[keep_E])
+
 
 @dataclass(frozen=True)
 class Work:
@@ -116,6 +120,16 @@ class Work:
         return [value for item in fields(self) if isinstance(value := getattr(self, item.name), Rows)]
 
     @property
+    def brought_by(self) -> np.ndarray:
+        """The clients whose memory, or pending results, this work uses."""
+        return self.ids_M
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether `ids_M` are clients."""
+        return True
+
+    @property
     def stays(self) -> tuple[bool, bool]:
         """Whether something new of every client stays behind: what it owns, and its result until it is mixed."""
         return False, False
@@ -124,8 +138,8 @@ class Work:
 def _take_mix(mix: Mix, index_m: np.ndarray, num_clients: int) -> Mix:
     position_M = np.full(num_clients, -1)
     position_M[index_m] = np.arange(len(index_m))
-    keep = position_M[mix.client_E] >= 0
-    return replace(mix, out_E=mix.out_E[keep], client_E=position_M[mix.client_E[keep]], weight_E=mix.weight_E[keep])
+    mine = mix.only(position_M[mix.client_E] >= 0)
+    return replace(mine, client_E=position_M[mine.client_E])
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,7 @@ class Train(Work):
     mix: Mix | None = None
     keep: Keep | None = None
     mix_later: bool = False
+    lengths: bool = False  # also say how far each upload is from what the client was sent
     measure: int = 0  # test images per client for P-local; 0: no test
 
     @property
@@ -155,6 +170,26 @@ class MixPending(Work):
     """Weighted sums (`mix`) of results that an earlier exchange of the round left where they were trained."""
 
     mix: Mix = None
+
+
+@dataclass(frozen=True)
+class Combine(Work):
+    """A function of column ranges of pending results, where all results of an output row are needed together.
+
+    A unit of this work is a range and no client: `ids_M` are the first columns, `stop_M` the ends.
+    """
+
+    stop_M: np.ndarray = None
+    members: np.ndarray = None  # whose results
+    function: Callable[[Iterable[np.ndarray]], np.ndarray] = None  # of blocks (n, f), one after another, of the range's columns
+
+    @property
+    def of_clients(self) -> bool:
+        return False
+
+    @property
+    def brought_by(self) -> np.ndarray:
+        return self.members
 
 
 @dataclass(frozen=True)
@@ -198,6 +233,10 @@ class TestShared(Work):
 
     start: Rows = None
     vote: int = 0
+
+    @property
+    def of_clients(self) -> bool:
+        return False
 
     def rows(self) -> list[Rows]:
         return [*_uses(self.start, self.vote), *([self.beside] if self.beside else [])]

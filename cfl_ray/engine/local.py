@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import LeftOut, Mix, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.core.work import Combine, LeftOut, Mix, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
@@ -18,6 +18,7 @@ def pieces_of(work: Work, size: int) -> list[np.ndarray]:
     """
     if work.in_order or not len(work.ids_M):
         return [np.arange(len(work.ids_M))]
+    size = 1 if isinstance(work, Combine) else size
     order = np.arange(len(work.ids_M))
     mix = getattr(work, "mix", None)
     if mix is not None and len(mix.out_E):

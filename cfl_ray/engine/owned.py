@@ -27,8 +27,8 @@ class Owned:
             self._round, self._pending = now, {}
 
     def of(self, work: Work) -> dict[int, Any]:
-        """What the clients of `work` bring to it, by their position in it."""
-        ids = work.ids_M.tolist()
+        """What clients bring to `work`, by their position among those that do."""
+        ids = work.brought_by.tolist()
         if work.pending is not None:
             pending = self._pending[work.pending]
             return {i: pending[client] for i, client in enumerate(ids) if client in pending}

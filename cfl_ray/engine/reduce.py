@@ -1,10 +1,15 @@
-"""Weighted sums of rows, formed while clients train."""
+"""What becomes of many rows where they were trained: weighted sums, and functions of all rows by ranges of columns."""
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from cfl_ray.core import exact
-from cfl_ray.core.work import Mix
+from cfl_ray.core.work import Combine, Mix, Train
+
+_BLOCK = 1 << 22  # values of pending results that are in memory at a time
 
 
 class PieceSums:
@@ -46,3 +51,22 @@ class HostSums:
     @property
     def bytes(self) -> int:
         return sum(row.nbytes for row in self.rows.values())
+
+
+def combined(work: Combine, memory: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:
+    """What the function makes of one range of columns, (1, ...)."""
+    (start,), (stop,), count = work.ids_M.tolist(), work.stop_M.tolist(), len(work.members)
+    wide = max(_BLOCK // count, 1)
+    blocks = (np.stack([memory[i][at : min(at + wide, stop)].numpy() for i in range(count)]) for at in range(start, stop, wide))
+    return work.function(blocks)[None]
+
+
+def length(work: Train, upload_P: Tensor, sent_P: Tensor) -> float:
+    """How far an upload is from the model that was sent, without private columns."""
+    change_P = upload_P.cpu() - sent_P
+    if work.own is not None and work.own.private:
+        columns = work.own.columns
+        change_P = change_P[:0] if columns is None else change_P
+        if columns is not None:
+            columns.put(change_P, torch.zeros(columns.count))
+    return change_P.double().norm().item()

@@ -72,5 +72,7 @@ def blank(work: Work, num_classes: int) -> dict[str, np.ndarray]:
                 arrays |= {"kept": np.full((size, work.keep.count), np.nan, np.float32), "norm": np.full(size, np.nan)}
             if work.measure:
                 arrays["held"] = np.full((size, 2), np.nan)
+            if work.lengths:
+                arrays["length"] = np.full(size, np.nan)
             return arrays
     raise TypeError(f"no blank result for {type(work).__name__}")

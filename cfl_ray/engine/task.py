@@ -71,7 +71,7 @@ class Trained:
     index: int
     row_P: Tensor
     train_loss: float
-    anchor_P: Tensor | None = None  # the anchor that moved along, which is then what the client uploads
+    anchor_P: Tensor | None = None  # what the client uploads instead: an anchor that moved along, or an attacker's forgery
 
     @property
     def upload_P(self) -> Tensor:

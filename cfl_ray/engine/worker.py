@@ -10,13 +10,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Describe, Keep, LeftOut, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import Combine, Describe, Keep, LeftOut, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
+from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.failure import named
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
-from cfl_ray.engine.reduce import HostSums, PieceSums
+from cfl_ray.engine.reduce import HostSums, PieceSums, combined, length
 from cfl_ray.engine.sound import ANY, blank, data_flaw, update_flaw, value_flaw
 from cfl_ray.engine.task import Pulled, Task, Trained
 
@@ -45,6 +46,7 @@ class Worker:
     network: Network
     federation: Federation
     engine: str = "sequential"
+    attack: Attack = Attack()
 
     def __post_init__(self):
         self.data = self.federation  # as it is in the round at work
@@ -60,6 +62,8 @@ class Worker:
             arrays = self._train(work, row, memory, left, sums)
         elif isinstance(work, MixPending):
             arrays = self._mix_pending(work, memory, sums)
+        elif isinstance(work, Combine):
+            arrays = {"combined": combined(work, memory)}
         else:
             do = {Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
             arrays = do[type(work)](work, row, memory, left)
@@ -79,8 +83,10 @@ class Worker:
             if piece is not None:
                 piece.add(index, upload_P)
             if work.keep is not None:
-                start_P = row(work.start.table, int(work.start.row_M[index])) if work.keep.change else None
+                start_P = _sent(work, index, row) if work.keep.change else None
                 arrays["kept"][index], arrays["norm"][index] = _kept(work.keep, upload_P, start_P, work.address.seed)
+            if work.lengths:
+                arrays["length"][index] = length(work, upload_P, _sent(work, index, row))
             if work.own is not None:
                 left.owned[index] = _owned(work.own, row_P)
             if work.mix_later:
@@ -107,7 +113,8 @@ class Worker:
             tasks = {i: task for i in range(len(work.ids_M)) if (task := self._task(work, i, row, memory, left))}
             positions, stack = list(tasks), list(tasks.values())
             if len(stack) > 1 and vectorised.refusal(self.network, stack) is None:
-                yield from (replace(trained, index=positions[trained.index]) for trained in vectorised.train(self.network, stack))
+                found = vectorised.train(self.network, stack)
+                yield from (self._forged(work, replace(trained, index=positions[trained.index]), row) for trained in found)
                 return
         before_P = None
         for index in range(len(work.ids_M)):
@@ -118,9 +125,17 @@ class Worker:
                 task = replace(task, start_P=before_P)
             with named(task.client, "training"):
                 trained = span.train_one(self.engine, self.network, task)
-            if work.in_order and update_flaw(trained.row_P, self.network.spec.trained) is None:
-                before_P = trained.row_P.clone()
-            yield replace(trained, index=index)
+            trained = self._forged(work, replace(trained, index=index), row)
+            if work.in_order and update_flaw(trained.upload_P, self.network.spec.trained) is None:
+                before_P = trained.upload_P.clone()
+            yield trained
+
+    def _forged(self, work: Train, trained: Trained, row: Lookup) -> Trained:
+        """With what an attacker uploads in place of its result."""
+        client = int(work.ids_M[trained.index])
+        if not self.attack.of(client, work.address):
+            return trained
+        return replace(trained, anchor_P=self.attack.upload(client, trained.upload_P, _sent(work, trained.index, row), work.address))
 
     def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory, left: Left) -> Task | None:
         client, samples = int(work.ids_M[index]), self._samples(work, index, left)
@@ -137,14 +152,15 @@ class Worker:
         return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P)
 
     def _samples(self, work: Work, index: int, left: Left) -> Samples | None:
-        """Training data of a client; None, and it is left out, where they are not sound."""
+        """Training data of a client, with the labels that it takes for true; None, and it is left out, where they are not sound."""
         client = int(work.ids_M[index])
         with named(client, "reading its data"):
             x, y = self.data.train(client)
             flaw = data_flaw(x, y, self.federation.shape)
         if flaw:
             left.out[index] = LeftOut(f"its data have {flaw}")
-        return None if flaw else (x, y)
+            return None
+        return x, self.attack.labels(client, y, self.federation.shape.num_classes, work.address)
 
     def _mix_pending(self, work: MixPending, memory: Memory, sums: HostSums) -> dict[str, np.ndarray]:
         piece = PieceSums(work.mix)
@@ -190,6 +206,7 @@ class Worker:
                 one = OneClient(client, *samples, self.network, work.address, work.local, self.engine)
                 anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
                 vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
+                vector = self.attack.upload(client, vector, torch.zeros_like(vector), work.address)
             arrays["floats"][index] = len(vector)
             features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
             if flaw := value_flaw(vector, ANY):
@@ -245,6 +262,11 @@ class Worker:
 
 def _beside(work: Work, index: int, row: Lookup) -> Tensor | None:
     return None if work.beside is None else row(work.beside.table, int(work.beside.row_M[index]))
+
+
+def _sent(work: Train, index: int, row: Lookup) -> Tensor:
+    """The model that the server sent for a training, whatever the client owns."""
+    return row(work.start.table, int(work.start.row_M[index]))
 
 
 def _kept(keep: Keep, upload_P: Tensor, start_P: Tensor | None, seed: int) -> tuple[np.ndarray, float]:

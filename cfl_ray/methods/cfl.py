@@ -51,6 +51,11 @@ class CFL(Method, name="cfl"):
 
     State = CFLState
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stale_updates == "reapply" and self.rule.name != "mean":
+            raise ValueError(f"cfl.aggregation must be mean with stale_updates reapply, whose sums are the server's own, got {self.aggregation!r}; use drop")
+
     def init(self, start):
         first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
         everybody = self.stale_updates == "reapply"  # there, clients that never took part count as zeros

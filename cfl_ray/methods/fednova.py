@@ -40,6 +40,11 @@ class FedNova(Method, name="fednova"):
     mu: float = option(0.0, "mu: strength of a proximal term in the local objective; 0: none", source="paper", low=0)
     weights: str = weighting()
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rule.name not in ("mean", "norm_clipping"):
+            raise ValueError(f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: normalisation is a matter of weights, and {self.rule.name} has none")
+
     def init(self, start):
         return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
 

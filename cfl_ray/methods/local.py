@@ -21,6 +21,8 @@ PERSONAL = Own("personal")  # w_i, kept by the client
 class Local(Method, name="local"):
     """Every client trains alone on its own data."""
 
+    only_mean = "it averages nothing"
+
     def init(self, start):
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned())
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor
 
-from cfl_ray.core.work import Work
+from cfl_ray.core.work import Combine, Work
 from cfl_ray.engine import choose
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.setup import Setup, device_of
@@ -44,11 +45,12 @@ class ClientHost:
         """Does a piece. Returns what it found, followed by what each of its clients owns now and by its pending result, where the work leaves any.
 
         refs:   the model rows this piece uses, fetched at most once per exchange.
-        owners: positions in the piece of the clients whose memory, or pending result, follows in `owned`.
+        owners: positions in the piece of the clients whose memory, or pending result, follows in `owned`; as one list of references
+                where there may be too many to be here together.
         """
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
-        memory = {position: shared_tensor(value) for position, value in zip(owners, owned)}
+        memory = Fetched(*owned) if isinstance(piece, Combine) else {position: shared_tensor(value) for position, value in zip(owners, owned)}
         result, left = self.worker.run(piece, index_m, lambda table, row: self._row(refs, table, row), memory, self.sums)
         stays = [values for values, wanted in zip((left.owned, left.pending), piece.stays) if wanted]
         if not stays:
@@ -66,6 +68,19 @@ class ClientHost:
             return {}, {}
         sums, self.exchange, self.sums, self.rows = self.sums, None, HostSums(), {}
         return {out: row.numpy() for out, row in sums.rows.items()}, {out: float(mass) for out, mass in sums.mass.items()}
+
+
+class Fetched(Sequence):
+    """Tensors that are fetched one at a time, when they are looked at."""
+
+    def __init__(self, refs: list[ray.ObjectRef]):
+        self.refs = refs
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def __getitem__(self, position: int) -> Tensor:
+        return shared_tensor(ray.get(self.refs[position]))
 
 
 def fetched(ref: ray.ObjectRef) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import Address, LeftOut, Outcome, OwnedKey, PieceResult, TestShared, Work
+from cfl_ray.core.work import Address, Combine, LeftOut, Outcome, OwnedKey, PieceResult, Work
 from cfl_ray.engine.local import gather, left_out_of, mass_of, piece_size, pieces_of
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
@@ -31,7 +31,7 @@ class OnRay:
     def run(self, work: Work) -> Outcome:
         exchange = self.pool.next_exchange()
         self._forget_other_rounds(work.address)
-        late = [] if isinstance(work, TestShared) else [i for i, client in enumerate(work.ids_M.tolist()) if client in self._late]
+        late = [] if not work.of_clients else [i for i, client in enumerate(work.ids_M.tolist()) if client in self._late]
         pieces = [index_m for piece in pieces_of(work, self.piece_size(len(work.ids_M))) if len(index_m := np.setdiff1d(piece, late, True)) or not late]
         self.memory.begin(work)
         left: tuple[dict[int, ray.ObjectRef], ...] = ({}, {})  # owned, pending
@@ -70,12 +70,13 @@ class OnRay:
         piece = work.take(index_m)
         ids = piece.ids_M.tolist()
         brought = self.memory.of(piece)
+        values = [list(brought.values())] if isinstance(piece, Combine) else brought.values()  # within a list they stay references
         refs = {(rows.table, row): self._row(work.tables[rows.table], row) for rows in piece.rows() for row in np.unique(rows.row_M).tolist()}
         returns = 1 + sum(work.stays) * len(ids)
-        per_host = self.pool.setup.experiment.runtime.clients_per_host
+        per_host = None if not piece.of_clients else self.pool.setup.experiment.runtime.clients_per_host
 
         def start(actor) -> list[ray.ObjectRef]:
-            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *brought.values())
+            made = actor.work.options(num_returns=returns).remote(exchange, piece, index_m, refs, list(brought), *values)
             return made if isinstance(made, list) else [made]
 
         def instead() -> list[Call]:
@@ -83,11 +84,11 @@ class OnRay:
                 return [self._call(work, part, exchange, leave_out, again=True) for part in ([index_m] if work.in_order else index_m[:, None])]
             why = [LeftOut(_late(work, client, seconds), late=True) for client in ids]
             leave_out(index_m, why)
-            if not isinstance(work, TestShared):
+            if work.of_clients:
                 self._late.update(zip(ids, why))
             return []
 
-        deadline = self.pool.setup.experiment.runtime.round_deadline
+        deadline = None if isinstance(work, Combine) else self.pool.setup.experiment.runtime.round_deadline
         seconds = deadline and deadline * (len(ids) if work.in_order else 1)
         return Call(start, ids[0] // per_host if per_host else None, seconds, instead)
 
@@ -121,5 +122,5 @@ class OnRay:
 
 def _late(work: Work, which: int, seconds: float) -> str:
     """Who is to blame for work that took too long; of a chain, nobody knows."""
-    who = f"the test on its test set {which} " if isinstance(work, TestShared) else f"its chain of {len(work.ids_M)} clients " if work.in_order else ""
+    who = f"the test on its test set {which} " if not work.of_clients else f"its chain of {len(work.ids_M)} clients " if work.in_order else ""
     return f"{who}did not finish within {seconds:g} s"

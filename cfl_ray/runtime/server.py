@@ -44,8 +44,10 @@ class Server:
 
     def __init__(self, setup: Setup, label: str, network: Network, backend: Backend, store: CheckpointStore | None):
         self.experiment, self.whole, self.local, self.availability = setup.experiment, setup.federation, setup.local, setup.availability
+        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.method, self.network, self.backend, self.store = setup.methods[label], network, backend, store
         experiment = self.experiment
+        self.rule = self.method.rule
         self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.evaluator = Evaluator(experiment.evaluation, self.whole, backend, experiment.seed)
         self.now: Lifecycle = Starting()
@@ -179,6 +181,9 @@ class Server:
         self.metrics |= summarise(found) | clustering(self.method, self.state, online, self.federation.group_N)
         if settings.local:
             self.metrics |= self._held_accuracy(clients)
+        honest = ~np.isin(clients.ids_M, self.attackers)
+        if len(self.attackers) and honest.any():
+            self.metrics["accuracy_honest"] = float(np.nanmean(found.accuracy_M[honest]))
         newcomers = np.isin(clients.ids_M, self.population.newcomers)
         if newcomers.any():
             self.metrics["newcomer_accuracy"] = float(np.nanmean(found.accuracy_M[newcomers]))
@@ -215,7 +220,7 @@ class Server:
         images = 0 if not measure else 2**62 if self.federation.view == "holdout" else self.experiment.evaluation.local_images
         return Clients(
             np.asarray(ids, np.int64), self.federation.size_N[ids], self.network.spec, self.local, self.backend,
-            self.experiment.seed, number, books or self.books, images, lambda: self._reachable(number),
+            self.experiment.seed, number, books or self.books, images, lambda: self._reachable(number), self.rule,
         )  # fmt: skip
 
     def _reachable(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,13 +11,16 @@ import torch
 from cfl_ray import data, models
 from cfl_ray.config import Experiment, check_cohort
 from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
+from cfl_ray.core.cohort import share
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.core.rng import stream
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import choose
+from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
@@ -43,7 +46,17 @@ class Setup:
         return Network(self.recipe, self.federation.shape.input, device)
 
     def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
-        return Worker(self.network(device), self.federation, engine)
+        return Worker(self.network(device), self.federation, engine, self.attack)
+
+    @property
+    def attack(self) -> Attack:
+        """What some clients do, and who they are."""
+        wanted, total = self.experiment.attack, self.federation.num_clients
+        if wanted.kind == "none":
+            return Attack()
+        drawn = stream(self.experiment.seed, 0, 0, -1, "attackers").choice(total, share(wanted.fraction, total), replace=False).tolist()
+        who = frozenset(drawn if wanted.clients is None else wanted.clients)
+        return Attack(wanted.kind, who, wanted.scale, wanted.sigma, wanted.from_round)
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -61,7 +74,9 @@ def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | 
     if changes:
         federation = ChangingFederation(federation, changes)
     recipe = models.recipe(experiment.model.name, experiment.model.options, federation.shape.input, federation.shape.num_classes)
-    return Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+    setup = Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+    _check_attack(setup.attack, federation.num_clients)
+    return setup
 
 
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
@@ -89,6 +104,13 @@ def _check_clients(experiment: Experiment, federation: Federation) -> None:
     later = {client for event in experiment.schedule for client in event.join}
     if len(later) >= count:
         raise ConfigError(f"schedule: all {count} clients join later, so round 1 has none; leave at least one out of `join`")
+
+
+def _check_attack(attack: Attack, count: int) -> None:
+    if attack.clients and max(attack.clients) >= count:
+        raise ConfigError(f"attack.clients: client {max(attack.clients)} does not exist; the federation has clients 0 .. {count - 1}")
+    if len(attack.clients) >= count:
+        raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
 
 
 def cluster_address(configured: str | None) -> str | None:

@@ -18,6 +18,7 @@ ROUND_METRICS = {
     "accuracy_local_trained": "P-local over the clients that have trained",
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "accuracy_honest": "the same as accuracy over the clients that do not attack, where some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
     "accuracy_p10": "10th percentile over clients of the P-server accuracy",
     "macro_f1": "mean over clients of the macro-averaged F1 score, 0..1",

@@ -62,7 +62,26 @@ def test_other_values_are_refused_with_the_range(cls, bad, message):
 
 def test_options_describe_themselves(cls):
     assert cls.options()[2] == {"name": "most", "type": "int | None", "default": None, "doc": "a whole number, or no limit", "source": "", "low": 1, "high": None, "choices": None}
-    assert [item["type"] for item in cls.options()] == ["float", "int", "int | None", "str"]
+    assert [item["type"] for item in cls.options()][:4] == ["float", "int", "int | None", "str"]
+    assert [item["name"] for item in cls.options()][4:] == ["aggregation"], "what all methods have comes last"
+
+
+def test_every_method_takes_an_aggregation(cls):
+    assert cls().rule.name == "mean" and cls(aggregation={"trimmed_mean": {"share": 0.2}}).rule.share == 0.2
+    with pytest.raises(ValueError, match="^example: aggregation must be one of mean, median, .*, got 'medain'"):
+        cls(aggregation="medain")
+    with pytest.raises(TypeError):
+        cls(0.5, 3, None, "a", "median")  # by name only: it can be added to any method
+
+
+def test_a_method_says_why_it_takes_only_the_mean(cls):
+    @dataclass(frozen=True)
+    class Alone(cls, name="alone"):
+        only_mean = "it averages nothing"
+
+    assert Alone(aggregation="mean").rule.name == "mean" and "aggregation" not in [item["name"] for item in Alone.options()]
+    with pytest.raises(ValueError, match="^alone.aggregation must be mean, got 'median': it averages nothing$"):
+        Alone(aggregation="median")
 
 
 def test_is_frozen(cls):

@@ -11,8 +11,10 @@ import ray
 import torch
 
 from cfl_ray import Experiment
+from cfl_ray.core import robust
 from cfl_ray.core.clients import Clients, Own, Round
 from cfl_ray.core.plugin import load_plugin
+from cfl_ray.core.robust import Mean, Median, MultiKrum, NormClipping
 from cfl_ray.core.work import Address, Losses
 from cfl_ray.engine.local import InProcess
 from cfl_ray.runtime.pool import Pool
@@ -52,9 +54,9 @@ def fresh(hosts) -> dict[str, object]:
     return {"in process": InProcess(setup.worker("cpu", "sequential")), "on Ray": OnRay(on_ray.pool)}
 
 
-def clients(hosts, backend, ids=range(CLIENTS), number=1) -> Clients:
+def clients(hosts, backend, ids=range(CLIENTS), number=1, rule=Mean()) -> Clients:
     setup, ids = hosts[0], np.array(list(ids))
-    return Clients(ids, setup.federation.size_N[ids], setup.network().spec, setup.local, backend, 0, number, Round())
+    return Clients(ids, setup.federation.size_N[ids], setup.network().spec, setup.local, backend, 0, number, Round(), aggregation=rule)
 
 
 def start(hosts) -> torch.Tensor:
@@ -97,6 +99,23 @@ def test_a_host_that_dies_before_the_mix_takes_nothing_with_it(hosts, actors):
 
     assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(results(hosts, in_process), results(hosts, on_ray, kill), strict=True))
     assert killed and [line for line in on_ray.pool.notes if "its work is done again" in line]
+
+
+@pytest.mark.parametrize("rule", [Median(), MultiKrum(2), NormClipping()], ids=lambda rule: rule.name)
+def test_robust_averages_of_them_are_the_same_bits_with_a_host_killed(hosts, actors, rule, monkeypatch):
+    """Cut into ranges of columns, so that both hosts have work. A rejected client is no member."""
+    monkeypatch.setattr(robust, "_RANGE", 1 << 15)
+    rows = []
+    for backend in fresh(hosts).values():
+        asked = clients(hosts, backend, rule=rule)
+        updates = asked.train(asked.send(start(hosts), np.arange(CLIENTS) % 2), mix_later=True, keep=asked.spec.all)
+        if rows:
+            os.kill(actors("ClientHost")[0], signal.SIGKILL)
+        rows.append(asked.mix(updates, MIX).mixed(start(hosts)[[0, 1, 0]]))
+        if rule == Median():
+            mine = np.setdiff1d(np.flatnonzero(MIX[0]), [BAD])
+            assert np.allclose(rows[-1][0], np.median(updates.kept_MF[mine].double(), 0), rtol=0, atol=1e-6)
+    assert torch.equal(*rows) and hosts[1].pool.faults
 
 
 def test_a_selection_mixes_its_own(hosts, backend):

@@ -1,0 +1,170 @@
+"""Attackers: what they upload, that they stay honest to themselves, and that everybody else is as without them."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, planted, uneven
+from torch import nn
+
+import cfl_ray
+from cfl_ray.core.clients import Keep, Own
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.rng import torch_stream
+from cfl_ray.core.robust import NormClipping
+from cfl_ray.engine.attack import Attack
+from cfl_ray.runtime.setup import prepare
+
+BAD = [1, 4]
+KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]
+
+
+def stage(kind: str = "none", engine: str = "sequential", **options) -> Stage:
+    one = Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), LocalSGD(epochs=2, lr=0.3), engine)
+    one.backend.worker.attack = Attack(kind, frozenset(BAD), **options)
+    return one
+
+
+def uploads(one: Stage, number: int = 1, **options) -> np.ndarray:
+    """float64 (M, P): what every client uploads after training from the common model."""
+    clients = one.clients(number=number)
+    return clients.train(clients.send(one.model()[None]), keep=one.network.spec.all, **options).kept_MF.double().numpy()
+
+
+def noise(client: int, length: int, exchange: int = 1) -> np.ndarray:
+    return torch.randn(length, generator=torch_stream(0, 1, exchange, client, "attack")).double().numpy()
+
+
+class TestFormulas:
+    def sent_and_honest(self):
+        one = stage()
+        return one.model().double().numpy(), uploads(one)
+
+    def test_sign_flip_and_scaled(self):
+        sent_P, honest_MP = self.sent_and_honest()
+        for kind, factor in (("sign_flip", -3.0), ("scaled", 3.0)):
+            assert np.allclose(uploads(stage(kind, scale=3.0))[BAD], sent_P + factor * (honest_MP[BAD] - sent_P), rtol=0, atol=1e-6)
+
+    def test_gaussian(self):
+        """Noise around what was sent, different for every attacker."""
+        sent_P, _ = self.sent_and_honest()
+        found = uploads(stage("gaussian", sigma=2.0))
+        for client in BAD:
+            assert np.allclose(found[client], sent_P + 2.0 * noise(client, len(sent_P)), rtol=0, atol=1e-5)
+
+    def test_colluders_go_one_way_as_far_as_their_own_training_went(self):
+        sent_P, honest_MP = self.sent_and_honest()
+        change = uploads(stage("colluders", scale=2.0))[BAD] - sent_P
+        direction_P = noise(-1, len(sent_P), exchange=-1)
+        expected = 2.0 * np.linalg.norm(honest_MP[BAD] - sent_P, axis=1)[:, None] * direction_P / np.linalg.norm(direction_P)
+        assert np.allclose(change, expected, rtol=0, atol=1e-5)
+
+    def test_label_flip(self):
+        """An attacker's update is that of a client whose labels are 3 - y, of four classes."""
+        found, honest = uploads(stage("label_flip")), stage()
+        train = honest.federation.train
+        honest.federation.train = lambda client: (train(client)[0], 3 - train(client)[1])
+        assert np.array_equal(found[BAD], uploads(honest)[BAD]) and not np.array_equal(found[BAD], uploads(stage())[BAD])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestWhoeverAttacks:
+    def test_the_others_are_as_without_them(self, kind):
+        honest_M = np.delete(np.arange(6), BAD)
+        assert np.array_equal(uploads(stage(kind, scale=2.0))[honest_M], uploads(stage())[honest_M])
+
+    def test_begins_in_its_round(self, kind):
+        assert np.array_equal(uploads(stage(kind, scale=2.0, from_round=2), number=1), uploads(stage(), number=1))
+        assert not np.array_equal(uploads(stage(kind, scale=2.0, from_round=2), number=2), uploads(stage(), number=2))
+
+    def test_draws_the_same_again(self, kind):
+        assert np.array_equal(uploads(stage(kind)), uploads(stage(kind)))
+
+    @pytest.mark.parametrize("engine", ["vectorised", "span"])
+    def test_does_so_with_every_engine(self, kind, engine):
+        """With few enough samples that `span` applies."""
+        rows = []
+        for name in ("sequential", engine):
+            one = Stage(uneven([5, 7, 6, 8, 5], (36,)), lambda: nn.Sequential(nn.Linear(36, 3)), LocalSGD(epochs=3, lr=0.3), name)
+            one.backend.worker.attack = Attack(kind, frozenset(BAD), scale=2.0)
+            rows.append(uploads(one))
+        assert np.allclose(*rows, rtol=0, atol=1e-5)
+
+    def test_uploads_the_same_to_every_use(self, kind):
+        """Kept, mixed at once, and mixed later."""
+        one = stage(kind, scale=2.0)
+        clients = one.clients()
+        updates = clients.train(clients.send(one.model()[None]), keep=one.network.spec.all, mix=torch.eye(6), mix_later=True)
+        empty = one.model().repeat(6, 1)
+        assert torch.allclose(updates.mixed(empty), updates.kept_MF, atol=1e-6)
+        assert torch.equal(clients.mix(updates, torch.eye(6)).mixed(empty), updates.mixed(empty))
+
+    def test_sends_forged_signatures(self, kind):
+        found, honest = (one.clients().describe(lambda client, anchor_P: client.gradient(anchor_P), one.clients().known(one.model()[None]))[0] for one in (stage(kind, scale=2.0), stage()))
+        changed_M = (found != honest).any(1)
+        assert np.flatnonzero(changed_M).tolist() == BAD
+
+    def test_holds_and_owns_what_it_trained(self, kind):
+        """Of a label flip, what it trained on its labels."""
+        one, honest = stage(kind, scale=2.0), stage("label_flip" if kind == "label_flip" else "none")
+        for each in (one, honest):
+            clients = each.clients()
+            clients.train(clients.send(each.model()[None]), own=Own("mine", private=False), keep=Keep(each.network.spec.all))
+        assert all(torch.equal(one.memory["mine", client], honest.memory["mine", client]) for client in range(6))
+
+
+def test_flipped_labels_count_in_losses_and_not_in_tests():
+    one, honest = stage("label_flip"), stage()
+    losses = [each.clients().losses(each.clients().broadcast(each.model()[None])) for each in (one, honest)]
+    assert np.flatnonzero((losses[0] != losses[1]).any(1)).tolist() == BAD
+    found = [each.clients().accuracies(each.clients().broadcast(each.model()[None])) for each in (one, honest)]
+    assert np.array_equal(*found)
+
+
+def test_a_chain_goes_on_from_the_forgery():
+    """Client 2 starts from what 1 passed on: noise."""
+    one, honest = stage("gaussian"), stage()
+    found, expected = uploads(one, relay=True), uploads(honest, relay=True)
+    assert np.array_equal(found[0], expected[0]) and np.abs(found[2] - expected[2]).max() > 0.3
+
+
+def test_a_forgery_beyond_the_limit_is_rejected():
+    one = stage("gaussian", sigma=1e6)
+    clients = one.clients()
+    updates = clients.train(clients.send(one.model()[None]), keep=one.network.spec.all)
+    assert updates.ok_M.tolist() == [client not in BAD for client in range(6)] and set(one.books.rejected) == set(BAD)
+
+
+def test_clipping_goes_by_the_length_of_the_forgery():
+    one = stage("scaled", scale=1000.0)
+    clients = one.clients(rule=NormClipping())
+    mixed = clients.train(clients.send(one.model()[None]), mix=torch.ones(1, 6)).mixed(one.model()[None])
+    assert (mixed[0] - one.model()).norm() < 3 * np.linalg.norm(uploads(stage()) - one.model().double().numpy(), axis=1).max()
+
+
+class TestExperiments:
+    def experiment(self, seed=0, **attack):
+        data = {"source": "synthetic", "synthetic_shape": [4], "synthetic_samples": 20, "partition": {"clients": 10}}
+        return cfl_ray.Experiment(
+            seed=seed, rounds=2, methods=["fedavg"], data=data, attack=attack, model={"options": {"hidden": 4}}, runtime={"engine": "sequential"}, tracking={"enabled": False}
+        )  # fmt: skip
+
+    def run(self, **attack):
+        return cfl_ray.simulate(self.experiment(**attack))["fedavg"]
+
+    def test_say_the_accuracy_of_the_honest(self):
+        final = self.run(kind="sign_flip", fraction=0.3, scale=5).final
+        assert 0 <= final["accuracy_honest"] <= 1 and final["accuracy_honest"] != final["accuracy"]
+        assert "accuracy_honest" not in self.run().final
+
+    def test_draw_who_attacks_by_their_seed(self):
+        one, again, other = (prepare(self.experiment(seed, kind="gaussian", fraction=0.3)).attack.clients for seed in (0, 0, 1))
+        assert one == again != other and len(one) == len(other) == 3
+
+    @pytest.mark.parametrize("attack, message", [
+        ({"clients": [3, 10]}, "attack.clients: client 10 does not exist; the federation has clients 0 .. 9"),
+        ({"clients": list(range(10))}, "attack: all 10 clients attack, so none is honest; leave at least one out"),
+    ])  # fmt: skip
+    def test_refuse_attackers_that_cannot_be(self, attack, message):
+        with pytest.raises(ConfigError, match=message):
+            self.run(kind="sign_flip", **attack)
