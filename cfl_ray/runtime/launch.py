@@ -1,5 +1,6 @@
 """Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` where a run stopped."""
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, DataError, Interrupted, RunError
+from cfl_ray.core.errors import ConfigError, DataError, Interrupted, RunError, Stopped
 from cfl_ray.report.figures import write_figures
+from cfl_ray.runtime.atwork import held
+from cfl_ray.runtime.journal import Journal, copy_events, grown_by
 from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report
 from cfl_ray.runtime.session import InProcessSession, Session
@@ -50,18 +53,23 @@ class Watcher:
     def warn(self, text: str) -> None: ...
 
 
-def run(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
+def run(
+    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+) -> Results:
     """Runs every method of the experiment (None: the built-in example) on Ray and returns what they came to.
 
-    run_dir: where files go; None: a new folder below `experiment.output`. Raises ConfigError for bad input and for a folder that
-    belongs to another config, RunError when the run cannot go on; everything saved stays.
+    run_dir: where files go; None: a new folder below `experiment.output`. replay: another run of this experiment; what was asked of
+    it while it was live happens here in the same rounds. Raises ConfigError for bad input and for a folder that belongs to another
+    config, RunError when the run cannot go on (everything saved stays), Stopped when it was asked to end early.
     """
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True)
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True, replay=replay)
 
 
-def simulate(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
-    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given."""
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
+def simulate(
+    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+) -> Results:
+    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given, as `replay` needs it."""
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None, replay=replay)
 
 
 def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None) -> Results:
@@ -77,26 +85,46 @@ def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = T
     return _launch(experiment or config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
 
 
-def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False) -> Results:
-    watcher.preparing("federation")
-    setup = prepare(experiment, watcher.preparing)
-    directory = _directory(experiment, run_dir, resumed) if keep else None
-    watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
-    session = _session(setup, directory, on_ray)
-    try:
-        facts = session.facts()
-        if directory is not None and not resumed:
-            _write_config(directory, experiment)
-        watcher.started(setup, directory, facts)
-        return _Driver(setup, session, directory, watcher, facts).all_methods()
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
-    except RunError as error:
-        raise RunError(f"{error}. {_how_to_go_on(directory)}") from error
-    except OSError as error:  # a full disk, or a folder that is gone
-        raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
-    finally:
-        session.close()
+def _launch(
+    experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False, replay: str | Path | None = None
+) -> Results:
+    if replay is not None:
+        _check_replay(Path(replay), experiment, keep)
+    with contextlib.ExitStack() as at_work:
+        directory = _directory(experiment, run_dir, resumed) if keep else None
+        if resumed:
+            at_work.enter_context(held(directory / CONFIG))
+        watcher.preparing("federation")
+        setup = prepare(experiment, watcher.preparing)
+        watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
+        session = _session(setup, directory, on_ray)
+        try:
+            facts = session.facts()
+            if directory is not None and not resumed:
+                for label in setup.methods if replay is not None else ():
+                    copy_events(Path(replay) / label, directory / label)
+                _write_config(directory, experiment)
+                at_work.enter_context(held(directory / CONFIG))
+            watcher.started(setup, directory, facts)
+            return _Driver(setup, session, directory, watcher, facts).all_methods()
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
+        except (RunError, Stopped) as error:
+            raise type(error)(f"{error}. {_how_to_go_on(directory)}") from error
+        except OSError as error:  # a full disk, or a folder that is gone
+            raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
+        finally:
+            session.close()
+
+
+def _check_replay(replay: Path, experiment: Experiment, keep: bool) -> None:
+    """Raises ConfigError where `replay` is no run of this experiment."""
+    if not (replay / CONFIG).is_file():
+        raise ConfigError(f"replay: {replay} holds no run: there is no {replay / CONFIG}")
+    if (there := _hash_of(replay / CONFIG)) != experiment.config_hash:
+        raise ConfigError(f"replay: {replay} belongs to another config (hash {there}, this one has {experiment.config_hash}); run {replay / CONFIG}")
+    if not keep:
+        raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 
 
 def _how_to_go_on(directory: Path | None) -> str:
@@ -151,17 +179,22 @@ class _Driver:
     def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
         self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
         self.experiment = setup.experiment
+        self.stopped = False  # on request
         self.uri = resolve_uri(self.experiment.tracking, self.experiment.output) if self.experiment.tracking.enabled and directory else None
 
     def all_methods(self) -> Results:
         parent = self._tracker(None)
         status = "FAILED"
         try:
-            results = {label: self._method(label) for label in self.setup.methods}
+            results = {}
+            for label in self.setup.methods:
+                if self.stopped:
+                    raise Stopped(f"stopped before {label}, as asked")
+                results[label] = self._method(label)
             if parent is not None:
                 write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
             status = "FINISHED"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             status = "KILLED"
             raise
         finally:
@@ -180,17 +213,21 @@ class _Driver:
             report = self.session.begin(label)
             self._take(report, records, moves, tracker)  # a round that was saved just before a crash, and not yet kept here
             self.watcher.method(label, report)
-            while not report.finished:
+            while not (report.finished or report.stop):
                 report = self.session.advance()
                 self._take(report, records, moves, tracker)
                 self.watcher.round(label, report)
+            self.stopped = report.stop
+            if not report.finished:
+                raise Stopped(f"stopped after round {report.round} of {label}, as asked")
             summary = self._summary(records, moves, report)
             if tracker is not None:
-                moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
+                federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
+                moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
                 write_figures(directory / ARTIFACTS, {label: records})
                 write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
             status = "FINISHED"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             status = "KILLED"
             raise
         finally:

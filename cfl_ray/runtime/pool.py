@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, RunError, UserError
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choose import Choice
 from cfl_ray.engine.worker import ClientFailure
 from cfl_ray.runtime.hosts import ClientHost
@@ -64,6 +65,15 @@ class Pool:
         self.choice = engine_choice(self.setup, self.device, self._measure)
         for host in self.hosts:
             host.actor.set_engine.remote(self.choice.engine)
+
+    def use(self, federation: Federation) -> None:
+        """Hosts work on this federation from their next piece on, and so do those that start later."""
+        if federation is self.setup.federation:
+            return
+        self.setup = replace(self.setup, federation=federation)
+        self.setup_ref = ray.put(self.setup)
+        for host in list(self.hosts):
+            host.actor.use.remote([self.setup_ref])
 
     def _measure(self) -> Choice:
         while True:
