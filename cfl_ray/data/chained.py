@@ -32,6 +32,8 @@ class ChainedFederation(Federation):
 
     def at(self, round: int) -> Federation:
         parts = tuple(part.at(round) for part in self.parts)
+        if all(new is old for new, old in zip(parts, self.parts)):
+            return self
         if self._then is None or any(new is not old for new, old in zip(parts, self._then.parts)):
             self._then = ChainedFederation(parts)
         return self._then
