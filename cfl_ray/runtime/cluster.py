@@ -95,14 +95,16 @@ class ServerActor:
         if verb == "join_shards":
             arguments = self._opened(*arguments)
         with self.replacing:
-            return getattr(self.server.requests, {"join": "join", "join_shards": "join_shards", "leave": "leave", "stop": "stop"}[verb])(*arguments)
+            requests = self.server.requests
+            grant = {"join": requests.join, "join_shards": requests.join_shards, "leave": requests.leave, "stop": requests.stop}[verb]
+            return grant(*arguments)
 
     def _status(self) -> dict[str, Any]:
         server, hosts = self.server, list(self.pool.hosts)
         population, ready = server.requests.population, [host for host in hosts if not host.starting]
         faults = self.pool.faults[-1:]
         return {
-            "method": self.label,
+            "method": server.requests.label,
             "state": type(server.now).__name__.lower(),
             "round": server.now.round,
             "hosts": len(ready),

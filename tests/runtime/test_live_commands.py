@@ -109,7 +109,7 @@ def test_a_run_that_is_asked_things_is_killed_stopped_resumed_and_replayed(gated
     (tmp_path / "small.yaml").write_text(experiment.to_yaml())
     gate(1)
     driver = start("run", tmp_path / "small.yaml", f"runtime.address={cluster}", "--run-dir", run_dir)
-    status = until(at_round(run_dir, 2), 120)
+    status = until(at_round(run_dir, 2), 300)
     assert (status.state, status.rounds, status.hosts, status.nodes, status.clients_online, status.clients) == ("live", 6, 2, 1, 8, 8)
     assert status.methods == {"gated": "at work"} and status.waiting == 1 and status.evaluated == 1 and status.metrics == {
         name: value for name, value in recorded(run_dir, "gated")[0][1].items() if name in ("accuracy", "accuracy_local", "num_clusters")
@@ -144,25 +144,25 @@ def test_a_run_that_is_asked_things_is_killed_stopped_resumed_and_replayed(gated
     # the server dies before any of it has happened
     (server,) = actors("ServerActor")
     os.kill(server, signal.SIGKILL)
-    status = until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 2)(), 120)
+    status = until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 2)(), 300)
     assert status.pending == pending and "the server died and was started again" in status.last_fault and status.fault_age >= 0
     gate(3)
-    status = until(at_round(run_dir, 4), 120)
+    status = until(at_round(run_dir, 4), 300)
     assert (status.clients_online, status.clients, status.pending, status.seconds_left > 0) == (10, 12, [], True)
     (server,) = actors("ServerActor")
     os.kill(server, signal.SIGKILL)  # and after it has
-    until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 4)(), 120)
+    until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 4)(), 300)
 
     code, said = cli("stop", run_dir)
     assert (code, said) == (0, "gated: the run ends after round 4, which is saved\n")
     gate(10**6)
-    assert driver.wait(120) == 0 and f"stopped after round 4 of gated, as asked. Every finished round is kept; go on with: cfl-ray resume {run_dir}" in driver.said()
+    assert driver.wait(300) == 0 and f"stopped after round 4 of gated, as asked. Every finished round is kept; go on with: cfl-ray resume {run_dir}" in driver.said()
     code, said = cli("status", run_dir)
     assert code == 0 and "small: stopped" in said and "4 of 6" in said and "cfl-ray resume" in said.replace("\n", " ") and not (run_dir / "session.json").exists()
     code, said = cli("leave", run_dir, "3")
     assert code == 1 and "is not at work, so nobody can leave" in said and "cfl-ray resume" in said
 
-    assert start("resume", run_dir).wait(120) == 0
+    assert start("resume", run_dir).wait(300) == 0
     code, said = cli("status", run_dir, "--json")
     assert code == 0 and (json.loads(said)["state"], json.loads(said)["methods"]) == ("finished", {"gated": "finished", "fedavg": "finished"})
 
@@ -192,7 +192,7 @@ def test_a_driver_that_was_killed_leaves_a_run_that_is_not_live(gated, gate, sta
     (tmp_path / "small.yaml").write_text(experiment.to_yaml())
     gate(1)
     driver = start("run", tmp_path / "small.yaml", f"runtime.address={cluster}", "--run-dir", run_dir)
-    until(at_round(run_dir, 2), 120)
+    until(at_round(run_dir, 2), 300)
     driver.kill()
     driver.wait()
     status = live.status(run_dir)
