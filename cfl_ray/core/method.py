@@ -56,8 +56,10 @@ class Method(ABC):
     State: ClassVar[type[State]] = State
     registry: ClassVar[dict[str, type["Method"]]] = {}
 
-    def __init_subclass__(cls, name: str, **kwargs):
+    def __init_subclass__(cls, name: str = "", **kwargs):
         super().__init_subclass__(**kwargs)
+        if not name:  # a class that a host rebuilds from a pickle, which sets its name afterwards; others are refused when they are named
+            return
         cls.name = name
         Method.registry[name] = cls
 
