@@ -90,7 +90,7 @@ def join(
     if (shards is None) == (not clients):
         raise ConfigError("join: name either clients that the federation knows or, with --shards, where the newcomers' shards are")
     if shards is not None:
-        _say(live.ask(run_dir, "join_shards", shards if "://" in shards else str(Path(shards).expanduser().absolute())))
+        _say(live.ask(run_dir, "join_shards", shards if "://" in shards else os.path.abspath(Path(shards).expanduser())))
     else:
         _say(live.ask(run_dir, "join", parse_ids(clients)))
 

@@ -1,5 +1,6 @@
 """The command line on a run that is live on Ray, and on one that is not any more."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -24,10 +25,9 @@ COMMAND = Path(sys.executable).with_name("cfl-ray")
 GATED = f"{Path(__file__).parent / 'gated.py'}:Gated"
 
 
-def cli(*arguments, **environment) -> tuple[int, str]:
+def cli(*arguments) -> tuple[int, str]:
     """Exit status, and what was said on both streams, of a `cfl-ray` command of its own."""
-    command = [str(COMMAND), *map(str, arguments)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([str(COMMAND), *map(str, arguments)], capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -104,72 +104,68 @@ def at_round(run_dir, number, label="gated"):
     return there
 
 
+@pytest.mark.timeout(900)
 def test_a_run_that_is_asked_things_is_killed_stopped_resumed_and_replayed(gated, gate, newcomers, larger, start, cluster, actors, until, tmp_path):
     experiment, run_dir = gated(), tmp_path / "run"
     (tmp_path / "small.yaml").write_text(experiment.to_yaml())
     gate(1)
     driver = start("run", tmp_path / "small.yaml", f"runtime.address={cluster}", "--run-dir", run_dir)
     status = until(at_round(run_dir, 2), 300)
-    assert (status.state, status.rounds, status.hosts, status.nodes, status.clients_online, status.clients) == ("live", 6, 2, 1, 8, 8)
+    assert (status.state, status.rounds, status.hosts + status.hosts_starting, status.nodes, status.clients_online, status.clients) == ("live", 6, 2, 1, 8, 8)
     assert status.methods == {"gated": "at work"} and status.waiting == 1 and status.evaluated == 1 and status.metrics == {
         name: value for name, value in recorded(run_dir, "gated")[0][1].items() if name in ("accuracy", "accuracy_local", "num_clusters")
     }  # fmt: skip
     assert (run_dir / "session.json").stat().st_mode & 0o777 == 0o600 and atwork.token().decode() not in (run_dir / "session.json").read_text()
 
     # while round 2 is at work
+    code, said = cli("status", run_dir, "--json")
+    assert code == 0 and json.loads(said) | {"hosts": 0, "hosts_starting": 0} == dataclasses.asdict(status) | {"hosts": 0, "hosts_starting": 0}
     code, said = cli("join", run_dir, "--shards", os.path.relpath(newcomers))
     assert (code, said) == (0, "gated: clients 8-11 join before round 3\n")
-    assert live.ask(run_dir, "leave", [0, 9, 2][::2]) == "gated: clients 0, 2 leave before round 3"
+    assert live.ask(run_dir, "leave", [2, 0]) == "gated: clients 0, 2 leave before round 3"
     code, said = cli("leave", run_dir, "7-9")
     assert code == 2 and "leave: client 8 joins before round 3 already" in said
     for arguments, says in (
         (("leave", [99]), r"client 99 does not exist; the federation has clients 0 \.\. 11"),
         (("leave", [0]), "client 0 leaves before round 3 already"),
         (("leave", [3, 3]), "client 3 is named twice"),
-        (("leave", [1, 3, 4, 5, 6, 7]), None),
         (("join", [4]), "client 4 is online already"),
         (("join_shards", newcomers), "same id twice: the clients of these shards are in the federation already"),
         (("join_shards", str(larger)), r"inputs of shape: the new clients have \(1, 9, 9\), the federation has \(1, 8, 8\)"),
         (("join_shards", str(tmp_path / "nowhere")), "nowhere holds no shards"),
     ):
-        if says:
-            with pytest.raises(ConfigError, match=says):
-                live.ask(run_dir, *arguments)
+        with pytest.raises(ConfigError, match=says):
+            live.ask(run_dir, *arguments)
     pending = ["clients 8-11 join before round 3", "clients 0, 2 leave before round 3"]
     assert live.status(run_dir).pending == pending
     with pytest.raises(RunError, match="run is at work already"):
         resume(run_dir)
     check_forgeries(run_dir)
 
-    # the server dies before any of it has happened
-    (server,) = actors("ServerActor")
-    os.kill(server, signal.SIGKILL)
-    status = until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 2)(), 300)
-    assert status.pending == pending and "the server died and was started again" in status.last_fault and status.fault_age >= 0
+    # the server dies when some of it has happened and some has not
     gate(3)
     status = until(at_round(run_dir, 4), 300)
     assert (status.clients_online, status.clients, status.pending, status.seconds_left > 0) == (10, 12, [], True)
+    assert live.ask(run_dir, "leave", [9]) == "gated: client 9 leaves before round 5"
     (server,) = actors("ServerActor")
-    os.kill(server, signal.SIGKILL)  # and after it has
-    until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 4)(), 300)
+    os.kill(server, signal.SIGKILL)
+    status = until(lambda: actors("ServerActor") not in ([], [server]) and at_round(run_dir, 4)(), 300)
+    assert status.pending == ["client 9 leaves before round 5"] and status.clients == 12
+    assert "the server died and was started again" in status.last_fault and status.fault_age >= 0
 
     code, said = cli("stop", run_dir)
     assert (code, said) == (0, "gated: the run ends after round 4, which is saved\n")
     gate(10**6)
     assert driver.wait(300) == 0 and f"stopped after round 4 of gated, as asked. Every finished round is kept; go on with: cfl-ray resume {run_dir}" in driver.said()
-    code, said = cli("status", run_dir)
-    assert code == 0 and "small: stopped" in said and "4 of 6" in said and "cfl-ray resume" in said.replace("\n", " ") and not (run_dir / "session.json").exists()
-    code, said = cli("leave", run_dir, "3")
-    assert code == 1 and "is not at work, so nobody can leave" in said and "cfl-ray resume" in said
-
-    assert start("resume", run_dir).wait(300) == 0
-    code, said = cli("status", run_dir, "--json")
-    assert code == 0 and (json.loads(said)["state"], json.loads(said)["methods"]) == ("finished", {"gated": "finished", "fedavg": "finished"})
+    status = live.status(run_dir)
+    assert (status.state, status.round, status.next) == ("stopped", 4, f"cfl-ray resume {run_dir}") and not (run_dir / "session.json").exists()
+    resume(run_dir)
+    assert (live.status(run_dir).state, live.status(run_dir).methods) == ("finished", {"gated": "finished", "fedavg": "finished"})
 
     simulate(experiment, tmp_path / "again", replay=run_dir)
     plain = simulate(gated(methods=["fedavg"]), tmp_path / "plain")
     assert recorded(run_dir, "gated") == recorded(tmp_path / "again", "gated") and [number for number, _ in recorded(run_dir, "gated")] == [1, 2, 3, 4, 5, 6]
-    assert [metrics["clients_online"] for _, metrics in recorded(run_dir, "gated")] == [8, 8, 10, 10, 10, 10]
+    assert [metrics["clients_online"] for _, metrics in recorded(run_dir, "gated")] == [8, 8, 10, 10, 9, 9]
     assert recorded(run_dir, "fedavg") == recorded(tmp_path / "plain", "fedavg") and plain  # what was asked of one method is not asked of the next
 
 
@@ -183,8 +179,6 @@ def check_forgeries(run_dir):
             with pytest.raises(ConfigError, match="session.json was not written with your Ray token, so it is not followed to the cluster it names"):
                 ask()
     file.write_text(genuine)
-    code, said = cli("status", run_dir, RAY_AUTH_TOKEN="0" * 64)
-    assert code == 2 and "was not written with your Ray token" in said
 
 
 def test_a_driver_that_was_killed_leaves_a_run_that_is_not_live(gated, gate, start, cluster, until, figures, tmp_path):
