@@ -32,12 +32,13 @@ class Session:
     address: str  # of the Ray cluster
     actor: str  # name of the server actor in NAMESPACE
     auth_mode: str  # RAY_AUTH_MODE of the driver, "" where it was not set
+    loopback: bool  # that cluster was started for this run, and listens on this machine's loopback alone
     host: str
     pid: int  # of the driver
 
     @classmethod
-    def here(cls, address: str, actor: str) -> "Session":
-        return cls(address, actor, os.environ.get("RAY_AUTH_MODE", ""), socket.gethostname(), os.getpid())
+    def here(cls, address: str, actor: str, loopback: bool = False) -> "Session":
+        return cls(address, actor, os.environ.get("RAY_AUTH_MODE", ""), loopback, socket.gethostname(), os.getpid())
 
 
 def token() -> bytes | None:

@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,9 @@ class RaySession:
         if self.run_dir is not None:
             configured = self.setup.experiment.runtime.address or ""
             address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
-            announce(self.run_dir, Session.here(address, f"{self.name}-{self.servers}"))
+            if self.started_here:
+                address = f"127.0.0.1:{address.rpartition(':')[2]}"  # where it listens, whatever it says
+            announce(self.run_dir, Session.here(address, f"{self.name}-{self.servers}", self.started_here))
 
     def begin(self, label: str) -> Report:
         self.label = label
@@ -254,7 +256,7 @@ def _loopback_only() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def join_cluster(address: str) -> None:
+def join_cluster(address: str, loopback: bool = False) -> None:
     """Raises soon where there is no Ray, or one that refuses the token: Ray itself would try for minutes, which this bounds."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
@@ -262,7 +264,8 @@ def join_cluster(address: str) -> None:
     before = os.environ.get(_ATTEMPTS)
     os.environ.setdefault(_ATTEMPTS, "1")
     try:
-        ray.init(address=address, **QUIET)
+        with _loopback_only() if loopback else nullcontext():
+            ray.init(address=address, **QUIET)
     finally:
         if before is None:
             del os.environ[_ATTEMPTS]  # it would also bound the start of a cluster of our own

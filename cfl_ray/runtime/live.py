@@ -118,7 +118,7 @@ def _asked(session: Session, verb: str, *arguments: Any) -> Any:
     joined = not ray.is_initialized()
     try:
         if joined:
-            join_cluster(session.address)
+            join_cluster(session.address, session.loopback)
         actor = ray.get_actor(session.actor, namespace=NAMESPACE)
         return ray.get(actor.ask.remote(verb, *arguments), timeout=_ANSWER_SECONDS)
     except RayTaskError as error:

@@ -183,11 +183,11 @@ def test_who_is_asked_for_already_is_not_asked_for_again(serve, newcomers, tmp_p
 def test_what_a_leaver_owned_is_dropped(serve, tmp_path):
     server, _ = serve(tmp_path / "run", cohort={"fraction": 1.0})
     play(server, until=1)
-    assert {client for _, client in server.backend.owned()} == set(range(8))
+    assert {client for _, client in server.backend.memory.keys()} == set(range(8))
     server.requests.leave([2])
     server.requests.leave([5])
     play(server, until=2)
-    assert {client for _, client in server.backend.owned()} == {0, 1, 3, 4, 6, 7} and np.isnan(server.held_N2[[2, 5]]).all()
+    assert {client for _, client in server.backend.memory.keys()} == {0, 1, 3, 4, 6, 7} and np.isnan(server.held_N2[[2, 5]]).all()
 
 
 @pytest.mark.parametrize("checkpoint_every, every", [(1, 1), (4, 1), (4, 5)])
