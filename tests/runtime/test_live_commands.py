@@ -197,3 +197,16 @@ def test_a_driver_that_was_killed_leaves_a_run_that_is_not_live(gated, gate, sta
     gate(10**6)
     assert figures(resume(run_dir)) == figures(simulate(experiment)) and not (run_dir / "session.json").exists()
     assert live.status(run_dir).state == "finished"
+
+
+@pytest.mark.timeout(600)
+def test_a_run_on_a_ray_of_its_own_is_found_as_well(gated, gate, start, until, tmp_path):
+    """One that the driver started, and that listens on loopback alone."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "small.yaml").write_text(gated(methods=[{GATED: {"gate": str(gate.file)}}]).to_yaml())
+    gate(1)
+    driver = start("run", tmp_path / "small.yaml", "--run-dir", run_dir)
+    until(lambda: run_dir.is_dir() and recorded(run_dir, "gated"), 300)
+    assert cli("stop", run_dir) == (0, "gated: the run ends after round 2, which is saved\n")
+    gate(10**6)
+    assert driver.wait(300) == 0 and "stopped after round 2 of gated, as asked" in driver.said()
