@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cfl_ray.core.errors import UserError
+from cfl_ray.core.errors import ConfigError, Stopped, UserError
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray where this is the entry point of a submitted job
 app = typer.Typer(
@@ -23,6 +23,7 @@ out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 File = Annotated[Path | None, typer.Argument(help="Experiment as YAML; without it, the built-in example: rotated digits.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to it, e.g. rounds=50 local.lr=0.05 methods=[stocfl]", metavar="[SECTION.KEY=VALUE]...", show_default=False)]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, as `cfl-ray run` printed it.", show_default=False)]
 
 
 @app.command(short_help="Run an experiment.")
@@ -31,6 +32,7 @@ def run(
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where files go; default: a new folder below `output`.", show_default=False)] = None,
     in_process: Annotated[bool, typer.Option("--in-process", help="Without Ray, in this process: the same numbers, for debugging.")] = False,
+    replay: Annotated[Path | None, typer.Option(help="Another run of this config: who joined and left it while it was live does so here.", show_default=False)] = None,
 ) -> None:
     """Run an experiment: every method, live progress, one table at the end."""
     from cfl_ray.display import Display
@@ -39,14 +41,14 @@ def run(
     experiment = _load(file, overrides)
     with Display(out, experiment.rounds) as display:
         if in_process:
-            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), watcher=display)
+            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), watcher=display, replay=replay)
         else:
-            results = launch.run(experiment, run_dir, watcher=display)
+            results = launch.run(experiment, run_dir, watcher=display, replay=replay)
     display.finish(results)
 
 
 @app.command(short_help="Go on with a run that was stopped.")
-def resume(run_dir: Annotated[Path, typer.Argument(help="Folder of the run, as `cfl-ray run` printed it.", show_default=False)]) -> None:
+def resume(run_dir: RunDir) -> None:
     """Go on with a run that was stopped, from its last checkpoint."""
     from cfl_ray import config
     from cfl_ray.display import Display
@@ -56,6 +58,60 @@ def resume(run_dir: Annotated[Path, typer.Argument(help="Folder of the run, as `
     with Display(out, rounds) as display:
         results = launch.resume(run_dir, watcher=display)
     display.finish(results)
+
+
+@app.command(short_help="Where a run stands.")
+def status(run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False) -> None:
+    """Where a run stands: round, accuracy, clusters, hosts, clients online, last fault; what to do where it is not live."""
+    import dataclasses
+    import json
+
+    from cfl_ray.runtime import live
+
+    found = live.status(run_dir)
+    if as_json:
+        out.print(json.dumps(dataclasses.asdict(found), indent=1), markup=False, soft_wrap=True)
+        return
+    from cfl_ray.display import show_status
+
+    show_status(found, out)
+
+
+@app.command(short_help="Let clients join a live run.")
+def join(
+    run_dir: RunDir,
+    clients: Annotated[list[str] | None, typer.Argument(help="Known clients that are offline: ids or ranges, e.g. 7 0-9.", metavar="[CLIENT]...", show_default=False)] = None,
+    shards: Annotated[str | None, typer.Option(help="Shards of newcomers, as `cfl-ray prepare` wrote them: a path or URI.", show_default=False)] = None,
+) -> None:
+    """Let clients join a live run before its next round: all those in --shards as newcomers, or known ones that are offline."""
+    from cfl_ray.core.ids import parse_ids
+    from cfl_ray.runtime import live
+
+    if (shards is None) == (not clients):
+        raise ConfigError("join: name either clients that the federation knows or, with --shards, where the newcomers' shards are")
+    if shards is not None:
+        _say(live.ask(run_dir, "join_shards", shards if "://" in shards else os.path.abspath(Path(shards).expanduser())))
+    else:
+        _say(live.ask(run_dir, "join", parse_ids(clients)))
+
+
+@app.command(short_help="Let clients leave a live run.")
+def leave(
+    run_dir: RunDir, clients: Annotated[list[str], typer.Argument(help="Ids or ranges, e.g. 7 0-9.", metavar="CLIENT...", show_default=False)]
+) -> None:
+    """Let clients leave a live run before its next round; what they own is dropped."""
+    from cfl_ray.core.ids import parse_ids
+    from cfl_ray.runtime import live
+
+    _say(live.ask(run_dir, "leave", parse_ids(clients)))
+
+
+@app.command(short_help="End a live run after this round.")
+def stop(run_dir: RunDir) -> None:
+    """End a live run after the round at work, which is saved; `cfl-ray resume` goes on with it."""
+    from cfl_ray.runtime import live
+
+    _say(live.ask(run_dir, "stop"))
 
 
 @app.command(short_help="Validate an experiment and say what it will need.")
@@ -121,10 +177,16 @@ def _deliver_earlier_results(experiment) -> None:
             out.print(f"Delivered {done.rounds} rounds of {done.run_dir} to MLflow, which did not take them before.", markup=False, soft_wrap=True)
 
 
+def _say(text: str) -> None:
+    out.print(text, markup=False, soft_wrap=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; errors become one message and an exit status."""
     try:
         app(arguments, standalone_mode=True)
+    except Stopped as told:
+        _say(str(told))
     except UserError as error:
         _fail(str(error), error.exit_status)
     except KeyboardInterrupt:

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from cfl_ray.core.method import Method
-from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.live import Status
 from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.server import Report
 from cfl_ray.runtime.setup import Setup
@@ -152,3 +153,34 @@ def _range(item: dict) -> str:
     if low is None and high is None:
         return ""
     return f">= {low:g}" if high is None else f"<= {high:g}" if low is None else f"{low:g} .. {high:g}"
+
+
+def show_status(status: Status, console: Console) -> None:
+    """One row per fact that is known."""
+    table = Table(show_header=False, title=f"{status.experiment}: {status.state}")
+    metrics, hosts = status.metrics, status.hosts
+    left = "" if status.seconds_left is None else f", about {_duration(status.seconds_left)} left for this method"
+    rows = {
+        "methods": ", ".join([*(f"{label} {how}" for label, how in status.methods.items()), *([f"{status.waiting} waiting"] if status.waiting else [])]),
+        "at work" if status.state == "live" else "last at work": " ".join(filter(None, [status.method, status.phase and f"({status.phase})"])),
+        "round": f"{status.round} of {status.rounds}" if status.method else None,
+        "accuracy": f"{metrics['accuracy']:.3f} after round {status.evaluated}" if metrics else None,
+        "P-local": _number("accuracy_local", metrics["accuracy_local"]) if "accuracy_local" in metrics else None,
+        "clusters": _number("num_clusters", metrics["num_clusters"]) if "num_clusters" in metrics else None,
+        "hosts": None if hosts is None else f"{hosts} on {status.nodes} node{'s' * (status.nodes != 1)}, {status.hosts_starting} starting",
+        "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
+        "seconds per round": None if status.seconds_per_round is None else f"{status.seconds_per_round:.1f}{left}",
+        "last fault": None if status.last_fault is None else f"{_duration(status.fault_age)} ago: {status.last_fault}",
+        "to come": "\n".join(status.pending),
+        "driver": status.driver,
+        "go on with": status.next,
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever is readable."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import Experiment, run
-from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.driver import Watcher
 
 console = Console(highlight=False)
 

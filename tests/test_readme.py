@@ -65,10 +65,28 @@ def test_yaml_block_loads():
 
 
 def test_every_command_of_the_table_exists(capsys):
-    shown = {found.split()[1] for found in re.findall(r"`(cfl-ray [a-z][^`]*)`", README)}
-    assert shown == {"check", "run", "resume", "prepare", "methods"}
+    shown = {found.split()[1] for found in re.findall(r"`(cfl-ray [a-z][^`]*)`", README) + re.findall(r"^(cfl-ray [a-z].*)$", README, re.M)}
+    assert shown == {"check", "run", "resume", "prepare", "methods", "status", "join", "leave", "stop"}
     help_text = command(["--help"], capsys)
     assert all(name in help_text for name in shown)
+
+
+def test_commands_to_a_live_run_are_understood(tmp_path, capsys):
+    """Word for word, on a run that has ended: each gets as far as saying so."""
+    command(["run", "--in-process", "methods=[fedavg]", "rounds=1", "tracking.enabled=false", "--run-dir", "RUN"], capsys)
+    lines = next(block for block in blocks("bash") if "cfl-ray status" in block).splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        arguments = line.partition("#")[0].split()[1:]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        said = capsys.readouterr()
+        if arguments[0] == "status":
+            assert ended.value.code == 0 and "finished" in said.out
+        else:
+            assert ended.value.code == 1 and f"RUN is not at work, so nobody can {arguments[0]}" in said.err
+    replay = re.search(r"`cfl-ray (run RUN/config.yaml --replay RUN)`", README).group(1).split()
+    assert "results after the last round" in command([*replay, "--in-process"], capsys)
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -46,6 +46,12 @@ class Population:
         self.online = np.flatnonzero(online)
         self.round = 0
 
+    def add(self, change: Change, num_clients: int) -> None:
+        """A change to come that was not planned; clients beyond those known so far are newcomers."""
+        self.newcomers = np.union1d(self.newcomers, np.arange(self.num_clients, num_clients))
+        self.num_clients = num_clients
+        self.changes = sorted([*self.changes, change], key=lambda change: change.round)
+
     def advance(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Applies the changes due up to `round`: (clients that came, clients that went)."""
         came, gone = set(), set()

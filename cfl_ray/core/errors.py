@@ -30,6 +30,12 @@ class Interrupted(RunError):
     exit_status = 130
 
 
+class Stopped(UserError):
+    """A run that ended early because it was asked to: nothing is wrong."""
+
+    exit_status = 0
+
+
 def nearest(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     valid = sorted(valid)

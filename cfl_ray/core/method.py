@@ -68,8 +68,10 @@ class Method(ABC):
         },
     )
 
-    def __init_subclass__(cls, name: str, **kwargs):
+    def __init_subclass__(cls, name: str = "", **kwargs):
         super().__init_subclass__(**kwargs)
+        if not name:  # a class that a host rebuilds from a pickle, which sets its name afterwards; others are refused when they are named
+            return
         cls.name = name
         Method.registry[name] = cls
 

@@ -1,5 +1,6 @@
 """What a method remembers between rounds."""
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -38,6 +39,21 @@ class State:
     def forget(self, ids: np.ndarray) -> Self:
         """This state without the assignment of clients that left."""
         return self.advance(assign_N=self.place(ids, UNKNOWN))
+
+    def grown(self, num_clients: int) -> Self:
+        """This state for a federation that grew to `num_clients`: newcomers have no cluster, and zeros in other fields per client.
+
+        Fields are known by their axes: `more_N`, `seen_NK`, `best_KN`. A method that means something else by zero overrides this.
+        """
+        more, changes = num_clients - len(self.assign_N), {}
+        for field in fields(self):
+            value, axes = getattr(self, field.name), re.search(r"_([A-Z][A-Z0-9]*)$", field.name)
+            if isinstance(value, (Tensor, np.ndarray)) and axes and "N" in axes[1]:
+                axis = axes[1].index("N")
+                rest = np.full((*value.shape[:axis], more, *value.shape[axis + 1 :]), UNKNOWN if field.name == "assign_N" else 0)
+                array = np.concatenate([np.asarray(value), rest.astype(np.asarray(value).dtype)], axis)
+                changes[field.name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
+        return self.advance(**changes)
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """(tensors, scalars) by field name: what a checkpoint stores."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -290,6 +290,9 @@ class Backend(Memory, Protocol):
     """Does an exchange, somewhere: in this process, or on the hosts of a cluster."""
 
     def run(self, work: Work) -> Outcome: ...
+
+    def use(self, federation: Any) -> None:
+        """From now on, work is about the clients of this federation."""
 
     def forget(self, ids: np.ndarray) -> None:
         """Drops everything the clients `ids` own."""

@@ -46,7 +46,7 @@ class ChangedFederation(Federation):
 
     def __init__(self, base: Federation, held: dict[int, Held]):
         self._base, self._held = base, {client: one for client, one in held.items() if one != Held(client)}
-        self.shape, self.view, self.recipe = base.shape, base.view, base.recipe
+        self.shape, self.view, self.recipe, self.normalize = base.shape, base.view, base.recipe, base.normalize
 
     @property
     def _ids(self) -> np.ndarray:
@@ -81,6 +81,10 @@ class ChangedFederation(Federation):
     def uri(self) -> str | None:
         """Where the shards underneath are; None where there are none."""
         return getattr(self._base, "uri", None)
+
+    @property
+    def digest(self) -> str | None:
+        return self._base.digest
 
     def place_of(self, group: int) -> tuple[int, int, int]:
         return self._base.place_of(group)

@@ -25,6 +25,8 @@ class Federation(ABC):
     group_N: np.ndarray | None  # int32 (N,): true group of each client, None where no truth is known
     view: str  # "cluster", "label" or "holdout"
     recipe: dict  # JSON-able: everything that made this federation
+    normalize: list[list[float]] | None = None  # [means, stds] per channel that inputs went through; None: none
+    digest: str | None = None  # of files that all data are read from: equal in equal federations; None where there are none
 
     @property
     def num_clients(self) -> int:

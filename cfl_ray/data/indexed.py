@@ -57,6 +57,7 @@ class IndexedFederation(Federation):
     def __init__(self, shape: Shape, view: str, recipe: dict, index: Index, scaling: Scaling):
         self.shape, self.view, self.recipe = shape, view, recipe
         self._index, self._scaling = index, scaling
+        self.normalize = scaling.normalize
         self.size_N = index.train_N
         self.group_N = None if (index.group_N < 0).all() else index.group_N
 

@@ -5,6 +5,7 @@ pixels as they were (uint8) with their labels. Each of those is one record batch
 """
 
 import functools
+import hashlib
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,11 @@ class ShardFederation(IndexedFederation):
     def uri(self) -> str:
         """The folder: an absolute path, or the URI."""
         return self._folder.uri
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the manifest, which holds those of all files: equal in equal federations, wherever they lie."""
+        return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()

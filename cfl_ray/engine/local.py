@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from cfl_ray.core.work import Combine, LeftOut, Mix, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
@@ -85,6 +86,9 @@ class InProcess:
             self.memory.keep(work, *({ids[i]: value for i, value in values.items()} for values in (left.owned, left.pending)))
             results.append(result)
         return Outcome(gather(results, len(work.ids_M)), sums.rows, mass_of(getattr(work, "mix", None), sums), left_out_of(results))
+
+    def use(self, federation: Federation) -> None:
+        self.worker.federation = federation
 
     def forget(self, ids: np.ndarray) -> None:
         self.memory.forget(ids)

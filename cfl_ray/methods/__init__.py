@@ -41,7 +41,7 @@ def _one(entry: Any) -> Method:
         if len(entry) != 1:
             raise ConfigError(f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}")
         entry, options = next(iter(entry.items()))
-    cls = entry if isinstance(entry, type) else find(str(entry))
+    cls = _named(entry) if isinstance(entry, type) else find(str(entry))
     return construct(cls, options or {})
 
 
@@ -53,7 +53,14 @@ def find(name: str) -> type[Method]:
         raise ConfigError(f"unknown method {name!r}{nearest(name, REGISTRY)}")
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"method {name!r} is a {type(found).__name__}, not a subclass of cfl_ray.Method")
-    return found
+    return _named(found)
+
+
+def _named(cls: type[Method]) -> type[Method]:
+    """The class itself. Raises ConfigError where it has no name of its own."""
+    if "name" not in vars(cls):
+        raise ConfigError(f"{cls.__name__} has no name; write `class {cls.__name__}({cls.__base__.__name__}, name=\"{cls.__name__.lower()}\")`")
+    return cls
 
 
 def construct(cls: type[Method], options: dict[str, Any]) -> Method:

@@ -6,10 +6,12 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -17,9 +19,12 @@ from ray._private import ray_constants
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.errors import ConfigError, DataError, RunError
 from cfl_ray.core.plugin import PREFIX
+from cfl_ray.data import Federation, open_shards
+from cfl_ray.runtime.atwork import NAMESPACE, Session, announce, withdraw
 from cfl_ray.runtime.hosts import fetched
+from cfl_ray.runtime.journal import Shards
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
 from cfl_ray.runtime.placement import host_count
 from cfl_ray.runtime.pool import FORGIVEN_SECONDS, Pool, first_line, told
@@ -28,26 +33,40 @@ from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
 from cfl_ray.runtime.setup import Setup, cluster_address
 
+LIVE = "live"  # the concurrency group of what is asked from outside
+QUIET = {"log_to_driver": False, "logging_level": "error"}
+_LIVE_THREADS = 4
+_OPEN_SECONDS = 120
 _CONNECT_SECONDS = 10
 _ATTEMPTS = "RAY_gcs_server_port_wait_time_s"  # how often Ray tries to reach a cluster; default 20, each up to 40 s
 
 
 class ServerActor:
-    """The server in a process of its own; it owns the hosts."""
+    """The server in a process of its own; it owns the hosts.
 
-    def start(self, packed: list[ray.ObjectRef], run_dir: Path | None, hosts: int) -> None:
-        """Starts the hosts. Not in the constructor, for the reason given in `ClientHost.start`."""
+    One thread does the rounds; others answer what people ask meanwhile (`ask`), so that nobody waits for a round.
+    """
+
+    def start(self, packed: list[ray.ObjectRef], run_dir: Path | None, hosts: int, session: str, fault: tuple[float, str] | None) -> None:
+        """Starts the hosts. Not in the constructor, for the reason given in `ClientHost.start`.
+
+        session: names the driver's session. fault: when the last server died, and of what.
+        """
         torch.set_num_threads(1)
         self.setup: Setup = fetched(packed[0])
-        self.run_dir = run_dir
+        self.run_dir, self.session, self.last_fault = run_dir, session, fault
+        self.server: Server | None = None
+        self.replacing = threading.Lock()  # held while a server is made: it must know every request that was granted
         self.pool = Pool(self.setup)
         self.pool.start(hosts, packed[0])
         self.network = self.setup.network()
 
     def begin(self, label: str) -> Report:
         self.label = label
-        self.server = Server(self.setup, label, self.network, OnRay(self.pool), store_of(self.setup, self.run_dir, label))
-        return self._with_notes(self.server.advance())
+        with self.replacing:
+            server = Server(self.setup, label, self.network, OnRay(self.pool), store_of(self.setup, self.run_dir, label), self.session)
+            report, self.server = server.advance(), server
+        return self._with_notes(report)
 
     def advance(self) -> Report:
         try:
@@ -64,6 +83,56 @@ class ServerActor:
         nodes = self.pool.nodes()
         return {"hosts": f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}", "device": self.pool.device, "engine": self.pool.choice.reason}
 
+    # ---- asked from outside, while a round may be at work
+
+    @ray.method(concurrency_group=LIVE)
+    def ask(self, verb: str, *arguments) -> Any:
+        """What `cfl-ray status`, `join`, `leave` and `stop` ask of a live run. Raises ConfigError for a request that is refused."""
+        if getattr(self, "server", None) is None:
+            raise RunError("the run is only starting; ask again in a moment")
+        if verb == "status":
+            return self._status()
+        if verb == "join_shards":
+            arguments = self._opened(*arguments)
+        with self.replacing:
+            requests = self.server.requests
+            grant = {"join": requests.join, "join_shards": requests.join_shards, "leave": requests.leave, "stop": requests.stop}[verb]
+            return grant(*arguments)
+
+    def _status(self) -> dict[str, Any]:
+        server, hosts = self.server, list(self.pool.hosts)
+        population, ready = server.requests.population, [host for host in hosts if not host.starting]
+        return {
+            "method": server.requests.label,
+            "state": type(server.now).__name__.lower(),
+            "round": server.now.round,
+            "hosts": len(ready),
+            "hosts_starting": len(hosts) - len(ready),
+            "nodes": len({host.node for host in ready}),
+            "clients_online": len(population.online),
+            "clients": population.num_clients,
+            "last_fault": self.pool.last_fault or self.last_fault,
+            "pending": server.requests.pending(),
+        }
+
+    def _opened(self, uri: str) -> tuple[Shards, Federation]:
+        """Shards, read whole once here, and opened on every other node that has a host. Raises DataError where they cannot be."""
+        added = open_shards(uri, verify=True)
+        here = ray.get_runtime_context().get_node_id()
+        for node in {host.node for host in list(self.pool.hosts) if host.node} - {here}:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            try:
+                ray.get(ray.remote(_openable).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(added.uri), timeout=_OPEN_SECONDS)
+            except RayTaskError as error:
+                raise DataError(f"a host on node {node[:8]} cannot read these shards ({told(error)}); put them where every node finds them") from error
+            except RayError as error:
+                raise RunError(f"whether node {node[:8]} can read these shards could not be found out ({first_line(error)}); ask again") from error
+        return Shards(added.uri, added.digest), added
+
+
+def _openable(uri: str) -> None:
+    open_shards(uri)
+
 
 class RaySession:
     """Starts or joins a cluster, and the server on it. A server that dies is started again from its last checkpoint."""
@@ -74,6 +143,9 @@ class RaySession:
         self.retries, self.since = setup.experiment.runtime.retries, time.monotonic()
         self.label: str | None = None
         self.faults: list[str] = []
+        self.last_fault: tuple[float, str] | None = None
+        self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
+        self.servers = 0
         self.actor = None
         self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
         self.on_sigterm = _stop_as_by_ctrl_c()
@@ -88,11 +160,26 @@ class RaySession:
 
     def _start_server(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # beside the run directory
-        self.actor = ray.remote(ServerActor).options(num_cpus=0, scheduling_strategy=here).remote()
-        self.started = self.actor.start.remote([self.setup_ref], self.run_dir, self.hosts)
+        self.servers += 1
+        name = f"{self.name}-{self.servers}"
+        kind = ray.remote(concurrency_groups={LIVE: _LIVE_THREADS})(ServerActor)
+        self.actor = kind.options(num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE).remote()
+        self.started = self.actor.start.remote([self.setup_ref], self.run_dir, self.hosts, self.name, self.last_fault)
+        if self.label:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Lets the command line find the server."""
+        if self.run_dir is not None:
+            configured = self.setup.experiment.runtime.address or ""
+            address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
+            if self.started_here:
+                address = f"127.0.0.1:{address.rpartition(':')[2]}"  # where it listens, whatever it says
+            announce(self.run_dir, Session.here(address, f"{self.name}-{self.servers}", self.started_here))
 
     def begin(self, label: str) -> Report:
         self.label = label
+        self._announce()
         return self._with_faults(self._ask("begin", label))
 
     def advance(self) -> Report:
@@ -130,9 +217,12 @@ class RaySession:
             raise RunError(f"the server died after round {now.from_round} ({now.cause})")
         self.retries -= 1
         self.faults.append(f"the server died and was started again: {cause}")
+        self.last_fault = (time.time(), self.faults[-1])
         self._start_server()
 
     def close(self) -> None:
+        if self.run_dir is not None:
+            withdraw(self.run_dir)
         if self.actor is not None:
             ray.kill(self.actor)
         if self.started_here:
@@ -153,14 +243,13 @@ def connect(address: str | None, hosts: int | None = None) -> bool:
     if ray.is_initialized():
         return False
     address = cluster_address(address)
-    quiet = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
         cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
         with _loopback_only():
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
         return True
     try:
-        _join(address, quiet)
+        join_cluster(address)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"no Ray cluster at {address} that takes this driver ({first_line(error)}); start one with `ray start --head` (RAY_AUTH_MODE and the token "
@@ -179,7 +268,7 @@ def _loopback_only() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _join(address: str, quiet: dict) -> None:
+def join_cluster(address: str, loopback: bool = False) -> None:
     """Raises soon where there is no Ray, or one that refuses the token: Ray itself would try for minutes, which this bounds."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
@@ -187,7 +276,8 @@ def _join(address: str, quiet: dict) -> None:
     before = os.environ.get(_ATTEMPTS)
     os.environ.setdefault(_ATTEMPTS, "1")
     try:
-        ray.init(address=address, **quiet)
+        with _loopback_only() if loopback else nullcontext():
+            ray.init(address=address, **QUIET)
     finally:
         if before is None:
             del os.environ[_ATTEMPTS]  # it would also bound the start of a cluster of our own

@@ -141,5 +141,6 @@ def clustering(method: Method, state: State, online: np.ndarray, group_N: np.nda
     count_K = np.bincount(assign_M[known])
     found = {"num_clusters": float((count_K > 0).sum()), "largest_cluster_share": float(count_K.max() / known.sum())}
     if group_N is not None:
-        found |= agreement(group_N[online][known], assign_M[known])
+        known &= group_N[online] >= 0  # newcomers may come without a truth
+        found |= agreement(group_N[online][known], assign_M[known]) if known.any() else {}
     return found

@@ -11,6 +11,7 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor
 
+from cfl_ray.core.errors import UserError
 from cfl_ray.core.work import Combine, Work
 from cfl_ray.engine import choose
 from cfl_ray.engine.reduce import HostSums
@@ -21,6 +22,7 @@ class ClientHost:
     """One process with one compute thread. Sums of an exchange stay here until they are collected."""
 
     exchange: int | None = None
+    failure: UserError | None = None  # why the present federation cannot be worked on
 
     def start(self, packed: list[ray.ObjectRef], engine: str) -> dict[str, Any]:
         """Makes this host ready. Returns where it runs and on what.
@@ -38,6 +40,15 @@ class ClientHost:
     def measure_engine(self) -> choose.Choice:
         return choose.measure(self.worker.network, self.setup.federation, self.setup.local, self.setup.experiment.seed)
 
+    def use(self, packed: list[ray.ObjectRef]) -> None:
+        """Works on the federation of this setup from now on; where it cannot be opened here, every piece says so."""
+        try:
+            self.setup = fetched(packed[0])
+        except UserError as error:
+            self.failure = error
+            return
+        self.failure, self.worker.federation = None, self.setup.federation
+
     def set_engine(self, engine: str) -> None:
         self.worker.engine = engine
 
@@ -48,6 +59,8 @@ class ClientHost:
         owners: positions in the piece of the clients whose memory, or pending result, follows in `owned`; as one list of references
                 where there may be too many to be here together.
         """
+        if self.failure:
+            raise self.failure
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
         memory = Fetched(*owned) if isinstance(piece, Combine) else {position: shared_tensor(value) for position, value in zip(owners, owned)}

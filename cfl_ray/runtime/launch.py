@@ -1,67 +1,43 @@
 """Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` where a run stopped."""
 
+import contextlib
 import itertools
 import os
-import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, DataError, Interrupted, RunError
-from cfl_ray.report.figures import write_figures
-from cfl_ray.runtime.results import MethodResult, Moves, Results
-from cfl_ray.runtime.server import Report
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError, Stopped
+from cfl_ray.runtime.atwork import held
+from cfl_ray.runtime.driver import CONFIG, Driver, Watcher
+from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.setup import Setup, cluster_address, prepare
-from cfl_ray.tracking import (
-    ARTIFACTS,
-    ROUND_METRICS,
-    RUN_METRICS,
-    MlflowTracker,
-    RoundRecord,
-    RunInfo,
-    Spool,
-    Tracker,
-    flatten,
-    read_end,
-    read_records,
-    redact,
-    resolve_uri,
-    summarise,
-)
 from cfl_ray.tracking.files import write_text
-from cfl_ray.tracking.record import Status
 
-CONFIG = "config.yaml"
 _HASH = "# config hash "
 
 
-@dataclass
-class Watcher:
-    """Told what happens while a run goes on; the default says nothing."""
-
-    def preparing(self, what: str, done: int = 0, total: int = 0) -> None: ...
-    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None: ...
-    def method(self, label: str, report: Report) -> None: ...
-    def round(self, label: str, report: Report) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-def run(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
+def run(
+    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+) -> Results:
     """Runs every method of the experiment (None: the built-in example) on Ray and returns what they came to.
 
-    run_dir: where files go; None: a new folder below `experiment.output`. Raises ConfigError for bad input and for a folder that
-    belongs to another config, RunError when the run cannot go on; everything saved stays.
+    run_dir: where files go; None: a new folder below `experiment.output`. replay: another run of this experiment; what was asked of
+    it while it was live happens here in the same rounds. Raises ConfigError for bad input and for a folder that belongs to another
+    config, RunError when the run cannot go on (everything saved stays), Stopped when it was asked to end early.
     """
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True)
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True, replay=replay)
 
 
-def simulate(experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None) -> Results:
-    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given."""
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None)
+def simulate(
+    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+) -> Results:
+    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given, as `replay` needs it."""
+    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None, replay=replay)
 
 
 def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None) -> Results:
@@ -77,28 +53,38 @@ def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = T
     return _launch(experiment or config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
 
 
-def _launch(experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False) -> Results:
+def _launch(
+    experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False, replay: str | Path | None = None
+) -> Results:
+    if replay is not None:
+        _check_replay(Path(replay), experiment, keep)
     directory, session = Path(run_dir).absolute() if resumed else None, None
-    try:
-        watcher.preparing("federation")
-        setup = prepare(experiment, watcher.preparing)
-        directory = _directory(experiment, run_dir, resumed) if keep else None
-        watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
-        session = _session(setup, directory, on_ray)
-        facts = session.facts()
-        if directory is not None and not resumed:
-            _write_config(directory, experiment)
-        watcher.started(setup, directory, facts)
-        return _Driver(setup, session, directory, watcher, facts).all_methods()
-    except KeyboardInterrupt:
-        raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
-    except RunError as error:
-        raise RunError(f"{error}. {_how_to_go_on(directory)}") from error
-    except OSError as error:  # a full disk, or a folder that is gone
-        raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
-    finally:
-        if session is not None:
-            _close(session)
+    with contextlib.ExitStack() as at_work:
+        try:
+            if resumed:
+                at_work.enter_context(held(directory / CONFIG))
+            watcher.preparing("federation")
+            setup = prepare(experiment, watcher.preparing)
+            directory = _directory(experiment, run_dir, resumed) if keep else None
+            watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
+            session = _session(setup, directory, on_ray)
+            facts = session.facts()
+            if directory is not None and not resumed:
+                for label in setup.methods if replay is not None else ():
+                    copy_events(Path(replay) / label, directory / label)
+                _write_config(directory, experiment)
+                at_work.enter_context(held(directory / CONFIG))
+            watcher.started(setup, directory, facts)
+            return Driver(setup, session, directory, watcher, facts).all_methods()
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
+        except (RunError, Stopped) as error:
+            raise type(error)(f"{error}. {_how_to_go_on(directory)}") from error
+        except OSError as error:  # a full disk, or a folder that is gone
+            raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
+        finally:
+            if session is not None:
+                _close(session)
 
 
 def _close(session: Session) -> None:
@@ -106,6 +92,16 @@ def _close(session: Session) -> None:
         session.close()
     except KeyboardInterrupt:
         pass  # Ctrl-C once more: what is left of Ray goes with this process
+
+
+def _check_replay(replay: Path, experiment: Experiment, keep: bool) -> None:
+    """Raises ConfigError where `replay` is no run of this experiment."""
+    if not (replay / CONFIG).is_file():
+        raise ConfigError(f"replay: {replay} holds no run: there is no {replay / CONFIG}")
+    if (there := _hash_of(replay / CONFIG)) != experiment.config_hash:
+        raise ConfigError(f"replay: {replay} belongs to another config (hash {there}, this one has {experiment.config_hash}); run {replay / CONFIG}")
+    if not keep:
+        raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 
 
 def _how_to_go_on(directory: Path | None) -> str:
@@ -152,115 +148,3 @@ def _directory(experiment: Experiment, run_dir: str | Path | None, resumed: bool
             raise ConfigError(f"{directory} belongs to another config (hash {there}, this one has {experiment.config_hash}); choose another folder")
         raise ConfigError(f"{directory} holds a run of this config already; go on with it by `cfl-ray resume {directory}` or choose another folder")
     return directory
-
-
-class _Driver:
-    """Drives a session through the methods and keeps what it reports."""
-
-    def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
-        self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
-        self.experiment = setup.experiment
-        self.uri = resolve_uri(self.experiment.tracking, self.experiment.output) if self.experiment.tracking.enabled and directory else None
-
-    def all_methods(self) -> Results:
-        parent = self._tracker(None)
-        status = "FAILED"
-        try:
-            results = {label: self._method(label) for label in self.setup.methods}
-            if parent is not None:
-                write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
-            status = "FINISHED"
-        except KeyboardInterrupt:
-            status = "KILLED"
-            raise
-        finally:
-            if parent is not None:
-                self._finish(parent, status, {})
-        return Results(results, self.directory, redact(self.uri) if self.uri else None, self.facts)
-
-    def _method(self, label: str) -> MethodResult:
-        directory = self.directory / label if self.directory else None
-        records = list(read_records(directory)) if directory else []
-        if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
-            return MethodResult(label, records, dict(end.summary.metrics))
-        tracker, moves = self._tracker(label), Moves(directory)
-        status, summary = "FAILED", {}
-        try:
-            report = self.session.begin(label)
-            self._take(report, records, moves, tracker)  # a round that was saved just before a crash, and not yet kept here
-            self.watcher.method(label, report)
-            while not report.finished:
-                report = self.session.advance()
-                self._take(report, records, moves, tracker)
-                self.watcher.round(label, report)
-            summary = self._summary(records, moves, report)
-            if tracker is not None:
-                moves.write(directory / ARTIFACTS / "assignments.parquet", self.setup.federation)
-                write_figures(directory / ARTIFACTS, {label: records})
-                write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
-            status = "FINISHED"
-        except KeyboardInterrupt:
-            status = "KILLED"
-            raise
-        finally:
-            if tracker is not None:
-                self._finish(tracker, status, summary)
-        return MethodResult(label, records, summary)
-
-    def _finish(self, tracker: Tracker, status: Status, summary: dict[str, float]) -> None:
-        """Records the end. That it cannot be recorded hides no other failure: the run is resumed from its checkpoints, not from its end."""
-        try:
-            tracker.finish(status, summary)
-        except (OSError, DataError) as error:
-            if status == "FINISHED":
-                raise
-            self.watcher.warn(f"the end of {tracker.run_dir} was not recorded: {error}")
-
-    def _take(self, report: Report, records: list[RoundRecord], moves: Moves, tracker: Tracker | None) -> None:
-        """Keeps a round; one that was replayed after a fault is there already."""
-        if not report.metrics or (records and report.round <= records[-1].round):
-            return
-        record = RoundRecord(report.round, {name: value for name, value in report.metrics.items() if name in ROUND_METRICS}, report.time_ms)
-        records.append(record)
-        moves.add(report)
-        if tracker is not None:
-            tracker.log(record)
-
-    def _summary(self, records: list[RoundRecord], moves: Moves, report: Report) -> dict[str, float]:
-        clustered = any("num_clusters" in record.metrics for record in records)
-        summary = summarise(records, self.experiment.evaluation.target, moves.rounds if clustered else None)
-        return summary | {name: value for name, value in report.metrics.items() if name in RUN_METRICS}
-
-    def _tracker(self, label: str | None) -> Tracker | None:
-        """The tracker of one method, or of the comparison of all (None), started; None where nothing is kept."""
-        if self.directory is None:
-            return None
-        directory = self.directory / label if label else self.directory
-        if self.uri is None:
-            tracker: Tracker = Spool(directory)
-        else:
-            parent = self.directory if label else None
-            tracker = MlflowTracker(directory, self.uri, self.experiment.tracking.experiment, parent, warn=self.watcher.warn)
-        data = self.experiment.data
-        tags = {
-            "dataset": data.source,
-            "partition": data.partition.kind if data.shift.kind == "none" else f"{data.shift.kind}/{data.partition.kind}",
-            "seed": self.experiment.seed,
-            "config_hash": self.experiment.config_hash,
-            "git_commit": _git_commit(),
-        }
-        name = f"{self.experiment.name}/{label}" if label else self.experiment.name
-        method = self.setup.methods[label].name if label else ""
-        facts = {f"session.{key}": value for key, value in self.facts.items()}
-        options = {f"method.{key}": str(value) for key, value in vars(self.setup.methods[label]).items()} if label else {}
-        tracker.start(RunInfo(name, method, tags | ({"method": method} if method else {}), flatten(self.experiment.to_dict()) | facts | options))
-        return tracker
-
-
-def _git_commit() -> str:
-    """The commit of the code at work, or "unknown" outside a checkout."""
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return found.stdout.strip() or "unknown"

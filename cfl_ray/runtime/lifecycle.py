@@ -55,6 +55,13 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """Ended on request after `round`, which is saved: another server can go on."""
+
+    round: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """Cannot go on; what was saved up to `from_round` is good."""
 
@@ -62,7 +69,7 @@ class Failed:
     from_round: int
 
 
-Lifecycle = Starting | Running | Evaluating | Saving | Recovering | Finished | Failed
+Lifecycle = Starting | Running | Evaluating | Saving | Recovering | Finished | Stopped | Failed
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Loaded:
 @dataclass(frozen=True)
 class Done:
     """The effect of the state was performed."""
+
+    stop: bool = False  # somebody asked that this round be the last one
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,7 @@ Happening = Loaded | Done | Lost | Broken
 def next_state(now: Lifecycle, event: Happening, plan: Plan) -> Lifecycle:
     """The state after `event`. Raises ValueError where the event cannot happen in the state."""
     match now, event:
-        case (Finished() | Failed(), _):
+        case (Finished() | Stopped() | Failed(), _):
             raise ValueError(f"{event} after the run ended: {now}")
         case _, Lost(cause, saved_round, retries_left):
             return Recovering(cause, saved_round) if retries_left > 0 else Failed(cause, saved_round)
@@ -108,18 +117,20 @@ def next_state(now: Lifecycle, event: Happening, plan: Plan) -> Lifecycle:
             return Failed(cause, saved_round)
         case (Starting() | Recovering(), Loaded(round)):
             return Finished(round) if round >= plan.rounds else Running(round + 1)
-        case Running(round), Done():
-            return Evaluating(round) if plan.evaluates(round) else _after_evaluation(round, plan)
-        case Evaluating(round), Done():
-            return _after_evaluation(round, plan)
-        case Saving(round), Done():
-            return _after_saving(round, plan)
+        case Running(round), Done(stop):
+            return Evaluating(round) if plan.evaluates(round) else _after_evaluation(round, stop, plan)
+        case Evaluating(round), Done(stop):
+            return _after_evaluation(round, stop, plan)
+        case Saving(round), Done(stop):
+            return _after_saving(round, stop, plan)
     raise ValueError(f"{event} cannot happen in {now}")
 
 
-def _after_evaluation(round: int, plan: Plan) -> Lifecycle:
-    return Saving(round) if plan.saves(round) else _after_saving(round, plan)
+def _after_evaluation(round: int, stop: bool, plan: Plan) -> Lifecycle:
+    return Saving(round) if stop or plan.saves(round) else _after_saving(round, stop, plan)
 
 
-def _after_saving(round: int, plan: Plan) -> Lifecycle:
-    return Finished(round) if round >= plan.rounds else Running(round + 1)
+def _after_saving(round: int, stop: bool, plan: Plan) -> Lifecycle:
+    if round >= plan.rounds:
+        return Finished(round)
+    return Stopped(round) if stop else Running(round + 1)

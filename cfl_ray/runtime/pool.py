@@ -1,7 +1,7 @@
 """The hosts of a run: started, given work as they become free, restarted when they die."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from cfl_ray.core.errors import RunError, UserError
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choose import Choice
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.runtime.hosts import ClientHost
@@ -63,6 +64,15 @@ class Pool:
         self.choice = engine_choice(self.setup, self.device, self._measure)
         for host in self.hosts:
             host.actor.set_engine.remote(self.choice.engine)
+
+    def use(self, federation: Federation) -> None:
+        """Hosts work on this federation from their next piece on, and so do those that start later."""
+        if federation is self.setup.federation:
+            return
+        self.setup = replace(self.setup, federation=federation)
+        self.setup_ref = ray.put(self.setup)
+        for host in list(self.hosts):
+            host.actor.use.remote([self.setup_ref])
 
     def _measure(self) -> Choice:
         while True:

@@ -9,6 +9,7 @@ import ray
 from torch import Tensor
 
 from cfl_ray.core.work import Address, Combine, LeftOut, Outcome, OwnedKey, PieceResult, Work
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.local import gather, left_out_of, mass_of, piece_size, pieces_of
 from cfl_ray.engine.owned import Owned
 from cfl_ray.engine.reduce import HostSums
@@ -106,6 +107,9 @@ class OnRay:
             self._address, self._rows, self._late = (address.round, address.exchange < 0), {}, {}
 
     # ---- what clients own
+
+    def use(self, federation: Federation) -> None:
+        self.pool.use(federation)
 
     def forget(self, ids: np.ndarray) -> None:
         self.memory.forget(ids)

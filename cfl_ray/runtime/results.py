@@ -71,8 +71,8 @@ class Moves:
 
     def write(self, path: Path, federation: Federation) -> None:
         """assignments.parquet: a row for every change of a client's cluster."""
-        groups = federation.group_N
+        groups = [None] * federation.num_clients if federation.group_N is None else [None if group < 0 else group for group in federation.group_N.tolist()]
         write_assignments(
             path,
-            (Assignment(client, cluster, round, None if groups is None else int(groups[client])) for round, moved in self.rows for client, cluster in moved),
+            (Assignment(client, cluster, round, groups[client]) for round, moved in self.rows for client, cluster in moved),
         )

@@ -13,11 +13,15 @@ from cfl_ray.core.errors import UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import Backend
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.runtime.checkpoint import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, clustering, initial_scores, summarise
-from cfl_ray.runtime.lifecycle import Broken, Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, next_state
+from cfl_ray.runtime.journal import Journal
+from cfl_ray.runtime.lifecycle import Broken, Done, Evaluating, Finished, Lifecycle, Loaded, Plan, Running, Saving, Starting, Stopped, next_state
+from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.setup import Setup
+from cfl_ray.tracking import read_records
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Report:
     notes: tuple[str, ...] = ()  # one line each, for the person who watches
     moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
     time_ms: int = 0
+    stop: bool = False  # somebody asked that the run end here
 
     @property
     def finished(self) -> bool:
@@ -39,10 +44,11 @@ class Report:
 class Server:
     """One method on one federation. `advance` performs states until a round is complete.
 
-    Raises what the method raises; a checkpoint holds everything needed to go on in another process.
+    Raises what the method raises; a checkpoint and the journal hold everything needed to go on in another process.
+    session: names the driver's session, which a request to stop ends.
     """
 
-    def __init__(self, setup: Setup, label: str, network: Network, backend: Backend, store: CheckpointStore | None):
+    def __init__(self, setup: Setup, label: str, network: Network, backend: Backend, store: CheckpointStore | None, session: str = ""):
         self.experiment, self.whole, self.local, self.availability = setup.experiment, setup.federation, setup.local, setup.availability
         self.attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.method, self.network, self.backend, self.store = setup.methods[label], network, backend, store
@@ -50,6 +56,8 @@ class Server:
         self.rule = self.method.rule
         self.plan = Plan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.evaluator = Evaluator(experiment.evaluation, self.whole, backend, experiment.seed)
+        journal, recorded = Journal(store.directory if store else None), [record.round for record in read_records(store.directory)] if store else []
+        self.requests = Requests(label, journal, self.whole, experiment.rounds, session, max(recorded, default=0))
         self.now: Lifecycle = Starting()
         self.saved = 0  # the last round that was
         self.report = Report(self.now, 0)
@@ -61,7 +69,9 @@ class Server:
         if isinstance(self.now, Starting):
             round = self._load()
             self._enter(Loaded(round))
-            return replace(self.report, state=self.now, notes=self.report.notes + ((f"goes on after round {round}",) if round else ()))
+            return replace(
+                self.report, state=self.now, notes=self.report.notes + ((f"goes on after round {round}",) if round else ()), stop=self._stops(round)
+            )
         while True:
             perform = {Running: self._run, Evaluating: self._evaluate, Saving: self._save}[type(self.now)]
             number = self.now.round
@@ -70,15 +80,20 @@ class Server:
             except UserError as error:
                 self._enter(Broken(str(error), self.saved))
                 raise
-            self._enter(Done())
-            if isinstance(self.now, Finished) or (isinstance(self.now, Running) and self.now.round > number):
+            with self.requests.lock:  # who asks now that the run stop is heard before the next round, or told that it is one later
+                self._enter(Done(stop=self._stops(number)))
+            if isinstance(self.now, Finished | Stopped) or (isinstance(self.now, Running) and self.now.round > number):
                 return self._report(number)
 
     def _enter(self, event) -> None:
         self.now = next_state(self.now, event, self.plan)
+        self.requests.enters(self.now)
+
+    def _stops(self, number: int) -> bool:
+        return self.requests.stop_after is not None and number >= self.requests.stop_after
 
     def _report(self, number: int) -> Report:
-        return Report(self.now, number, self.metrics, tuple(self.notes), tuple(self.moved), self.time_ms)
+        return Report(self.now, number, self.metrics, tuple(self.notes), tuple(self.moved), self.time_ms, self._stops(number))
 
     # ---- starting
 
@@ -91,7 +106,9 @@ class Server:
         self.ledger = Ledger()
         self.held_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)  # P-local: accuracy and macro-F1 after the last own training
         checkpoint = self.store.load() if self.store else None
+        self._use(self.requests.federation(checkpoint.round if checkpoint else 0))
         self._see(checkpoint.round if checkpoint else 0)
+        self.requests.sees(self.population)
         if checkpoint is None:
             start = Start(federation.num_clients, self.network.spec, lambda index: self.network.new_model(experiment.seed, index), federation.shape.input)
             self.state = self.method.init(start)
@@ -104,7 +121,11 @@ class Server:
         self.held_N2 = tensors.pop("server.held_N2").numpy()
         self.state = self.method.State.join(tensors, checkpoint.values["state"])
         self.ledger = Ledger(**checkpoint.values["ledger"])
+        for event in self.requests.journal.until(checkpoint.round):
+            self.population.add(event.change, self.requests.federation(event.round).num_clients)
         self.population.advance(checkpoint.round)
+        self.requests.taken_up(checkpoint.round)
+        self.requests.sees(self.population)
         self.backend.restore(checkpoint.memory())
         report = checkpoint.values["report"]
         moved = tuple(map(tuple, report["moved"]))
@@ -114,6 +135,7 @@ class Server:
 
     def _run(self, number: int) -> None:
         began, self.notes, self.metrics = time.perf_counter(), [], {}
+        self._take_up_requests(number)
         before_N = self.state.assign_N
         self.books = Round(ledger=self.ledger)
         self._come_and_go(number)
@@ -135,13 +157,30 @@ class Server:
         self.metrics["round_seconds"] = time.perf_counter() - began
         self.time_ms = time.time_ns() // 1_000_000
 
+    def _use(self, federation: Federation) -> None:
+        """Lets this server and all who work for it look at a federation that has grown."""
+        self.whole = federation
+        self.backend.use(federation)
+
     def _see(self, number: int) -> None:
         """Looks at the federation as it is in a round."""
         self.federation = self.evaluator.federation = self.whole.at(number)
 
+    def _take_up_requests(self, number: int) -> None:
+        """What was asked of this round joins its changes; newcomers get their place."""
+        for event in self.requests.taken_up(number):
+            self.population.add(event.change, self.requests.federation(number).num_clients)
+        if (federation := self.requests.federation(number)) is not self.whole:
+            self._use(federation)
+            self.state = self.state.grown(federation.num_clients)
+            more = federation.num_clients - len(self.held_N2)
+            self.held_N2 = np.concatenate([self.held_N2, np.full((more, 2), np.nan, np.float32)])
+            self.notes.append(f"the federation grew to {federation.num_clients} clients")
+
     def _come_and_go(self, number: int) -> None:
         self._see(number)
         came, gone = self.population.advance(number)
+        self.requests.sees(self.population)
         if len(gone):
             self.state = self.method.leave(self.state, gone)
             self.backend.forget(gone)

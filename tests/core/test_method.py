@@ -1,8 +1,14 @@
+import subprocess
+import sys
 from dataclasses import dataclass
 
+import cloudpickle
 import pytest
 
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, option
+from cfl_ray.methods import resolve
+from cfl_ray.methods.fedavg import FedAvg
 
 
 class Plain:
@@ -87,3 +93,23 @@ def test_a_method_says_why_it_takes_only_the_mean(cls):
 def test_is_frozen(cls):
     with pytest.raises(AttributeError):
         cls().count = 4
+
+
+def test_a_method_without_a_name_is_refused_when_it_is_used():
+    class Nameless(FedAvg):
+        pass
+
+    with pytest.raises(ConfigError, match=r'Nameless has no name; write `class Nameless\(FedAvg, name="nameless"\)`'):
+        resolve([Nameless])
+
+
+def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():
+    """As a host does, which has not got the user's file."""
+
+    @dataclass(frozen=True)
+    class Mine(FedAvg, name="mine"):
+        step: float = 0.5
+
+    code = "import pickle, sys; again = pickle.load(sys.stdin.buffer); print(type(again).__name__, again.name, again.step)"
+    done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(Mine(step=0.25)), capture_output=True)
+    assert done.stdout.split() == [b"Mine", b"mine", b"0.25"], done.stderr.decode()

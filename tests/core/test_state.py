@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -52,3 +52,29 @@ def test_a_state_is_changed_by_making_another():
     assert state.phase == "federate"
     with pytest.raises(AttributeError):
         state.phase = "cluster"
+
+
+@pytest.mark.parametrize("cls", REGISTRY.values(), ids=REGISTRY)
+def test_a_state_grows_to_one_for_more_clients(cls):
+    """As if the method had started with them, but for their clusters: newcomers have none."""
+    grown, large = cls().init(START).grown(8), cls().init(replace(START, num_clients=8))
+    assert grown.assign_N.tolist() == [*cls().init(START).assign_N.tolist(), UNKNOWN, UNKNOWN, UNKNOWN]
+    for name, value in grown.split()[0].items():
+        expected = large.split()[0][name]
+        assert name == "assign_N" or (torch.equal(value, expected) and value.dtype == expected.dtype), name
+
+
+def test_fields_with_an_axis_of_all_clients_grow_along_it():
+    @dataclass(frozen=True)
+    class Mine(State):
+        seen_N: np.ndarray = None
+        score_KN: torch.Tensor = None
+        pair_NF: torch.Tensor = None
+        centre_KF: torch.Tensor = None
+        last_N: np.ndarray = None
+
+    state = Mine(torch.ones(2, 3), np.array([0, 1], np.int32), seen_N=np.ones(2, bool), score_KN=torch.ones(2, 2), pair_NF=torch.ones(2, 3), centre_KF=torch.ones(2, 2))
+    grown = state.grown(3)
+    assert grown.seen_N.tolist() == [True, True, False] and grown.score_KN.tolist() == [[1, 1, 0]] * 2
+    assert grown.pair_NF.tolist() == [[1] * 3, [1] * 3, [0] * 3] and grown.centre_KF is state.centre_KF and grown.last_N is None
+    assert grown.assign_N.tolist() == [0, 1, UNKNOWN] and grown.assign_N.dtype == np.int32

@@ -11,13 +11,13 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.checkpoint import CheckpointStore
-from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.driver import Watcher
 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Drawing takes longer than these runs, and has tests of its own."""
-    monkeypatch.setattr("cfl_ray.runtime.launch.write_figures", lambda *arguments: None)
+    monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *arguments: None)
 
 
 CLOCKS = {"round_seconds"}

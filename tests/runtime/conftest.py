@@ -12,7 +12,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray import Experiment
 from cfl_ray.core.plugin import load_plugin
-from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.driver import Watcher
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware

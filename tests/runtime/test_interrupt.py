@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.runtime.launch import CONFIG
+from cfl_ray.runtime.driver import CONFIG
 
 COMMAND = Path(sys.executable).with_name("cfl-ray")
 STOPPED = "error: stopped. Every finished round is kept; go on with: cfl-ray resume {}"

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 
-from cfl_ray.runtime.lifecycle import Broken, Done, Evaluating, Failed, Finished, Loaded, Lost, Plan, Recovering, Running, Saving, Starting, next_state
+from cfl_ray.runtime.lifecycle import Broken, Done, Evaluating, Failed, Finished, Loaded, Lost, Plan, Recovering, Running, Saving, Starting, Stopped, next_state
 
 PLAN = Plan(rounds=6, evaluate_every=2, checkpoint_every=3)
-STATES = [Starting(), Running(1), Evaluating(2), Saving(3), Recovering("killed", 3), Finished(6), Failed("disk full", 3)]
+STATES = [Starting(), Running(1), Evaluating(2), Saving(3), Recovering("killed", 3), Finished(6), Failed("disk full", 3), Stopped(4)]
 LOST, LAST, BROKEN = Lost("killed", 3, 2), Lost("killed", 3, 0), Broken("bad config", 3)
 
 
@@ -23,6 +23,12 @@ LOST, LAST, BROKEN = Lost("killed", 3, 2), Lost("killed", 3, 0), Broken("bad con
     (Evaluating(6), Done(), Saving(6)),
     (Saving(3), Done(), Running(4)),
     (Saving(6), Done(), Finished(6)),
+    (Running(1), Done(stop=True), Saving(1)),  # saved although the plan would not
+    (Running(2), Done(stop=True), Evaluating(2)),
+    (Evaluating(2), Done(stop=True), Saving(2)),
+    (Saving(1), Done(stop=True), Stopped(1)),
+    (Saving(3), Done(stop=True), Stopped(3)),
+    (Saving(6), Done(stop=True), Finished(6)),  # nothing is left to be stopped
 ])  # fmt: skip
 def test_goes_on(now, event, then):
     assert next_state(now, event, PLAN) == then
@@ -39,19 +45,19 @@ def test_a_lost_server_recovers_while_retries_are_left(now):
 LEGAL = {(Starting, Loaded), (Recovering, Loaded), (Running, Done), (Evaluating, Done), (Saving, Done)}
 ILLEGAL = [
     (now, event) for now, event in itertools.product(STATES, [Loaded(2), Done(), LOST, LAST, BROKEN])
-    if isinstance(now, Finished | Failed) or (not isinstance(event, Lost | Broken) and (type(now), type(event)) not in LEGAL)
+    if isinstance(now, Finished | Failed | Stopped) or (not isinstance(event, Lost | Broken) and (type(now), type(event)) not in LEGAL)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("now, event", ILLEGAL, ids=str)
 def test_anything_else_is_an_error(now, event):
-    message = "after the run ended" if isinstance(now, Finished | Failed) else "cannot happen in"
+    message = "after the run ended" if isinstance(now, Finished | Failed | Stopped) else "cannot happen in"
     with pytest.raises(ValueError, match=message):
         next_state(now, event, PLAN)
 
 
 def test_the_illegal_pairs_are_these():
-    assert len(ILLEGAL) == 2 * 5 + 5  # after the end: everything; before it: of Loaded and Done, one of the two in each state
+    assert len(ILLEGAL) == 3 * 5 + 5  # after the end: everything; before it: of Loaded and Done, one of the two in each state
 
 
 @pytest.mark.parametrize("rounds, every, saves", itertools.product((1, 5, 6), (1, 2, 4, 9), (1, 3, 9)))

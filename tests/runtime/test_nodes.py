@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster  # real processes: a head, and a raylet with an object store of its own
 from cfl_ray import config, run
-from cfl_ray.runtime.launch import Watcher
+from cfl_ray.runtime.driver import Watcher
 
 soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
 cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": soon})
