@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
 
-from cfl_ray.core.errors import nearest
+from cfl_ray.core.errors import ConfigError, nearest
+from cfl_ray.core.ids import parse_ids, shorten
 
 SOURCES = ("digits", "mnist", "fashion_mnist", "cifar10", "images", "femnist", "femnist_leaf", "mnist_by_writer", "synthetic", "arrays")
 UNDIVIDED = ("synthetic", "arrays")  # sources that say themselves who holds what
@@ -199,36 +200,16 @@ class Cohort(Section):
 
 def _expanded(value: Any) -> Any:
     """Clients as YAML names them, 7, "80-99" or a list of both, as a list of ids."""
-    if isinstance(value, (str, int)):
-        value = [value]
-    if not isinstance(value, (list, tuple)):
+    items = [value] if isinstance(value, (str, int)) else value
+    if not isinstance(items, (list, tuple)):
         return value
-    found: list[Any] = []
-    for item in value:
-        first, dash, last = item.partition("-") if isinstance(item, str) else ("", "", "")
-        if dash and first.strip().isdigit() and last.strip().isdigit():
-            if int(last) < int(first):
-                raise ValueError(f"a range of clients goes from the lower to the higher id, got {item!r}")
-            found.extend(range(int(first), int(last) + 1))
-        else:
-            found.append(item)
-    return found
+    try:
+        return [one for item in items for one in (parse_ids([item]) if isinstance(item, str) else [item])]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
-def _shortened(ids: list[int]) -> list[int | str]:
-    """The same with runs of three and more as ranges."""
-    found: list[int | str] = []
-    at = 0
-    while at < len(ids):
-        end = at
-        while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
-            end += 1
-        found += [f"{ids[at]}-{ids[end]}"] if end - at >= 2 else ids[at : end + 1]
-        at = end + 1
-    return found
-
-
-ClientIds = Annotated[list[int], BeforeValidator(_expanded), PlainSerializer(_shortened)]
+ClientIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_expanded), PlainSerializer(shorten)]
 
 
 class DataChange(Section):

@@ -30,3 +30,16 @@ def spans(ids: Sequence[int], limit: int = 8) -> str:
             runs.append([client, client])
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
     return shown + (f" and {sum(last - first + 1 for first, last in runs[limit:])} more" if len(runs) > limit else "")
+
+
+def shorten(ids: Sequence[int]) -> list[int | str]:
+    """The same ids in the same order, three and more in a row as a range: what `parse_ids` reads back."""
+    found: list[int | str] = []
+    at = 0
+    while at < len(ids):
+        end = at
+        while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
+            end += 1
+        found += [f"{ids[at]}-{ids[end]}"] if end - at >= 2 else ids[at : end + 1]
+        at = end + 1
+    return found

@@ -14,7 +14,7 @@ from cfl_ray import resume, simulate
 from cfl_ray.runtime.driver import CONFIG
 
 COMMAND = Path(sys.executable).with_name("cfl-ray")
-STOPPED = "error: stopped. Every finished round is kept; go on with: cfl-ray resume {}"
+STOPPED = "error: stopped. Every saved round is kept; go on with: cfl-ray resume {}"
 
 
 class Run:
