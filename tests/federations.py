@@ -1,7 +1,7 @@
 """Small federations whose answer is known, and a stage on which a method is played without a server."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -83,5 +83,6 @@ class Stage:
         """The state after one round per cohort (None: everybody), from `state` or the method's own start."""
         state = method.init(self.start()) if state is None else state
         for number, ids in enumerate(cohorts, first):
-            state = method.round(state, self.clients(ids, number, method.rule), Draws(self.seed, number))
+            clients = replace(self.clients(ids, number), aggregation=method.rule)
+            state = method.round(state, clients, Draws(self.seed, number))
         return state
