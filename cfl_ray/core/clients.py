@@ -46,6 +46,10 @@ class Pull:
     follow: float = 0.0
     every: int = 1
 
+    @property
+    def acts(self) -> bool:
+        return bool(self.weight or self.follow) and (self.columns is None or self.columns.count > 0)
+
 
 @dataclass(frozen=True)
 class Clients:
@@ -150,7 +154,7 @@ class Clients:
             self._address(),
             self.ids_M,
             start=tables.rows(start),
-            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.weight or pull.follow),
+            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.acts),
             beside=None if beside is None else tables.rows(beside),
             rule=rule,
             local=local,

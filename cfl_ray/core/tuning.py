@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from cfl_ray.core.clients import Clients, Updates
+from cfl_ray.core.grouping import by_cluster
+from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import option
+from cfl_ray.core.signatures import SignatureState
 from cfl_ray.core.state import State
 
 _FEW = 4  # known members
@@ -59,6 +63,22 @@ def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple
     apart_KK[alone_K, alone_K] = 1
     within_K = np.bincount(member_S, (1 - (unit_SQ * unit_KQ[member_S]).sum(1)).numpy(), minlength=total) / np.maximum(members_K, 1)
     return within_K / np.maximum(apart_KK.amin(1).numpy(), 1e-12), apart_KK.argmin(1).numpy(), members_K
+
+
+def split_in_two(state: SignatureState, k: int, z_SQ: Tensor, clients: Clients, updates: Updates, weight_M: np.ndarray) -> SignatureState:
+    """Cluster k as two, by cosine 2-means of its known members; their models are means of this round's participants.
+
+    updates: of a `train(..., mix_later=True)` of the round. Nothing is split where one half has no participant.
+    """
+    mine_S, new = state.cluster_S == k, state.num_clusters
+    half, _ = kmeans(z_SQ[torch.from_numpy(mine_S)], 2, clients.seed, cosine=True)
+    assign_N = state.place(state.seen_S[mine_S], np.where(half, new, k))
+    assign_M = np.where(np.isin(assign_N[clients.ids_M], [k, new]), assign_N[clients.ids_M], -1)
+    if not {k, new} <= {*assign_M.tolist()}:
+        return state
+    before_KP = torch.cat([state.models_KP, state.models_KP[k : k + 1]])
+    mixed = clients.mix(updates, by_cluster(assign_M, weight_M, len(before_KP)))
+    return state.advance(models_KP=mixed.mixed(empty=before_KP), assign_N=assign_N)
 
 
 def merged_into(state: State, k: int, other: int) -> State:

@@ -2,7 +2,7 @@
 arXiv:2403.16460. The equations are reconstructed; the authors' LCFed (ICASSP 2025) confirms their form.
 
     min sum_i f_i(omega_i) + (mu / 2) ||omega_i - Omega_{r(i)}||^2 + (lambda / 2) ||phi_i - Phi||^2        phi: all but the last layer
-    omega_i <- SGD of that from the client's own omega_i                        participants; it stays with the client as well
+    omega_i <- SGD of that from the client's own omega_i (`start: global`: from Phi and its own last layer)     it stays with the client
     Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k;   r(i) <- argmax_k cos(z_i, z_k)        z = M^T (omega - mean)
     M <- q leading principal components of up to 100 uploads                    in the first round, then every 100 rounds
     CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre; split if > rho_hi, merge if < rho_lo
@@ -12,10 +12,10 @@ In the first round clients train from one w_0 and k-means of z gives the centres
 Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that M is never sent.
 CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 known members, nor one of whose halves has no
 participant, and merges none with 4 or more: the further clusters are apart, the lower is rho. A client never seen trains from Phi and the
-mean head. Uploads longer than `sketch` are projected.
+mean head. With few rounds a client's own base lags behind: `start: global` begins at Phi. Uploads longer than `sketch` are projected.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.signatures import SignatureState, sketching
-from cfl_ray.core.tuning import ClusterTuning, compactness, merged_into
-
-PERSONAL = Own("personal", private=False)  # omega_i
+from cfl_ray.core.tuning import ClusterTuning, compactness, merged_into, split_in_two
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
     num_clusters: int = option(5, "K_0, clusters at first", source="ours: lost", low=1)
     mu: float = option(0.1, "mu: pull to the cluster model (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
     lam: float = option(0.1, "lambda: pull of the embedding to the global one (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
+    start: str = option("own", "where the embedding starts: at the client's own, or at the global one Phi", source="paper", choices=("own", "global"))
     rank: int = option(20, "q: principal components", source="ours: lost", low=1)
     pca_every: int = option(100, "rounds between two PCAs", source="paper", low=1)
     memory: int = option(100, "latest uploads that PCA and CNT see", source="paper: 50 to 100", low=4)
@@ -70,10 +69,11 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         )  # fmt: skip
 
     def round(self, state, clients, rng):
-        weight_M, base = clients.weights(self.weights), clients.spec.base
+        weight_M, base, own = clients.weights(self.weights), clients.spec.base, self.personal(clients.spec)
         sent = clients.send(self.contexts(state, clients.spec), row_or_last(state, clients))
         pulls = [Pull(self.mu, sent), Pull(self.lam, clients.send(state.global_KP, columns=base), base)]
-        updates = clients.train(sent, own=PERSONAL, pulls=pulls, keep=self.keep(clients.spec), mix=everyone(weight_M), mix_later=True)
+        start = replace(sent, models_KP=self.starts(state, clients.spec))
+        updates = clients.train(start, own=own, pulls=pulls, keep=self.keep(clients.spec), mix=everyone(weight_M), mix_later=True)
         ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)]
         if not len(ids_M):
             return state
@@ -116,26 +116,25 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         rho_K, nearest_K, members_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
         split, merge = self.step(rho_K, members_K)
         if split is not None:
-            return self.split(state, split, z_SQ, clients, updates)
+            return split_in_two(state, split, z_SQ, clients, updates, clients.weights(self.weights))
         return state if merge is None else merged_into(state, merge, nearest_K[merge])
-
-    def split(self, state, k, z_SQ, clients, updates):
-        """Cluster k as two, by cosine 2-means of its known members; their models are means of this round's participants."""
-        mine_S, new = state.cluster_S == k, state.num_clusters
-        half, _ = kmeans(z_SQ[torch.from_numpy(mine_S)], 2, clients.seed, cosine=True)
-        assign_N = state.place(state.seen_S[mine_S], np.where(half, new, k))
-        assign_M = np.where(np.isin(assign_N[clients.ids_M], [k, new]), assign_N[clients.ids_M], -1)
-        if not {k, new} <= {*assign_M.tolist()}:
-            return state
-        before_KP = torch.cat([state.models_KP, state.models_KP[k : k + 1]])
-        mixed = clients.mix(updates, by_cluster(assign_M, clients.weights(self.weights), len(before_KP)))
-        return state.advance(models_KP=mixed.mixed(empty=before_KP), assign_N=assign_N)
 
     def contexts(self, state, spec):
         """Omega_1 .. Omega_K and, last, Phi with the mean head, for clients that were never seen."""
         models_KP = with_mean(state.models_KP)
         spec.base.put(models_KP[-1:], spec.base.of(state.global_KP))
         return models_KP
+
+    def starts(self, state, spec):
+        """The contexts, with the embedding that a client starts from."""
+        models_KP = self.contexts(state, spec)
+        if self.start == "global":
+            spec.base.put(models_KP, spec.base.of(state.global_KP))
+        return models_KP
+
+    def personal(self, spec):
+        """What of omega_i a client goes on from."""
+        return Own("personal", None if self.start == "own" else spec.head, private=False)
 
     def join(self, state, clients):
         """Newcomers train once as a client that was never seen, and join the cluster with the highest cosine."""
@@ -146,5 +145,5 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         return self.expect(state, clients, clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)])
 
     def serve(self, state, clients):
-        return Serving(self.contexts(state, clients.spec), row_or_last(state, clients), own=PERSONAL)
+        return Serving(self.starts(state, clients.spec), row_or_last(state, clients), own=self.personal(clients.spec))
 

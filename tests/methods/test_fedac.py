@@ -310,3 +310,29 @@ def test_traffic_is_a_model_and_a_base_down_and_a_model_up():
         one.play(FedAC(num_clusters=2), *cohorts)
         count = len(cohorts[-1] or range(8))
         assert floats(one) == (count * (P + BASE), count * P)
+
+
+class TestStart:
+    """`start: global`: every participant begins at the global embedding, with the last layer that it has."""
+
+    def test_with_no_steps_to_speak_of_an_upload_is_where_it_started(self):
+        """lr 1e-12: the second round's mean of uploads is Phi of the first for the embedding, and the mean of the clients' own last layers."""
+        one = Stage(planted(4), lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)), LocalSGD(lr=0.3, epochs=2))
+        method = FedAC(num_clusters=2, mu=0.0, lam=0.0, start="global", tune_clusters=False)
+        state = one.play(method, None)
+        spec, heads = one.network.spec, torch.stack([one.memory["personal", client] for client in range(4)])
+        assert heads.shape == (4, spec.head.count)
+        one.local = LocalSGD(lr=1e-12, epochs=1)
+        after = one.play(method, None, state=state, first=2)
+        assert torch.allclose(spec.base.of(after.models_KP), spec.base.of(state.global_KP).expand(after.num_clusters, -1), atol=1e-6)
+        assert torch.allclose(torch.stack([one.memory["personal", client] for client in range(4)]), heads, atol=1e-6)
+        served = method.serve(after, one.clients())
+        assert torch.equal(spec.base.of(served.models_KP), spec.base.of(after.global_KP).expand(len(served.models_KP), -1)) and served.own.columns == spec.head
+
+    def test_costs_what_the_other_start_costs(self):
+        down = []
+        for start in ("own", "global"):
+            one = Stage(planted(4), lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4)))
+            one.play(FedAC(num_clusters=2, start=start, tune_clusters=False), None, None)
+            down.append((one.books.ledger.down_bits, one.books.ledger.up_bits))
+        assert down[0] == down[1]
