@@ -14,6 +14,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     with_ray = [item for item in items if item.path.relative_to(HERE).parts[0] in WITH_RAY]
     for item in with_ray:
