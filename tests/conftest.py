@@ -14,10 +14,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    with_ray = [item for item in items if item.path.relative_to(HERE).parts[0] in WITH_RAY]
-    for item in with_ray:
+def starts_ray(item) -> bool:
+    return item.path.relative_to(HERE).parts[0] in WITH_RAY
+
+
+def pytest_itemcollected(item):
+    if starts_ray(item):
         item.add_marker(pytest.mark.xdist_group("ray"))
-    chosen = set(map(id, with_ray))
-    items[:] = with_ray + [item for item in items if id(item) not in chosen]
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not starts_ray(item))
