@@ -147,6 +147,8 @@ def disturbed(file: Path, directory: Path, methods: list[str], rounds: int, targ
             kills.append(Kill(what, methods[before // rounds] if before < len(methods) * rounds else methods[-1], before % rounds + 1, waits))
             _until(lambda: run.done(methods) > before, run)
             kills[-1].recovery = time.monotonic() - began
+            with directory.with_suffix(".kills.jsonl").open("a") as log:
+                log.write(json.dumps(vars(kills[-1])) + "\n")
         _until(lambda: run.driver.poll() is not None, run)
         if run.driver.returncode != 0:
             raise SystemExit(f"the run ended with status {run.driver.returncode}; see {directory.with_suffix('.log')}")
@@ -169,7 +171,7 @@ def outcome(directory: Path, method: str, found: Experiment) -> dict[str, object
     """Everything that must be the same, by what it is."""
     folder = directory / method
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{name: value for name, value in record["metrics"].items() if name != "round_seconds"} for record in records]
+    metrics = [{name: value for name, value in record.items() if name not in ("round_seconds", "time_ms")} for record in records]
     checkpoint = CheckpointStore(folder, found.config_hash).load()
     return {
         "rounds": [record["round"] for record in records],
