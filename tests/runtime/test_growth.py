@@ -69,8 +69,8 @@ ray.shutdown()  # before the cluster goes
 def test_nodes_that_come_and_go(experiment, logged, figures, tmp_path):
     """One comes, is killed, and another comes: as many hosts as there is room for, one at first, then two, one, two and three."""
     growing = experiment(
-        data=logged(), methods=["fedavg"], rounds=200, evaluation={"every": 100}, local={"epochs": 1},
-        runtime={"hosts": None, "retries": 0, "engine": "sequential", "checkpoint_every": 200},
+        data=logged(), methods=["fedavg"], rounds=300, evaluation={"every": 100}, local={"epochs": 1},
+        runtime={"hosts": None, "retries": 0, "engine": "sequential", "checkpoint_every": 300},
     )  # fmt: skip
     plugin = f"{Path(__file__).parent / 'logged.py'}:LoggedFederation"
     given = json.dumps([{key: value for key, value in growing.to_dict().items() if key != "data"}, plugin, logged.log, str(tmp_path / "found.json")])
