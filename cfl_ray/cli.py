@@ -1,6 +1,7 @@
 """The command line. Every command says what happened and what to do next; exit status 2 is bad input, 1 a failed run."""
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cfl_ray.core.errors import ConfigError, Stopped, UserError
+from cfl_ray.core.errors import ConfigError, Interrupted, Stopped, UserError
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray where this is the entry point of a submitted job
 app = typer.Typer(
@@ -189,8 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
         _say(str(told))
     except UserError as error:
         _fail(str(error), error.exit_status)
-    except KeyboardInterrupt:
-        _fail("stopped", 130)
+    except KeyboardInterrupt as error:  # perhaps a second one, on the way out of what the first one stopped
+        _fail(_what_stopped(error) or "stopped", Interrupted.exit_status)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
     except Exception as error:
@@ -200,7 +201,15 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno}); set CFL_RAY_DEBUG=1 for the whole traceback", 1)
 
 
+def _what_stopped(error: BaseException | None) -> str | None:
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return str(error) if error else None
+
+
 def _fail(message: str, status: int) -> None:
+    if status == Interrupted.exit_status:  # once more: no waiting for what is left of Ray, which goes with this process
+        signal.signal(signal.SIGINT, lambda *_: os._exit(status))
     err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
     sys.exit(status)
 

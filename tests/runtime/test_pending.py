@@ -115,7 +115,7 @@ def test_robust_averages_of_them_are_the_same_bits_with_a_host_killed(hosts, act
         if rule == Median():
             mine = np.setdiff1d(np.flatnonzero(MIX[0]), [BAD])
             assert np.allclose(rows[-1][0], np.median(updates.kept_MF[mine].double(), 0), rtol=0, atol=1e-6)
-    assert torch.equal(*rows) and hosts[1].pool.faults
+    assert torch.equal(*rows) and hosts[1].pool.notes
 
 
 def test_a_selection_mixes_its_own(hosts, backend):
