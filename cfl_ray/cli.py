@@ -1,7 +1,6 @@
 """The command line. Every command says what happened and what to do next; exit status 2 is bad input, 1 a failed run."""
 
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -208,9 +207,11 @@ def _what_stopped(error: BaseException | None) -> str | None:
 
 
 def _fail(message: str, status: int) -> None:
-    if status == Interrupted.exit_status:  # once more: no waiting for what is left of Ray, which goes with this process
-        signal.signal(signal.SIGINT, lambda *_: os._exit(status))
     err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    if status == Interrupted.exit_status and "ray" in sys.modules:  # at once: what is left of Ray goes with this process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
