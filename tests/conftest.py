@@ -1,4 +1,4 @@
-"""With several workers (`pytest -n 2`), whatever starts Ray or measures processes goes to one of them, first; the rest goes to the others."""
+"""With several workers (`pytest -n 2`), whatever starts Ray or measures processes goes to one of them; the rest goes to the others."""
 
 import os
 import signal
@@ -27,7 +27,3 @@ def pytest_xdist_make_scheduler(config, log):
             return scope(nodeid)
 
     return Scheduling(config, log)
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: scope(item.nodeid) != "ray")
