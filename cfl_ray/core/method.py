@@ -55,7 +55,7 @@ class Method(ABC):
 
     name: ClassVar[str] = ""
     State: ClassVar[type[State]] = State
-    registry: ClassVar[dict[str, type["Method"]]] = {}
+    registry = {}  # name -> class; not annotated, for a dataclass keeps what is in its fields, and they would travel with every pickle
     only_mean: ClassVar[str] = ""  # why no other aggregation would do what it says in this method; empty: all may be chosen
 
     aggregation: str | dict[str, Any] = field(

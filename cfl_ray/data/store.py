@@ -1,7 +1,6 @@
 """Folders of files, on this machine or on any filesystem pyarrow knows, and the check that a file is what it was when written."""
 
 import functools
-import hashlib
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
+from cfl_ray.core import disk
 from cfl_ray.core.errors import DataError
 
 AGAIN = "delete the folder and run `cfl-ray prepare` again"
@@ -119,15 +119,9 @@ def check(path: Path, size: int, sha256: str | None, name: str | None = None) ->
     expected: object = size
     what = "bytes"
     if found == expected and sha256 is not None:
-        found, expected, what = digest(path), sha256, "sha256"
+        found, expected, what = disk.sha256(path), sha256, "sha256"
     if found != expected:
         raise DataError(f"{name or path} is damaged: expected {what} {expected}, found {found}; {AGAIN}")
-
-
-def digest(path: Path) -> str:
-    """sha256 in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cache() -> Path:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from cfl_ray.core.disk import sha256, sync
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.images import Progress
 from cfl_ray.data.plan import Client, Plan
 from cfl_ray.data.shards import MANIFEST, File, Manifest, index_schema, sample_schema
-from cfl_ray.data.store import Folder, cache, digest
+from cfl_ray.data.store import Folder, cache
 
 FILE_BYTES = 64 << 20  # pixels of one file, about; a client never spans two
 
@@ -53,7 +54,7 @@ def _publish(staging: Path, target: Path) -> None:
         if not (target / MANIFEST).is_file():
             raise DataError(f"shards cannot be written to {target}: {error}; delete that folder if it is there, or set data.shards") from error
     else:
-        _sync(target.parent)
+        sync(target.parent)
 
 
 def _write(staging: Path, plan: Plan, recipe: dict, normalize: list[list[float]] | None, progress: Progress | None) -> list[str]:
@@ -74,8 +75,8 @@ def _write(staging: Path, plan: Plan, recipe: dict, normalize: list[list[float]]
     manifest = Manifest(view=plan.view, input=list(plan.images.shape), num_classes=plan.images.num_classes, scale=plan.images.scale,
                         normalize=normalize, index=index, train=train, test=test, recipe=recipe)
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-    _sync(staging / MANIFEST)
-    _sync(staging)
+    sync(staging / MANIFEST)
+    sync(staging)
     return [*(file.name for file in (index, *train, *test)), MANIFEST]
 
 
@@ -120,13 +121,5 @@ def _save(folder: Path, name: str, schema: pa.Schema, columns: list[pa.Array]) -
     path, batch = folder / name, pa.record_batch(columns, schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(batch)
-    _sync(path)
-    return File(name=name, rows=batch.num_rows, bytes=path.stat().st_size, sha256=digest(path))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
+    return File(name=name, rows=batch.num_rows, bytes=path.stat().st_size, sha256=sha256(path))

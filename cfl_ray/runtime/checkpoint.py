@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cfl_ray.core.disk import sync
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.work import Memory, OwnedKey
-from cfl_ray.runtime.entries import Damaged, EntryFile, EntryWriter, as_rows, changed_rows, cost, filled, gone_in, joining, opened, owned_in, rows_in, said, sync, writing
+from cfl_ray.runtime.entries import Damaged, EntryFile, EntryWriter, as_rows, changed_rows, cost, filled, gone_in, joining, opened, owned_in, rows_in, said, writing
 from cfl_ray.runtime.manifest import FORMAT, Manifest, Shape
 
 

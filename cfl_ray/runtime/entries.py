@@ -7,9 +7,7 @@
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is ever used again.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cfl_ray.core.disk import sha256, sync
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.work import OwnedKey
 
@@ -252,20 +251,6 @@ def filled(changed_R: Tensor, tensor: Tensor) -> Tensor:
 
 
 # ---- files
-
-
-def sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Brings a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

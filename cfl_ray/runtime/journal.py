@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cfl_ray.core.cohort import Change
+from cfl_ray.core.disk import sync
 from cfl_ray.core.errors import DataError
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
-from cfl_ray.runtime.entries import sync
 
 EVENTS = "events.jsonl"
 

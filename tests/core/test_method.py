@@ -110,6 +110,10 @@ def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():
     class Mine(FedAvg, name="mine"):
         step: float = 0.5
 
+    @dataclass(frozen=True)
+    class Another(FedAvg, name="another"):
+        __module__ = "only_here"  # of a second file, known to this process alone
+
     code = "import pickle, sys; again = pickle.load(sys.stdin.buffer); print(type(again).__name__, again.name, again.step)"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(Mine(step=0.25)), capture_output=True)
     assert done.stdout.split() == [b"Mine", b"mine", b"0.25"], done.stderr.decode()

@@ -27,8 +27,11 @@ def results(one, ids, row=0) -> np.ndarray:
     return clients.train(clients.send(one.model(row)[None]), keep=one.network.spec.all).kept_MF.double().numpy()
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+AVERAGING = [name for name in REGISTRY if name != "local"]
+
+
 class TestEveryMethod:
+    @pytest.mark.parametrize("name", REGISTRY)
     @pytest.mark.parametrize("rule", ROBUST)
     def test_runs_with_every_rule_or_says_why_not(self, name, rule):
         """And the rule makes a difference to its models."""
@@ -44,10 +47,9 @@ class TestEveryMethod:
         trimmed_none = rule == "trimmed_mean" and len(mean.models_KP) > 1  # floor(0.3 * 3) values: only rounding may differ
         assert not same or trimmed_none or name == "ifca_cam", "in clusters of less than three this rule may be the mean"
 
+    @pytest.mark.parametrize("name", AVERAGING)
     def test_nothing_clipped_and_nobody_suspected_is_the_mean_bit_for_bit(self, name):
         """Also in every cluster, with private columns, damping, and results that are mixed later."""
-        if name == "local":
-            pytest.skip("it averages nothing")
         expected = groups().play(REGISTRY[name](**EARLY.get(name, {})), *COHORTS)
         assert_equal(groups().play(REGISTRY[name](**EARLY.get(name, {}), aggregation={"norm_clipping": {"bound": 1e6}}), *COHORTS), expected)
         if name == "fednova":
@@ -57,9 +59,8 @@ class TestEveryMethod:
         found = groups().play(REGISTRY[name](**EARLY.get(name, {}), **uniform, **krum), *COHORTS)
         assert np.array_equal(found.assign_N, expected.assign_N) and torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
 
+    @pytest.mark.parametrize("name", AVERAGING)
     def test_traffic_is_that_of_the_mean(self, name):
-        if name == "local":
-            pytest.skip("it averages nothing")
         one, other = groups(), groups()
         one.play(REGISTRY[name](), None)
         other.play(REGISTRY[name](aggregation="norm_clipping"), None)
