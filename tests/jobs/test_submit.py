@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from cfl_ray.tracking import read_records
+
 ROOT = Path(__file__).parents[2]
-RAY = Path(sys.executable).with_name("ray")
+RAY, COMMAND = (Path(sys.executable).with_name(name) for name in ("ray", "cfl-ray"))
 EXPERIMENT = """
 name: submitted
 rounds: 3
@@ -92,15 +94,25 @@ def two_nodes(status: list, environment: dict[str, str]) -> bool:
     return "0.0/2.0 CPU" in said
 
 
-def test_job_on_two_nodes(cluster, tmp_path):
+@pytest.fixture
+def submitted(cluster, tmp_path):
+    """Runs `ray job submit` with options and an entrypoint, from a folder that holds this project; returns the finished process."""
     environment, dashboard = cluster
     folder = tmp_path / "work"
-    shutil.copytree(ROOT / "jobs", folder / "jobs")
-    shutil.copytree(ROOT / "cfl_ray", folder / "cfl_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("jobs", "cfl_ray"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "small.yaml").write_text(EXPERIMENT)
+
+    def submit(*entrypoint: str, options=(), **changes) -> subprocess.CompletedProcess:
+        command = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", *options, "--", "python", *entrypoint]
+        return subprocess.run(command, cwd=folder, env=environment | changes, capture_output=True, text=True, timeout=200)
+
+    return submit
+
+
+def test_job_on_two_nodes(submitted, tmp_path):
     output = tmp_path / "out"
-    command = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", "python", "jobs/train.py", "small.yaml", f"output={output}"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = submitted("jobs/train.py", "small.yaml", f"output={output}")
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
     assert "hosts: 2 on 2 nodes" in done.stdout and "results after the last round" in done.stdout
 
@@ -111,16 +123,50 @@ def test_job_on_two_nodes(cluster, tmp_path):
     assert len(runs) == 1 and runs[0].info.status == "FINISHED" and runs[0].data.params["session.hosts"] == "2 on 2 nodes"
     assert [point.step for point in client.get_metric_history(runs[0].info.run_id, "accuracy")] == [1, 2, 3]
 
-    refused = environment | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other"), "RAY_AUTH_TOKEN": "0" * 64}
-    denied = subprocess.run(command, cwd=folder, env=refused, capture_output=True, text=True, timeout=100)
-    assert denied.returncode != 0 and "succeeded" not in denied.stdout
+
+def test_a_job_with_another_token_is_refused(submitted, tmp_path):
+    denied = submitted("jobs/train.py", "small.yaml", f"output={tmp_path}", RAY_AUTH_TOKEN_PATH=str(tmp_path / "other"), RAY_AUTH_TOKEN="0" * 64)
+    assert denied.returncode != 0 and "succeeded" not in denied.stdout and not list(tmp_path.glob("submitted-*"))
 
 
-def test_a_job_with_bad_input_fails_and_says_why(cluster, tmp_path):
-    environment, dashboard = cluster
-    folder = tmp_path / "work"
-    shutil.copytree(ROOT / "jobs", folder / "jobs")
-    shutil.copytree(ROOT / "cfl_ray", folder / "cfl_ray", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", "--", "python", "jobs/train.py", "local.lrr=1"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+def test_a_job_with_bad_input_fails_and_says_why(submitted):
+    done = submitted("jobs/train.py", "local.lrr=1")
     assert done.returncode != 0 and "unknown key 'local.lrr' (did you mean 'lr'?)" in done.stdout + done.stderr and "exit code 2" in done.stdout + done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_a_job_is_asked_stopped_and_resumed_by_the_next(submitted, cluster, tmp_path):
+    """While it is live, another process of the head asks; `ray job stop` ends it as Ctrl-C would."""
+    environment, dashboard = cluster
+    run_dir = tmp_path / "run"
+
+    def ask(*arguments) -> tuple[int, str]:
+        done = subprocess.run([COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=100)
+        return done.returncode, done.stdout + done.stderr
+
+    def job(verb: str) -> str:
+        return subprocess.run([RAY, "job", verb, "--address", dashboard, "first"], env=environment, capture_output=True, text=True, timeout=100).stdout
+
+    def rounds() -> list[int]:
+        return [record.round for record in read_records(run_dir / "fedavg")]
+
+    started = submitted("-m", "cfl_ray", "run", "small.yaml", "rounds=100000", "methods=[fedavg]", "--run-dir", str(run_dir), options=["--no-wait", "--submission-id", "first"])
+    assert started.returncode == 0, started.stdout + started.stderr
+    until(lambda: run_dir.is_dir() and rounds(), 120, "no round was finished")
+    code, said = ask("status", run_dir)
+    assert code == 0 and "live" in said and "2 on 2 nodes" in said, said
+    code, said = ask("leave", run_dir, "3")
+    assert code == 0 and "client 3 leaves before round" in said, said
+    job("stop")
+    until(lambda: "stopped" in job("status").lower(), 60, "the job was not stopped")
+    assert f"cfl-ray resume {run_dir}" in job("logs")
+    last = rounds()[-1]
+
+    resumed = submitted("-m", "cfl_ray", "resume", str(run_dir), options=["--no-wait"])
+    assert resumed.returncode == 0
+    until(lambda: rounds()[-1] > last and (run_dir / "session.json").exists(), 120, "it did not go on")
+    code, said = ask("stop", run_dir)
+    assert code == 0 and "the run ends after round" in said, said
+    until(lambda: not (run_dir / "session.json").exists(), 60, "it was not stopped")
+    records = list(read_records(run_dir / "fedavg"))
+    assert [record.round for record in records] == list(range(1, len(records) + 1)) and records[0].metrics["clients_online"] == 12 and records[-1].metrics["clients_online"] == 11
