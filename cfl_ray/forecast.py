@@ -17,6 +17,7 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.robust import Mean
 from cfl_ray.core.work import Describe, Losses, MixPending, Outcome, TestClients, Train, Work
 from cfl_ray.data.federation import Shape
 from cfl_ray.methods import resolve
@@ -92,10 +93,10 @@ def show(experiment: Experiment, console: Console) -> None:
     console.print(f"shards: {size.bytes / 1e6:.1f} MB; model: {spec.size:,} parameters, {spec.size * 4 / 1e6:.2f} MB", markup=False, soft_wrap=True)
     console.print(f"a round: {cohort} clients, about {steps} steps each; {experiment.rounds} rounds", markup=False, soft_wrap=True)
     table = Table("method", "Mbit/client down, up: round 1", "later rounds", "whole run", "server MB", "each host MB", title="expected")
-    for label, method in resolve(experiment.methods).items():
+    methods, model = resolve(experiment.methods), spec.size * 4
+    for label, method in methods.items():
         found = traffic(method, size.clients, cohort, spec, local, Shape(tuple(size.input), size.num_classes))
         total = sum(found.first_round) + (experiment.rounds - 1) * sum(found.later_round)
-        model = spec.size * 4
         server = _PROCESS_BYTES + (found.models + 1) * 4 * model + 12 * size.clients
         host = _PROCESS_BYTES + (found.models * 3 + 6) * model
         cells = (f"{down:.3f}, {up:.3f}" for down, up in (found.first_round, found.later_round))
@@ -103,3 +104,5 @@ def show(experiment: Experiment, console: Console) -> None:
     console.print(table)
     hosts = experiment.runtime.hosts or len(os.sched_getaffinity(0))
     console.print(f"memory is for one server and each of {hosts} hosts; methods that find their clusters may hold more models at first", markup=False, soft_wrap=True)
+    if kept := [label for label, method in methods.items() if not isinstance(method.rule, Mean)]:
+        console.print(f"robust averages need all results of a round: {cohort * model / 1e6:.0f} MB more on the hosts together ({', '.join(kept)})", markup=False, soft_wrap=True)
