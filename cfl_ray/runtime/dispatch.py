@@ -19,7 +19,7 @@ class Call:
     """One call that a host may have to repeat elsewhere: `start(actor)` makes it, the first return is what is waited for."""
 
     start: Callable[[Any], list[ray.ObjectRef]]
-    home: int | None = None  # the only host that may do it; None: any
+    home: int | None = None  # the only host that may do it, or one that stands in for it; None: any
     seconds: float | None = None  # a host that is at work on it for longer is ended; None: no limit
     instead: Callable[[], list["Call"]] = list  # what to do then: its parts, or nothing
 
@@ -88,10 +88,12 @@ class Dispatch:
                     self.since[host.number] = time.monotonic()
 
     def _next_for(self, host: Host) -> int | None:
-        homes = {other.number for other in self.pool.hosts}
+        numbers = [other.number for other in self.pool.hosts]
         for position in self.todo:
             home = self.calls[position].home
-            if home in (None, host.number) or (home not in homes and host is self.pool.hosts[0]):
+            if home is not None and home not in numbers:  # it was given up, or the client came later than the hosts
+                home = numbers[home % len(numbers)]
+            if home in (None, host.number):
                 self.todo.remove(position)
                 return position
         return None
