@@ -53,8 +53,9 @@ def resume(run_dir: RunDir) -> None:
     from cfl_ray import config
     from cfl_ray.display import Display
     from cfl_ray.runtime import launch
+    from cfl_ray.runtime.atwork import CONFIG
 
-    rounds = config.load(run_dir / launch.CONFIG).rounds if (run_dir / launch.CONFIG).is_file() else 0
+    rounds = config.load(run_dir / CONFIG).rounds if (run_dir / CONFIG).is_file() else 0
     with Display(out, rounds) as display:
         results = launch.resume(run_dir, watcher=display)
     display.finish(results)
@@ -72,7 +73,7 @@ def status(run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help
     if as_json:
         out.print(json.dumps(dataclasses.asdict(found), indent=1), markup=False, soft_wrap=True)
         return
-    from cfl_ray.display import show_status
+    from cfl_ray.tables import show_status
 
     show_status(found, out)
 
@@ -130,10 +131,10 @@ def check(file: File = None, overrides: Overrides = None) -> None:
 @app.command(short_help="List the methods, or one's options.")
 def methods(name: Annotated[str | None, typer.Argument(help="A method, for its options.", show_default=False)] = None) -> None:
     """List the methods, or the options of one with defaults and meaning."""
-    from cfl_ray import display
+    from cfl_ray import tables
     from cfl_ray.methods import REGISTRY, find
 
-    display.list_methods(REGISTRY, out) if name is None else display.describe_method(find(name), out)
+    tables.list_methods(REGISTRY, out) if name is None else tables.describe_method(find(name), out)
 
 
 @app.command(short_help="Write the shards of a federation.")

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,13 +28,14 @@ ALLOWED = {  # package -> what of ours its modules may import, beside themselves
     "config.py": {"core", "sections", "attacks"},
     "attacks.py": {"sections"},
     "sections.py": {"core"},
+    "tables.py": {"core", "runtime"},
 }
 FOREIGN = {  # package of others -> the only places that may import it
     "ray": ("runtime/",),
     "mlflow": ("tracking/mlflow.py",),
     "matplotlib": ("report/",),
     "typer": ("cli.py",),
-    "rich": ("cli.py", "display.py", "forecast.py"),
+    "rich": ("cli.py", "display.py", "forecast.py", "tables.py"),
 }
 
 
@@ -90,6 +93,11 @@ def test_only_one_place_knows(package):
 @pytest.mark.parametrize("name", [name for name in SOURCES if top(name) in ("tracking", "report")])
 def test_what_reports_needs_neither_torch_nor_ray(name):
     assert not {found.split(".")[0] for found in imports(TREES[name])} & {"torch", "ray"}
+
+
+def test_asking_a_live_run_does_not_wait_for_torch():
+    code = "import sys, cfl_ray.cli, cfl_ray.tables, cfl_ray.runtime.live, cfl_ray.runtime.connect; print({'torch', 'sklearn', 'mlflow', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_nothing_is_pickled_or_loaded_from_a_pickle():

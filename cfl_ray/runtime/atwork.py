@@ -20,7 +20,7 @@ from pathlib import Path
 from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.tracking.files import read_json
 
-SESSION = "session.json"
+CONFIG, SESSION = "config.yaml", "session.json"
 NAMESPACE = "cfl_ray"
 _LOCK_SECONDS = 2  # somebody who only looks holds the lock for an instant
 
@@ -39,6 +39,12 @@ class Session:
     @classmethod
     def here(cls, address: str, actor: str, loopback: bool = False) -> "Session":
         return cls(address, actor, os.environ.get("RAY_AUTH_MODE", ""), loopback, socket.gethostname(), os.getpid())
+
+
+def cluster_address(configured: str | None) -> str | None:
+    """Address of the Ray cluster to join; None: start one on this machine for the run."""
+    address = configured or os.environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_ID" in os.environ else None)
+    return None if address == "local" else address
 
 
 def token() -> bytes | None:

@@ -1,44 +1,37 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
-import os
 import signal
-import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray._private import ray_constants
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.core.errors import ConfigError, DataError, RunError
+from cfl_ray.core.errors import DataError, RunError
 from cfl_ray.core.plugin import PREFIX
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.runtime.atwork import NAMESPACE, Session, announce, withdraw
+from cfl_ray.runtime.connect import connect, first_line, told
 from cfl_ray.runtime.hosts import fetched
 from cfl_ray.runtime.journal import Shards
 from cfl_ray.runtime.lifecycle import Failed, Lost, Plan, Starting, next_state
 from cfl_ray.runtime.placement import host_count
-from cfl_ray.runtime.pool import FORGIVEN_SECONDS, Pool, first_line, told
+from cfl_ray.runtime.pool import FORGIVEN_SECONDS, Pool
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.server import Report, Server
 from cfl_ray.runtime.session import store_of
-from cfl_ray.runtime.setup import Setup, cluster_address
+from cfl_ray.runtime.setup import Setup
 
 LIVE = "live"  # the concurrency group of what is asked from outside
-QUIET = {"log_to_driver": False, "logging_level": "error"}
 _LIVE_THREADS = 4
 _OPEN_SECONDS = 120
-_CONNECT_SECONDS = 10
-_ATTEMPTS = "RAY_gcs_server_port_wait_time_s"  # how often Ray tries to reach a cluster; default 20, each up to 40 s
 
 
 class ServerActor:
@@ -236,51 +229,6 @@ def _stop_as_by_ctrl_c():
     if threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def connect(address: str | None, hosts: int | None = None) -> bool:
-    """Joins the cluster at `address` (or RAY_ADDRESS), or starts one for this run on loopback. Returns whether it was started here."""
-    if ray.is_initialized():
-        return False
-    address = cluster_address(address)
-    if address is None:
-        cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
-        with _loopback_only():
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
-        return True
-    try:
-        join_cluster(address)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(
-            f"no Ray cluster at {address} that takes this driver ({first_line(error)}); start one with `ray start --head` (RAY_AUTH_MODE and the token "
-            "must be the same here and there), or leave out runtime.address and RAY_ADDRESS to run on this machine"
-        ) from error
-    return False
-
-
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Ray takes 127.0.0.1 for the address that other machines reach this one by, and listens there, unless it is told that there are none."""
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def join_cluster(address: str, loopback: bool = False) -> None:
-    """Raises soon where there is no Ray, or one that refuses the token: Ray itself would try for minutes, which this bounds."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
-    before = os.environ.get(_ATTEMPTS)
-    os.environ.setdefault(_ATTEMPTS, "1")
-    try:
-        with _loopback_only() if loopback else nullcontext():
-            ray.init(address=address, **QUIET)
-    finally:
-        if before is None:
-            del os.environ[_ATTEMPTS]  # it would also bound the start of a cluster of our own
 
 
 def _send_plugins_by_value() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError
 
-from cfl_ray.runtime.pool import LOST, Host, Pool, told
+from cfl_ray.runtime.connect import told
+from cfl_ray.runtime.pool import LOST, Host, Pool
 
 _IN_FLIGHT = 2  # calls a host has at a time: one to do, one waiting, so that it never waits for the server
 

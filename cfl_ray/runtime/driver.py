@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cfl_ray.core.errors import DataError, Stopped
 from cfl_ray.report.figures import write_figures
+from cfl_ray.runtime.atwork import CONFIG
 from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.results import MethodResult, Moves, Results
 from cfl_ray.runtime.server import Report
@@ -29,8 +30,6 @@ from cfl_ray.tracking import (
 )
 from cfl_ray.tracking.files import write_text
 from cfl_ray.tracking.record import Status
-
-CONFIG = "config.yaml"
 
 
 @dataclass

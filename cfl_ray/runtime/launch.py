@@ -10,12 +10,12 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, Stopped
-from cfl_ray.runtime.atwork import held
-from cfl_ray.runtime.driver import CONFIG, Driver, Watcher
+from cfl_ray.runtime.atwork import CONFIG, cluster_address, held
+from cfl_ray.runtime.driver import Driver, Watcher
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.runtime.setup import Setup, cluster_address, prepare
+from cfl_ray.runtime.setup import Setup, prepare
 from cfl_ray.tracking.files import write_text
 
 _HASH = "# config hash "

@@ -10,8 +10,7 @@ from typing import Any
 
 from cfl_ray import config
 from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.runtime.atwork import NAMESPACE, Session, at_work, read_session
-from cfl_ray.runtime.driver import CONFIG
+from cfl_ray.runtime.atwork import CONFIG, NAMESPACE, Session, at_work, read_session
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.tracker import INFO
 
@@ -112,8 +111,7 @@ def _asked(session: Session, verb: str, *arguments: Any) -> Any:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-    from cfl_ray.runtime.cluster import join_cluster
-    from cfl_ray.runtime.pool import first_line, told
+    from cfl_ray.runtime.connect import first_line, join_cluster, told
 
     joined = not ray.is_initialized()
     try:

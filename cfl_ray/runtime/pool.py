@@ -8,10 +8,10 @@ from typing import Any
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
-from cfl_ray.core.errors import RunError, UserError
+from cfl_ray.core.errors import RunError
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choose import Choice
-from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.runtime.connect import first_line, told
 from cfl_ray.runtime.hosts import ClientHost
 from cfl_ray.runtime.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.setup import Setup, engine_choice
@@ -210,18 +210,3 @@ class Pool:
         for host in self.hosts:
             ray.kill(host.actor)
         self.hosts = []
-
-
-def told(error: RayTaskError) -> UserError:
-    """What a person can use of an error that happened in an actor."""
-    cause = error.cause
-    if isinstance(cause, UserError):
-        return cause
-    if isinstance(cause, ClientFailure):
-        return RunError(str(cause))
-    return RunError(f"{type(cause).__name__}: {cause}")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

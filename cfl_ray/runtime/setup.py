@@ -1,8 +1,7 @@
 """From an experiment to everything a process needs to work on it."""
 
-import json
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from cfl_ray import data, models
 from cfl_ray.config import Experiment, check_cohort
 from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
 from cfl_ray.core.cohort import share
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.rng import stream
@@ -25,6 +24,7 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.tracking.files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -113,28 +113,26 @@ def _check_attack(attack: Attack, count: int) -> None:
         raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
 
 
-def cluster_address(configured: str | None) -> str | None:
-    """Address of the Ray cluster to join; None: start one on this machine for the run."""
-    address = configured or os.environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_ID" in os.environ else None)
-    return None if address == "local" else address
-
-
 def engine_choice(setup: Setup, device: str, measured: Callable[[], choose.Choice]) -> choose.Choice:
-    """The configured engine, or the measured one; a measurement is kept beside the runs, so that a repeated run chooses alike."""
+    """The configured engine, or the measured one; a measurement is kept beside the runs, so that a repeated run chooses alike.
+
+    Where it cannot be kept, or the file cannot be read, the run goes on with what it measures.
+    """
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
         return choose.Choice(wanted, f"{wanted}: as configured")
     file = Path(setup.experiment.output) / "engine-choices.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
     key = choose.key(setup.network(device), setup.local)
-    if key not in known:
-        choice = measured()
-        known[key] = [choice.engine, choice.reason]
+    known = {}
+    with suppress(DataError, OSError):
+        known = read_json(file) or {}
+    if key in known:
+        return choose.Choice(*known[key])
+    choice = measured()
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(known, indent=1))
-        scratch.replace(file)
-    return choose.Choice(*known[key])
+        write_json(file, known | {key: [choice.engine, choice.reason]})
+    return choice
 
 
 def device_of(experiment: Experiment, has_gpu: bool) -> str:
