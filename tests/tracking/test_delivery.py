@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -139,10 +140,29 @@ def test_processes_that_create_the_same_store_at_once(tmp_path, runs):
     }
 
 
-def test_with_nothing_pending_mlflow_is_not_even_imported(sqlite, tmp_path, deliver):
+def test_killed_while_the_store_is_created(tmp_path):
+    """At several moments; whoever comes next finds no store, or a whole one."""
+    code = "import sys; from cfl_ray.tracking.mlflow import connect; from mlflow import MlflowClient; print('begins', flush=True); connect(sys.argv[1], 'killed')"
+    uri, moments = f"sqlite:///{tmp_path}/runs/new.db", []
+    for size in (1, 200_000):  # bytes of what is being made
+        process = subprocess.Popen([sys.executable, "-c", code, uri], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        while process.poll() is None and sum(file.stat().st_size for file in tmp_path.glob("runs/.new.db.new/*")) < size:
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+        moments.append((tmp_path / "runs/new.db").exists())
+    assert not moments[0], "the first was killed before it was done"
+    _, experiment = ours.connect(uri, "killed")
+    assert ours.connect(uri, "killed")[1] == experiment and not list(tmp_path.glob("runs/.*"))
+
+
+def test_with_nothing_pending_mlflow_is_not_even_imported(sqlite, tmp_path, tmp_path_factory, deliver):
     deliver(sqlite, "nothing", range(2), "FINISHED")
+    root = tmp_path_factory.mktemp("root")
+    tmp_path.rename(root / "run")
     script = "import sys; from cfl_ray.tracking import deliver_pending; print(deliver_pending(sys.argv[1]), 'mlflow' in sys.modules, 'ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script, tmp_path.parent], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True)
     assert done.stdout == "[] False False\n", done.stderr
 
 
