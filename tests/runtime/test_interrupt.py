@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.runtime.driver import CONFIG
+from cfl_ray.runtime.atwork import CONFIG
 
 COMMAND = Path(sys.executable).with_name("cfl-ray")
 STOPPED = "error: stopped. Every saved round is kept; go on with: cfl-ray resume {}"
@@ -59,7 +59,7 @@ class Run:
 @pytest.fixture
 def started(experiment, tmp_path):
     """(the experiment, its run in round 2 or later)."""
-    small = experiment(rounds=30, methods=["fedavg"], local={"epochs": 20, "batch_size": 8}, evaluation={"every": 3})
+    small = experiment(rounds=12, methods=["fedavg"], local={"epochs": 20, "batch_size": 8}, evaluation={"every": 3})
     run = Run(small, tmp_path)
     yield small, run
     for pid in run.left_behind():
@@ -69,7 +69,7 @@ def started(experiment, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "ray job stop"])
 def test_stopped_once(started, tmp_path, figures, until, number):
     small, run = started
-    run.until("round 3/30")
+    run.until("round 3/12")
     run.signal(number)
     said = run.end()
     assert run.process.returncode == 130, said
@@ -80,7 +80,7 @@ def test_stopped_once(started, tmp_path, figures, until, number):
 
 def test_a_second_time_while_it_ends(started, tmp_path, figures, until):
     small, run = started
-    run.until("round 3/30")
+    run.until("round 3/12")
     run.signal(signal.SIGINT)
     time.sleep(0.3)  # no shorter than a person's
     run.signal(signal.SIGINT)
