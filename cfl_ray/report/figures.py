@@ -21,7 +21,10 @@ STYLES = ("-", "--", ":")
 DPI = 150
 LABEL_POINTS = 9.0  # font size
 LABEL_GAP_POINTS = 11.0  # between the middles of two labels
-MIN_HEIGHT_INCHES = 4.2
+WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
+LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES, BETWEEN_INCHES = 0.65, 0.15, 0.4, 0.55, 0.5
+LETTER_INCHES = 0.085  # a wide one at LABEL_POINTS
+LABEL_START = 1.07  # of the width of the axes
 
 Records = Sequence[RoundRecord]
 Line = tuple[list[float], list[float]]
@@ -56,16 +59,26 @@ def _write(path: Path, panels: list[tuple[str, str, Callable[[RoundRecord], floa
     if not drawn:
         return None
     height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LABEL_GAP_POINTS / 72 * 1.4)
-    figure = Figure(figsize=(7.5, height * (1 if len(drawn) == 1 else 1.6)), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height * (1 if len(drawn) == 1 else 1.6)), dpi=DPI)
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw=_margins(figure, len(drawn), styles))[:, 0]
     for axes, (metric, title, lines) in zip(all_axes, drawn, strict=True):
         _draw(axes, metric, title, lines, styles)
     all_axes[-1].set_xlabel("Mbit per client, down and up" if panels[0][2] is mbit else "round")
-    _label_ends(figure, all_axes, [lines for _, _, lines in drawn], styles)
+    _label_ends(all_axes, [lines for _, _, lines in drawn], styles)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
+
+
+def _margins(figure: Figure, panels: int, names: Iterable[str]) -> dict[str, float]:
+    """Room for ticks, titles and the names at the right. A layout engine would find it by drawing everything twice more."""
+    width, height = figure.get_size_inches()
+    labels = max(map(len, names)) * LETTER_INCHES + RIGHT_INCHES
+    axes = max((width - LEFT_INCHES - labels) / LABEL_START, width / 3)
+    each = (height - TOP_INCHES - BOTTOM_INCHES - (panels - 1) * BETWEEN_INCHES) / panels
+    margins = {"left": LEFT_INCHES / width, "right": (LEFT_INCHES + axes) / width, "top": 1 - TOP_INCHES / height, "bottom": BOTTOM_INCHES / height}
+    return margins | {"hspace": BETWEEN_INCHES / each}
 
 
 def _line(records: Records, metric: str, x_of: Callable[[RoundRecord], float]) -> Line:
@@ -91,11 +104,11 @@ def _draw(axes: Axes, metric: str, title: str, lines: dict[str, Line], styles: d
         axes.set_ylim(top=1.05)
 
 
-def _label_ends(figure: Figure, all_axes: Iterable[Axes], all_lines: list[dict[str, Line]], styles: dict[str, dict[str, str]]) -> None:
+def _label_ends(all_axes: Iterable[Axes], all_lines: list[dict[str, Line]], styles: dict[str, dict[str, str]]) -> None:
     """Writes each method's name right of the plot at the height of its line's end, moved apart where names would overlap."""
-    figure.draw_without_rendering()  # positions in pixels are known from here on
     gap = LABEL_GAP_POINTS * DPI / 72
     for axes, lines in zip(all_axes, all_lines, strict=True):
+        axes.autoscale_view()  # otherwise done when it is drawn
         to_axes = axes.transData + axes.transAxes.inverted()
         ends = {method: to_axes.transform((xs[-1], ys[-1])) for method, (xs, ys) in lines.items()}
         order = sorted(ends, key=lambda method: ends[method][1])
@@ -107,9 +120,9 @@ def _label_ends(figure: Figure, all_axes: Iterable[Axes], all_lines: list[dict[s
 def _label(axes: Axes, method: str, end: tuple[float, float], height: float, style: dict[str, str]) -> None:
     """Writes one name, with a sample of its line, led to from where the line ends (in axes coordinates)."""
     outside = {"transform": axes.transAxes, "clip_on": False}
-    axes.plot([end[0], 1.02], [end[1], height], color=style["color"], linewidth=0.6, alpha=0.5, **outside)
-    axes.plot([1.02, 1.06], [height, height], **style, linewidth=1.8, **outside)
-    axes.text(1.07, height, method, color=style["color"], fontsize=LABEL_POINTS, verticalalignment="center", **outside)
+    axes.plot([end[0], LABEL_START - 0.05], [end[1], height], color=style["color"], linewidth=0.6, alpha=0.5, **outside)
+    axes.plot([LABEL_START - 0.05, LABEL_START - 0.01], [height, height], **style, linewidth=1.8, **outside)
+    axes.text(LABEL_START, height, method, color=style["color"], fontsize=LABEL_POINTS, verticalalignment="center", **outside)
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
