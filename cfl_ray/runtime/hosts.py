@@ -1,4 +1,4 @@
-"""Client hosts: Ray actors that hold a network and do pieces of exchanges for any client."""
+"""What a client host does: it holds a network and does pieces of exchanges for any client."""
 
 import os
 import warnings
@@ -18,23 +18,22 @@ from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.setup import Setup, device_of
 
 
-class ClientHost:
-    """One process with one compute thread. Sums of an exchange stay here until they are collected."""
+class HostSide:
+    """One compute thread. Sums of an exchange stay here until they are collected."""
 
     exchange: int | None = None
     failure: UserError | None = None  # why the present federation cannot be worked on
 
-    def start(self, packed: list[ray.ObjectRef], engine: str) -> dict[str, Any]:
-        """Makes this host ready. Returns where it runs and on what.
-
-        Not in the constructor: what goes wrong there reaches the server as the text of a traceback, not as the error itself.
-        """
+    def __init__(self, packed: list[ray.ObjectRef], engine: str):
         torch.set_num_threads(1)
         self.setup: Setup = fetched(packed[0])
         self.device = device_of(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         self.worker = self.setup.worker(self.device, engine)
         self.sums = HostSums()
         self.rows: dict[tuple[int, int], Tensor] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Where it runs and on what."""
         return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(), "device": self.device}
 
     def measure_engine(self) -> choose.Choice:
@@ -48,9 +47,6 @@ class ClientHost:
             self.failure = error
             return
         self.failure, self.worker.federation = None, self.setup.federation
-
-    def set_engine(self, engine: str) -> None:
-        self.worker.engine = engine
 
     def work(self, exchange: int, piece: Work, index_m: np.ndarray, refs: dict[tuple[int, int], ray.ObjectRef], owners: list[int], *owned: np.ndarray) -> Any:
         """Does a piece. Returns what it found, followed by what each of its clients owns now and by its pending result, where the work leaves any.

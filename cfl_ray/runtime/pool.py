@@ -1,6 +1,7 @@
 """The hosts of a run: started, given work as they become free, restarted when they die."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -11,8 +12,8 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 from cfl_ray.core.errors import RunError
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.choose import Choice
+from cfl_ray.runtime.actors import begin_host
 from cfl_ray.runtime.connect import first_line, told
-from cfl_ray.runtime.hosts import ClientHost
 from cfl_ray.runtime.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.setup import Setup, engine_choice
 
@@ -20,8 +21,6 @@ _START_SECONDS = 300
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
 FORGIVEN_SECONDS = 600  # who lived this long has all its retries again: on machines that come and go a run of days loses many
 LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or what it had found, is gone
-# One compute thread; and freed memory is kept, for fetching pages anew for every gradient takes a tenth of the time.
-_HOST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass
@@ -56,10 +55,10 @@ class Pool:
     last_fault: tuple[float, str] | None = None  # when (seconds since 1970), and what it was
     _look: float = 0.0
 
-    def start(self, hosts: int, setup_ref: ray.ObjectRef) -> None:
-        """Starts the hosts and, once one is ready, settles on an engine."""
+    def start(self, begun: Sequence[tuple[Any, ray.ObjectRef]], setup_ref: ray.ObjectRef) -> None:
+        """Takes these hosts (see `begin_host`) and, once one is ready, settles on an engine."""
         self.setup_ref = setup_ref
-        self.hosts = [Host(number, *self._actor()) for number in range(hosts)]
+        self.hosts = [Host(number, *host) for number, host in enumerate(begun)]
         self.ready()
         self.choice = engine_choice(self.setup, self.device, self._measure)
         for host in self.hosts:
@@ -84,20 +83,8 @@ class Pool:
             except RayTaskError as error:
                 raise told(error) from error
 
-    def _actor(self) -> tuple[Any, ray.ObjectRef]:
-        """A new host and the reference that answers when it is ready."""
-        runtime = self.setup.experiment.runtime
-        actor = (
-            ray.remote(ClientHost)
-            .options(
-                num_cpus=runtime.cpus_per_host,
-                num_gpus=runtime.gpus_per_host,
-                scheduling_strategy="SPREAD",
-                runtime_env={"env_vars": _HOST_ENVIRONMENT},
-            )
-            .remote()
-        )
-        return actor, actor.start.remote([self.setup_ref], self.choice.engine if self.choice else "sequential")
+    def _another(self) -> tuple[Any, ray.ObjectRef]:
+        return begin_host(self.setup.experiment.runtime, self.setup_ref, self.choice.engine if self.choice else "sequential")
 
     # ---- hosts that start: none gets work before it stands, since it may wait for room on the cluster for ever
 
@@ -165,7 +152,7 @@ class Pool:
         free_room = room(runtime, ray.available_resources()) - sum(host.starting is not None for host in self.hosts)
         for _ in range(min(missing, free_room)):
             number = next(number for number in count() if all(host.number != number for host in self.hosts))
-            self.hosts.append(Host(number, *self._actor(), added=True))
+            self.hosts.append(Host(number, *self._another(), added=True))
 
     # ---- faults
 
@@ -192,7 +179,7 @@ class Pool:
 
     def _start_again(self, host: Host) -> None:
         ray.kill(host.actor)
-        host.actor, host.starting = self._actor()
+        host.actor, host.starting = self._another()
         host.node, host.pid, host.since = "", 0, time.monotonic()
 
     def _give_up(self, host: Host, why: str) -> None:

@@ -16,6 +16,7 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.plugin import load_plugin
 from cfl_ray.core.work import Address, Rows
 from cfl_ray.core.work import TestClients as OwnTest
+from cfl_ray.runtime.actors import begin_host
 from cfl_ray.runtime.checkpoint import CheckpointStore
 from cfl_ray.runtime.pool import Pool
 from cfl_ray.runtime.port import OnRay
@@ -39,7 +40,8 @@ def on_ray(cluster, tmp_path_factory):
         )
     )  # fmt: skip
     pool = Pool(setup)
-    pool.start(2, ray.put(setup))
+    setup_ref = ray.put(setup)
+    pool.start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
     pool.nodes()
     yield OnRay(pool)
     pool.stop()
