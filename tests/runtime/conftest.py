@@ -31,6 +31,29 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def two_hosts(cluster):
+    """Returns a function: what an experiment was prepared to -> its port over two hosts, with the server in this process."""
+    import ray
+
+    from cfl_ray.runtime.actors import begin_host
+    from cfl_ray.runtime.pool import Pool
+    from cfl_ray.runtime.port import OnRay
+
+    pools = []
+
+    def start(setup) -> OnRay:
+        setup_ref = ray.put(setup)
+        pools.append(Pool(setup))
+        pools[-1].start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
+        pools[-1].nodes()
+        return OnRay(pools[-1])
+
+    yield start
+    for pool in pools:
+        pool.stop()
+
+
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     for name in ("RAY_ADDRESS", "RAY_JOB_ID", "MLFLOW_TRACKING_URI"):

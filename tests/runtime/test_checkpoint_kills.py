@@ -23,7 +23,7 @@ def being_written(folder):
 
 def test_server_killed_while_it_writes(experiment, figures, cluster, actors, notes, tmp_path, meanwhile, until):
     """Twice: in a checkpoint of the first server, and in one of the next. Each is 25 MB, which takes some tens of milliseconds."""
-    large = experiment(model={"options": {"hidden": 40_000}}, local={"epochs": 1}, rounds=16, runtime={"hosts": 1, "retries": 16})
+    large = experiment(model={"options": {"hidden": 40_000}}, local={"epochs": 1}, rounds=16, runtime={"hosts": 1, "retries": 16}, evaluation={"every": 16, "local": False})
     folder, torn = tmp_path / "run/ditto/checkpoints", []
 
     def kill():

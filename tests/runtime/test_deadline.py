@@ -16,10 +16,7 @@ from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.plugin import load_plugin
 from cfl_ray.core.work import Address, Rows
 from cfl_ray.core.work import TestClients as OwnTest
-from cfl_ray.runtime.actors import begin_host
 from cfl_ray.runtime.checkpoint import CheckpointStore
-from cfl_ray.runtime.pool import Pool
-from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.setup import prepare
 
 HANGING = f"{Path(__file__).parent / 'logged.py'}:hanging"
@@ -28,7 +25,7 @@ CLIENTS = 64  # pieces of two
 
 
 @pytest.fixture(scope="module")
-def on_ray(cluster, tmp_path_factory):
+def on_ray(two_hosts, tmp_path_factory):
     """The port over two hosts; reading the data of client 3 never ends."""
     folder = tmp_path_factory.mktemp("deadline")
     federation = load_plugin(f"{Path(__file__).parent / 'logged.py'}:LoggedFederation", "federation")
@@ -39,12 +36,7 @@ def on_ray(cluster, tmp_path_factory):
             model={"options": {"hidden": 16}}, tracking={"enabled": False}, runtime={"engine": "sequential", "hosts": 2, "round_deadline": DEADLINE},
         )
     )  # fmt: skip
-    pool = Pool(setup)
-    setup_ref = ray.put(setup)
-    pool.start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
-    pool.nodes()
-    yield OnRay(pool)
-    pool.stop()
+    yield two_hosts(setup)
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from cfl_ray.core.plugin import load_plugin
 from cfl_ray.core.robust import Mean, Median, MultiKrum, NormClipping
 from cfl_ray.core.work import Address, Losses
 from cfl_ray.engine.local import InProcess
-from cfl_ray.runtime.actors import begin_host
-from cfl_ray.runtime.pool import Pool
 from cfl_ray.runtime.port import OnRay
 from cfl_ray.runtime.setup import prepare
 
@@ -32,18 +30,13 @@ MIX = torch.rand(3, CLIENTS, generator=torch.Generator().manual_seed(0)) * (torc
 
 
 @pytest.fixture(scope="module")
-def hosts(cluster, tmp_path_factory):
+def hosts(two_hosts, tmp_path_factory):
     """(setup, the port over two hosts)."""
     folder = tmp_path_factory.mktemp("pending")
     federation = load_plugin(f"{Path(__file__).parent / 'logged.py'}:LoggedFederation", "federation")
     ray.cloudpickle.register_pickle_by_value(sys.modules[federation.__module__])
     setup = prepare(Experiment(data=federation(CLIENTS, str(folder / "read.log"), huge=BAD), output=str(folder), **EXPERIMENT))
-    pool = Pool(setup)
-    setup_ref = ray.put(setup)
-    pool.start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
-    pool.nodes()
-    yield setup, OnRay(pool)
-    pool.stop()
+    yield setup, two_hosts(setup)
 
 
 @pytest.fixture(params=["in process", "on Ray"])

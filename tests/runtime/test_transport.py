@@ -10,9 +10,7 @@ from cfl_ray import run
 from cfl_ray.core.local import LocalSGD
 from cfl_ray.core.work import Address, Mix, Rows, Train
 from cfl_ray.runtime import actors
-from cfl_ray.runtime.actors import ClientHost, begin_host
-from cfl_ray.runtime.pool import Pool
-from cfl_ray.runtime.port import OnRay
+from cfl_ray.runtime.actors import ClientHost
 from cfl_ray.runtime.setup import prepare
 
 MB = 1e6
@@ -41,18 +39,13 @@ class CountingHost(ClientHost):
 
 
 @pytest.fixture
-def backend(experiment, cluster, monkeypatch):
+def backend(experiment, two_hosts, monkeypatch):
     """The port over two hosts that count, with the server in this process so that its transfers can be counted too."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(actors, "ClientHost", CountingHost)
     large = experiment(data={"partition": {"clients": 40}}, model={"options": {"hidden": 10_000}}, local={"epochs": 1})
     setup = prepare(large)
-    pool = Pool(setup)
-    setup_ref = ray.put(setup)
-    pool.start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
-    pool.nodes()
-    yield OnRay(pool)
-    pool.stop()
+    return two_hosts(setup)
 
 
 def test_a_model_crosses_once_per_host_and_one_sum_comes_back(backend, monkeypatch):
