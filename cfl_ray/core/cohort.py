@@ -40,15 +40,17 @@ class Population:
         self.changes = sorted(changes, key=lambda change: change.round)
         mentions = [(client, comes) for change in self.changes for ids, comes in ((change.join, True), (change.leave, False)) for client in ids]
         later = {client for client, comes in dict(reversed(mentions)).items() if comes}  # whose first mention is a join
-        online = np.ones(num_clients, bool)
-        online[sorted(later)] = False
         self.newcomers = np.array(sorted(later), np.int64)
-        self.online = np.flatnonzero(online)
+        self.is_online_N = np.ones(num_clients, bool)
+        self.is_online_N[self.newcomers] = False
+        self.online = np.flatnonzero(self.is_online_N)
         self.round = 0
 
     def add(self, change: Change, num_clients: int) -> None:
         """A change to come that was not planned; clients beyond those known so far are newcomers."""
-        self.newcomers = np.union1d(self.newcomers, np.arange(self.num_clients, num_clients))
+        more = np.arange(self.num_clients, num_clients)
+        self.newcomers = np.union1d(self.newcomers, more)
+        self.is_online_N = np.append(self.is_online_N, np.zeros(len(more), bool))
         self.num_clients = num_clients
         self.changes = sorted([*self.changes, change], key=lambda change: change.round)
 
@@ -61,9 +63,11 @@ class Population:
                 came, gone = came - {*change.leave}, gone | {*change.leave}
         self.round = round
         came_ids, gone_ids = (np.array(sorted(ids), np.int64) for ids in (came, gone))
-        came_ids, gone_ids = np.setdiff1d(came_ids, self.online), np.intersect1d(gone_ids, self.online)
+        came_ids, gone_ids = came_ids[~self.is_online_N[came_ids]], gone_ids[self.is_online_N[gone_ids]]
         if len(came_ids) or len(gone_ids):
-            self.online = np.setdiff1d(np.union1d(self.online, came_ids), gone_ids)
+            self.is_online_N = self.is_online_N.copy()  # what was copied before keeps its own
+            self.is_online_N[came_ids], self.is_online_N[gone_ids] = True, False
+            self.online = np.flatnonzero(self.is_online_N)
         if not len(self.online):
             raise ConfigError(f"schedule: no client is left in round {round}; let fewer leave or others join")
         return came_ids, gone_ids
@@ -85,7 +89,8 @@ class Population:
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
         if (named := availability.named(round)) is not None:
-            there = np.intersect1d(named, self.online, assume_unique=True)
+            named = named[named < self.num_clients]
+            there = named[self.is_online_N[named]]
             return there[draw.choice(len(there), min(wanted, len(there)), replace=False, shuffle=False)]
         found: list[int] = []
         enough = int((50 + 2 * wanted) / max(availability.expected(round), 1e-6))  # twice as many as are needed on average, and some more for small cohorts

@@ -124,7 +124,7 @@ class Requests:
             raise ConfigError(f"{verb}: client {both[0]} {done} before round {round} already, as was asked; ask again when that has happened")
         trial = self._trial()
         trial.advance(round)
-        wrong = np.asarray(ids)[np.isin(ids, trial.online) == (verb == "join")]
+        wrong = np.asarray(ids)[trial.is_online_N[ids] == (verb == "join")]
         if len(wrong):
             raise ConfigError(f"{verb}: client {wrong[0]} is {'online already' if verb == 'join' else 'offline'} in round {round}")
 

@@ -189,7 +189,8 @@ class Server:
         if len(came):
             self.state = self.method.join(self.state, self._clients(came, number))
             self.notes.append(f"joined: {_listed(came)}")
-        changed = np.intersect1d(self.whole.changed(number), self.population.online)
+        changed = self.whole.changed(number)
+        changed = changed[self.population.is_online_N[changed]]
         if len(changed):
             self.state = self.method.drift(self.state, self._clients(changed, number))
             self.notes.append(f"data changed: {_listed(changed)}")
