@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,10 +32,12 @@ class DryBackend:
     spec: ParamSpec
     inputs: int  # floats of one sample
     classes: int
+    kept: set[int] = field(default_factory=set)  # of how many clients results stayed until they could be averaged
 
     def run(self, work: Work) -> Outcome:
         size = len(work.ids_M)
         if isinstance(work, (Train, MixPending)):
+            self.kept.update([size] if getattr(work, "mix_later", False) else [])
             arrays = {"ok": np.ones(size, bool), "train_loss": np.zeros(size)}
             if getattr(work, "keep", None) is not None:
                 arrays |= {"kept": np.ones((size, work.keep.count), np.float32), "norm": np.ones(size)}
@@ -57,21 +59,24 @@ class Traffic:
     first_round: tuple[float, float]
     later_round: tuple[float, float]
     models: int  # cluster models after the first round
+    kept: int  # clients whose results stay in the object store until they can be averaged
 
 
 def traffic(method: Method, num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: Shape) -> Traffic:
     """What one round costs, counted by the method itself on clients that answer without training."""
     start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input)
     state, ids, mbit = method.init(start), np.arange(cohort), []
+    backend = DryBackend(spec, math.prod(shape.input), shape.num_classes)
     for number in (1, 2):
         books = Round()
         clients = Clients(
-            ids, np.ones(cohort, np.int64), spec, local, DryBackend(spec, math.prod(shape.input), shape.num_classes), 0, number, books,
+            ids, np.ones(cohort, np.int64), spec, local, backend, 0, number, books,
             reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
         )  # fmt: skip
         state = method.round(state, clients, Draws(0, number))
         mbit.append((books.ledger.down_bits / num_clients / 1e6, books.ledger.up_bits / num_clients / 1e6))
-    return Traffic(mbit[0], mbit[1], state.num_clusters)
+    kept = max(backend.kept, default=0) if isinstance(method.rule, Mean) else cohort
+    return Traffic(mbit[0], mbit[1], state.num_clusters, kept)
 
 
 def show(experiment: Experiment, console: Console) -> None:
@@ -93,9 +98,10 @@ def show(experiment: Experiment, console: Console) -> None:
     console.print(f"shards: {size.bytes / 1e6:.1f} MB; model: {spec.size:,} parameters, {spec.size * 4 / 1e6:.2f} MB", markup=False, soft_wrap=True)
     console.print(f"a round: {cohort} clients, about {steps} steps each; {experiment.rounds} rounds", markup=False, soft_wrap=True)
     table = Table("method", "Mbit/client down, up: round 1", "later rounds", "whole run", "server MB", "each host MB", title="expected")
-    methods, model = resolve(experiment.methods), spec.size * 4
-    for label, method in methods.items():
+    model, kept = spec.size * 4, {}
+    for label, method in resolve(experiment.methods).items():
         found = traffic(method, size.clients, cohort, spec, local, Shape(tuple(size.input), size.num_classes))
+        kept |= {label: found.kept * model} if found.kept else {}
         total = sum(found.first_round) + (experiment.rounds - 1) * sum(found.later_round)
         server = _PROCESS_BYTES + (found.models + 1) * 4 * model + 12 * size.clients
         host = _PROCESS_BYTES + (found.models * 3 + 6) * model
@@ -104,5 +110,6 @@ def show(experiment: Experiment, console: Console) -> None:
     console.print(table)
     hosts = experiment.runtime.hosts or len(os.sched_getaffinity(0))
     console.print(f"memory is for one server and each of {hosts} hosts; methods that find their clusters may hold more models at first", markup=False, soft_wrap=True)
-    if kept := [label for label, method in methods.items() if not isinstance(method.rule, Mean)]:
-        console.print(f"robust averages need all results of a round: {cohort * model / 1e6:.0f} MB more on the hosts together ({', '.join(kept)})", markup=False, soft_wrap=True)
+    if kept:
+        each = ", ".join(f"{label} {size / 1e6:.1f} MB" for label, size in kept.items())
+        console.print(f"results of a round that stay in the object store until it is known how to average them: {each}", markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-if TYPE_CHECKING:  # for the status of a run nobody waits for torch
+if TYPE_CHECKING:  # the status of a run does not wait for torch
     from cfl_ray.core.method import Method
     from cfl_ray.runtime.live import Status
     from cfl_ray.runtime.results import Results

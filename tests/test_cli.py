@@ -114,10 +114,10 @@ def test_check_runs_nothing_and_its_config_runs(capsys):
     assert call(capsys, "run", "--in-process", "resolved.yaml")[0] == 0
 
 
-def test_check_says_what_robust_averages_keep(capsys):
+def test_check_says_what_waits_to_be_averaged(capsys):
     """Of 19 clients a model of 187,510 parameters each."""
-    said = call(capsys, "check", "methods=[ditto, {fedavg: {aggregation: median}}]", "model={name: mlp, options: {hidden: 2500}}")[1]
-    assert "all results of a round: 14 MB more on the hosts together (fedavg)" in said
+    said = call(capsys, "check", "methods=[ditto, {fedavg: {aggregation: median}}, fesem]", "model={name: mlp, options: {hidden: 2500}}")[1]
+    assert "stay in the object store until it is known how to average them: fedavg 14.3 MB, fesem 14.3 MB" in said
 
 
 def test_methods_lists_and_explains(capsys):

@@ -89,7 +89,6 @@ class Population:
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
         if (named := availability.named(round)) is not None:
-            named = named[named < self.num_clients]
             there = named[self.is_online_N[named]]
             return there[draw.choice(len(there), min(wanted, len(there)), replace=False, shuffle=False)]
         found: list[int] = []

@@ -89,11 +89,11 @@ class Dispatch:
                     self.since[host.number] = time.monotonic()
 
     def _next_for(self, host: Host) -> int | None:
-        numbers = [other.number for other in self.pool.hosts]
+        homes, ready = {other.number for other in self.pool.hosts}, [other.number for other in self.pool.hosts if other.starting is None]
         for position in self.todo:
             home = self.calls[position].home
-            if home is not None and home not in numbers:  # it was given up, or the client came later than the hosts
-                home = numbers[home % len(numbers)]
+            if home is not None and home not in homes:  # it was given up, or the client came later than the hosts
+                home = ready[home % len(ready)]
             if home in (None, host.number):
                 self.todo.remove(position)
                 return position

@@ -143,7 +143,7 @@ class Pool:
         return self.exchanges
 
     def _refill(self) -> None:
-        """Starts hosts where fewer are there than asked for, or than there is room for. Nobody waits for them."""
+        """Starts hosts where fewer are there than asked for, or than there is room for. Nobody waits for them but clients that have their own."""
         runtime = self.setup.experiment.runtime
         wanted = hosts_asked_for(self.setup) or room(runtime, ray.cluster_resources())
         missing = wanted - self.written_off - len(self.hosts)

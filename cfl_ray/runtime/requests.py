@@ -124,7 +124,8 @@ class Requests:
             raise ConfigError(f"{verb}: client {both[0]} {done} before round {round} already, as was asked; ask again when that has happened")
         trial = self._trial()
         trial.advance(round)
-        wrong = np.asarray(ids)[trial.is_online_N[ids] == (verb == "join")]
+        ids_n = np.asarray(ids)
+        wrong = ids_n[trial.is_online_N[ids_n] == (verb == "join")]
         if len(wrong):
             raise ConfigError(f"{verb}: client {wrong[0]} is {'online already' if verb == 'join' else 'offline'} in round {round}")
 

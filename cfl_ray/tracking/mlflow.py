@@ -95,7 +95,7 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
         path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes that both create the tables of a new file collide inside MLflow; one after the other they do not.
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS) if path else nullcontext():
-        if path and not path.exists():
+        if path:
             _create_store(path)
         client = MlflowClient(uri)
         artifacts = (path.parent / "mlartifacts").as_uri() if path else None
@@ -103,17 +103,19 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
 
 
 def _create_store(path: Path) -> None:
-    """A whole SQLite store or none: MLflow could not go on with one whose tables a killed process had begun."""
+    """A whole SQLite store, where there is none: MLflow could not go on with one whose tables a killed process had begun."""
     from mlflow import MlflowClient
 
     folder = path.with_name(f".{path.name}.new")
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-    folder.mkdir()
+    if path.exists():
+        return
+    folder.mkdir(exist_ok=True)  # a network disk keeps what is open
     draft = folder / uuid.uuid4().hex  # a name that this process has not used: MLflow keeps the files that it opened
     MlflowClient(f"sqlite:///{draft}")
     shutil.copyfile(draft, folder / "whole")
     (folder / "whole").rename(path)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _stand_somewhere() -> None:
