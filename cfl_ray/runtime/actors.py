@@ -4,6 +4,7 @@ Importing this is light. What an actor does is imported when it starts, and a se
 takes seconds, which are then the same seconds for all of them.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -57,12 +58,12 @@ class ServerActor:
 
     side = None
 
-    def start(self, packed: list[ray.ObjectRef], runtime: "Runtime", hosts: int, *session) -> None:
+    def start(self, packed: list[ray.ObjectRef], runtime: "Runtime", hosts: int, run_dir: Path | None, session: str, fault: tuple[float, str] | None) -> None:
         """Begins the hosts and makes this server ready. Not in the constructor, for the reason given in `ClientHost.start`."""
         begun = [begin_host(runtime, packed[0]) for _ in range(hosts)]
         from cfl_ray.runtime.serverside import ServerSide
 
-        self.side = ServerSide(packed, begun, *session)
+        self.side = ServerSide(packed, begun, run_dir, session, fault)
 
     def begin(self, label: str) -> "Report":
         return self.side.begin(label)
