@@ -1,6 +1,6 @@
 """Testing a model: confusion counts first, so that any view of the labels follows from them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,19 +9,15 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine.network import Network
 
-Logits = Callable[[Tensor], Iterable[Tensor]]  # samples -> outputs, 1024 samples at a time
+Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C)
 
 
 def added(network: Network, row_P: Tensor, beside_P: Tensor | None) -> Logits:
     """Predicts with one model, or with the sum of its logits and those of the model beside it."""
 
-    def logits(x: Tensor) -> Iterable[Tensor]:
-        if beside_P is None:
-            if row_P is not network.flat:
-                network.load(row_P)
-            return network.logits(x)
-        first = network.logits_of(row_P, x) if row_P is not network.flat else torch.cat(list(network.logits(x)))
-        return (first + network.logits_of(beside_P, x)).split(1024)
+    def logits(x: Tensor) -> Tensor:
+        first = network.logits(x) if row_P is network.flat else network.logits_of(row_P, x)
+        return first if beside_P is None else first + network.logits_of(beside_P, x)
 
     return logits
 
@@ -29,9 +25,9 @@ def added(network: Network, row_P: Tensor, beside_P: Tensor | None) -> Logits:
 def vote(network: Network, rows: Sequence[Tensor]) -> Logits:
     """Soft voting: the logarithm of the mean of the models' class probabilities."""
 
-    def logits(x: Tensor) -> Iterable[Tensor]:
+    def logits(x: Tensor) -> Tensor:
         log_p = torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
-        return (log_p.logsumexp(0) - np.log(len(rows))).split(1024)
+        return log_p.logsumexp(0) - np.log(len(rows))
 
     return logits
 
@@ -39,12 +35,9 @@ def vote(network: Network, rows: Sequence[Tensor]) -> Logits:
 @torch.no_grad()
 def confusion(predict: Logits, x: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts int64 (C, C), true class by predicted class, and the summed loss (C,) per true class."""
-    counts_CC = torch.zeros(num_classes * num_classes, dtype=torch.long)
-    loss_C = torch.zeros(num_classes, dtype=torch.float64)
-    for logits, y_B in zip(predict(x), y.split(1024)):
-        logits = logits.cpu()
-        counts_CC += torch.bincount(y_B * num_classes + logits.argmax(1), minlength=num_classes**2)
-        loss_C.index_add_(0, y_B, cross_entropy(logits, y_B, reduction="none").double())
+    logits = predict(x).cpu()
+    counts_CC = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
+    loss_C = torch.zeros(num_classes, dtype=torch.float64).index_add_(0, y, cross_entropy(logits, y, reduction="none").double())
     return counts_CC.reshape(num_classes, num_classes).numpy(), loss_C.numpy()
 
 

@@ -19,7 +19,7 @@ def linear():
 
 @pytest.fixture(scope="module")
 def predicted():
-    """A random model on 3000 random samples (several batches of 1024): network, x, y, prediction."""
+    """A random model on 3000 random samples (several batches): network, x, y, prediction."""
     network = Network(linear, (16,))
     draw = np.random.default_rng(0)
     x, y = torch.from_numpy(draw.standard_normal((3000, 16))).float(), torch.from_numpy(draw.integers(0, 3, 3000))  # class 3 never occurs
