@@ -7,7 +7,8 @@ https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2
     theta0_i <- SGD on loss(h(x; theta0_i) + f(x; Theta_{c(i)})) from Theta_g;    Theta_g <- Avg of theta0_i over all participants
     c <- k-means of the uploaded theta_i from the present centres, weighted by samples;   Theta_k <- Avg of theta_i over c(i) = k
 
-The first round is the warm-up: beta local epochs of theta_i alone, with h taken as 0, and k-means++.
+The first round is the warm-up: beta local epochs of theta_i alone, with h taken as 0, and k-means++. Epochs move clients with many samples
+further than those with few, and k-means then sees sizes as well as labels: where these differ, count the warm-up in `warmup_steps`.
 
 Departures: Equation 13 multiplies the loss by n_i / n, which would leave the pull alone; that factor is dropped. Equation 15 is read with
 theta_i frozen at Theta_{c(i)}. Theta_g starts with a last layer of zeros, so that it is neutral. k-means runs over the participants and the
@@ -42,6 +43,7 @@ class FeSEMCAM(Method, name="fesem_cam"):
 
     num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)
     warmup_epochs: int = option(5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1)
+    warmup_steps: int | None = option(None, "local steps of the first round, the same for every client; null: epochs", source="ours", low=1)
     lam: float = option(0.01, "lambda: pull of theta_i to its centre (grid 0.001, 0.01, 0.1)", source="paper's grid", low=0)
     sketch: int = sketching()
     weights: str = weighting()
@@ -69,7 +71,7 @@ class FeSEMCAM(Method, name="fesem_cam"):
         return self.averaged(state, clients, cluster)
 
     def warm_up(self, state, clients, rng):
-        local = replace(clients.local, epochs=self.warmup_epochs, steps=None)
+        local = replace(clients.local, epochs=self.warmup_epochs, steps=self.warmup_steps)
         updates = clients.train(clients.send(state.models_KP), keep=self.keep(clients.spec), local=local, mix_later=True)
         state = self.remembered(state, clients, updates)
         if not len(state.seen_S):

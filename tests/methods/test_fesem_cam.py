@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, planted
-from linear import ETA, N_0, N_1, assert_close, data, matrix, mean, sgd, stage
+from linear import ETA, N_0, N_1, alike, assert_close, data, matrix, mean, sgd, stage
 from playing import COHORTS, accuracy, assert_engines_agree, assert_equal, assert_survives_an_interruption, floats, groups, mlp
+from torch import nn
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.cohort import Population
@@ -75,6 +76,15 @@ class TestFormula:
         assert state.assign_N.tolist() == [0, 1] and state.phase == "federate"
         for client in (0, 1):
             assert_close(state.models_KP[client], sgd(one, client, w, steps=3))
+
+    @pytest.mark.parametrize("options, expected", [({"warmup_epochs": 2}, [6, 2]), ({"warmup_steps": 5}, [5, 5])])
+    def test_the_warm_up_in_steps_is_the_same_for_clients_of_all_sizes(self, options, expected):
+        """Twelve samples and four, in batches of four, every sample of a client the same: three steps an epoch and one."""
+        one = Stage(alike([12, 4]), lambda: nn.Linear(5, 3, bias=False), LocalSGD(batch_size=4, lr=ETA))
+        w = matrix(one.model(1))
+        state = one.play(FeSEMCAM(num_clusters=2, **options), None)
+        for client, steps in enumerate(expected):
+            assert_close(state.models_KP[client], sgd(one, client, w, steps=steps))
 
     def test_the_global_model_starts_neutral(self):
         """Its last layer is zero, the others are those of the common start; the warm-up leaves it alone."""
