@@ -1,8 +1,8 @@
 """From assignments to mixing weights, and from assignments to their agreement with the truth."""
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 
@@ -29,7 +29,7 @@ def agreement(true_M: np.ndarray, found_M: np.ndarray) -> dict[str, float]:
     from sklearn.metrics.cluster import contingency_matrix
 
     table = contingency_matrix(true_M, found_M)
-    rows, columns = linear_sum_assignment(-table)
+    rows, columns = scipy.optimize.linear_sum_assignment(-table)
     return {
         "ari": float(adjusted_rand_score(true_M, found_M)),
         "nmi": float(normalized_mutual_info_score(true_M, found_M)),

@@ -6,9 +6,8 @@ Condensed distances list the pairs (0, 1), (0, 2), .., (S-2, S-1), as in scipy. 
 from collections.abc import Iterator
 
 import numpy as np
+import scipy  # loads its parts on first use: half a second of the start of every process that never clusters
 import torch
-from scipy.cluster import hierarchy
-from scipy.spatial.distance import cdist, pdist
 from torch import Tensor
 
 METRICS = ("l1", "l2", "cosine")
@@ -74,7 +73,7 @@ def distances(feature_SF: Tensor, metric: str) -> np.ndarray:
     if len(feature_SF) < 2:
         return np.empty(0)
     if metric == "l1":
-        return pdist(feature_SF.double().numpy(), "cityblock")
+        return scipy.spatial.distance.pdist(feature_SF.double().numpy(), "cityblock")
     scale_S = _scale(feature_SF, metric)
     squares = _squares(feature_SF, scale_S)
     if metric == "l2":
@@ -93,7 +92,7 @@ def tree(distance: np.ndarray, linkage: str) -> np.ndarray:
     Raises ValueError for another linkage, a number of distances that fits no S, and distances that are not finite.
     """
     _require("linkage", linkage, LINKAGES)
-    return hierarchy.linkage(distance, linkage) if len(distance) else np.empty((0, 4))
+    return scipy.cluster.hierarchy.linkage(distance, linkage) if len(distance) else np.empty((0, 4))
 
 
 def _below_gap(height: np.ndarray, gap: int) -> int:
@@ -173,7 +172,7 @@ def nearest(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> tuple[np.ndar
     scale_M, scale_K = _scale(feature_MF, metric), _scale(centre_KF, metric)
     centres = centre_KF.double().numpy() * scale_K[:, None]
     kind = {"l1": "cityblock", "l2": "euclidean", "cosine": "sqeuclidean"}[metric]
-    distance_MK = np.concatenate([cdist(rows, centres, kind) for rows in _blocks(feature_MF, scale_M)])
+    distance_MK = np.concatenate([scipy.spatial.distance.cdist(rows, centres, kind) for rows in _blocks(feature_MF, scale_M)])
     if metric == "cosine":
         distance_MK /= 2
         distance_MK[(scale_M[:, None] == 0) | (scale_K == 0)] = 1

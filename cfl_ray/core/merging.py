@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.cluster import hierarchy
-from scipy.spatial.distance import squareform
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -24,7 +23,7 @@ def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> 
     """
     if len(count_K) < 2:
         return []
-    tree = hierarchy.linkage(squareform(2.0 - similarity_KK, checks=False), "single")
+    tree = scipy.cluster.hierarchy.linkage(scipy.spatial.distance.squareform(2.0 - similarity_KK, checks=False), "single")
     kept, size, done = list(range(len(count_K))), count_K.copy(), []
     for left, right, distance, _ in tree:
         if 2.0 - distance < threshold:

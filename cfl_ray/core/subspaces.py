@@ -6,7 +6,7 @@ Axis letters here: S, T clients, D values of an example (pixels), R columns of a
 from collections.abc import Iterator
 
 import numpy as np
-import scipy.linalg
+import scipy
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize

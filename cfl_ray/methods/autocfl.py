@@ -19,8 +19,8 @@ floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.spatial.distance import squareform
 
 from cfl_ray.core.clients import Keep
 from cfl_ray.core.grouping import by_cluster, everyone
@@ -116,7 +116,7 @@ class AutoCFL(Method, name="autocfl"):
     def cluster(self, state, clients, updates):
         ok_M = updates.ok_M
         head_MF = updates.kept_MF[torch.from_numpy(ok_M)]
-        follows = representatives(squareform(distances(head_MF, "l2") / head_MF.shape[1]), clients.size_M[ok_M], self.vote, self.min_gap)
+        follows = representatives(scipy.spatial.distance.squareform(distances(head_MF, "l2") / head_MF.shape[1]), clients.size_M[ok_M], self.vote, self.min_gap)
         found = by_lowest_member(follows)
         centre_KF = torch.stack([head_MF[follows[found == k][0]] for k in range(found.max() + 1)])
         assign_N = state.place(clients.ids_M[ok_M], found)

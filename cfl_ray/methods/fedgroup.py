@@ -16,8 +16,8 @@ Departures: a client is told that its data changed; it does not measure its labe
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.spatial.distance import pdist, squareform
 from torch.nn.functional import normalize
 
 from cfl_ray.core import hierarchy
@@ -39,8 +39,8 @@ def decomposed(delta_MF: torch.Tensor, components: int) -> torch.Tensor:
 def madc(delta_MF: torch.Tensor) -> np.ndarray:
     """Condensed mean absolute difference of two clients' cosines with all others."""
     distance = hierarchy.distances(delta_MF, "cosine")
-    cos_MM = 1 - squareform(distance)
-    sums = pdist(cos_MM, "cityblock") - 2 * np.abs(distance)  # without i and j themselves, where the cosines are 1 and cos_ij
+    cos_MM = 1 - scipy.spatial.distance.squareform(distance)
+    sums = scipy.spatial.distance.pdist(cos_MM, "cityblock") - 2 * np.abs(distance)  # without i and j themselves, where the cosines are 1 and cos_ij
     return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)
 
 

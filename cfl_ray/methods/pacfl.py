@@ -17,8 +17,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from cfl_ray.core.method import Method, option, weighting
@@ -92,7 +92,7 @@ class PACFL(TreeCut, Method, name="pacfl"):
             return state
         old, ids_M = len(state.seen_S), clients.ids_M[ok_M]
         state = self.extended(state, ids_M, feature_MF[torch.from_numpy(ok_M)])
-        found_S = self.clusters(squareform(state.angle_SS.double().numpy(), checks=False), len(state.seen_S))
+        found_S = self.clusters(scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False), len(state.seen_S))
         if not old:
             models_KP = state.start_KP.repeat(found_S.max() + 1, 1)
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
@@ -106,7 +106,7 @@ class PACFL(TreeCut, Method, name="pacfl"):
         state = state.remember(ids_M, feature_MF)
         basis_SDR = state.signature_SF.unflatten(1, (-1, state.inputs)).transpose(1, 2)
         old = len(basis_SDR) - len(ids_M)
-        new_SS = torch.from_numpy(squareform(angles(basis_SDR[old:], kind=self.angle))).float()
+        new_SS = torch.from_numpy(scipy.spatial.distance.squareform(angles(basis_SDR[old:], kind=self.angle))).float()
         cross_SS = torch.from_numpy(angles_between(basis_SDR[:old], basis_SDR[old:], kind=self.angle)).float()
         rows = torch.cat([torch.cat([state.angle_SS, cross_SS], 1), torch.cat([cross_SS.T, new_SS], 1)])
         return state.advance(angle_SS=rows)
