@@ -37,9 +37,11 @@ def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> 
 
 @dataclass(frozen=True)
 class Merged:
-    """What became of the clusters. `cluster_S` numbers the K' that are left from 0; `parts[k]` are the old clusters in k, the kept one first."""
+    """What became of K clusters. `number_K` is the number of each among the K' that are left, from 0; `parts[k]` are the old clusters in k, the
+    kept one first.
+    """
 
-    cluster_S: np.ndarray
+    number_K: np.ndarray
     parts: list[list[int]]
     count_K: np.ndarray  # members of each old cluster
 
@@ -48,12 +50,11 @@ class Merged:
 
         An old cluster beyond the rows of `models_KP` is new and has the model `first_P`.
         """
+        if self.parts == [[old] for old in range(len(models_KP))]:
+            return models_KP
         row = lambda old: models_KP[old] if old < len(models_KP) else first_P
         if not average:
-            kept = [parts[0] for parts in self.parts]
-            if kept == list(range(len(models_KP))):
-                return models_KP
-            return torch.stack([row(old) for old in kept])
+            return torch.stack([row(parts[0]) for parts in self.parts])
         means = []
         for parts in self.parts:
             share = self.count_K[parts] / max(self.count_K[parts].sum(), 1)
@@ -61,31 +62,27 @@ class Merged:
         return torch.stack(means)
 
 
-def merge_similar(signature_SF: Tensor, cluster_S: np.ndarray, threshold: float, active: np.ndarray | None = None) -> Merged:
-    """Merges clusters of the S clients whose mean signatures have a cosine of at least `threshold`; empty clusters are dropped.
+def merge_similar(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int, threshold: float, active: np.ndarray | None = None) -> Merged:
+    """Merges clusters of the S clients whose mean signatures have a cosine of at least `threshold`; those without members stay as they are.
 
     active: compare only these clusters; None: all that have members.
     """
-    total = int(cluster_S.max()) + 1 if len(cluster_S) else 0
-    mean_KF, count_K = cluster_means(signature_SF, cluster_S, total)
+    mean_KF, count_K = cluster_means(signature_SF, cluster_S, num_clusters)
     compared = np.flatnonzero(count_K) if active is None else np.asarray(active)
     unit_kF = normalize(mean_KF[compared], dim=1)
-    parts = {int(k): [int(k)] for k in np.flatnonzero(count_K)}
+    parts = {k: [k] for k in range(num_clusters)}
     for keep, drop in merges((unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy(), count_K[compared], threshold):
         parts[int(compared[keep])] += parts.pop(int(compared[drop]))
     alive = sorted(parts)
-    number_K = np.zeros(total, np.int64)
+    number_K = np.zeros(num_clusters, np.int64)
     for number, old in enumerate(alive):
         number_K[parts[old]] = number
-    return Merged(number_K[cluster_S], [parts[old] for old in alive], count_K)
+    return Merged(number_K, [parts[old] for old in alive], count_K)
 
 
-def most_similar(feature_MF: Tensor, signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int) -> tuple[np.ndarray, np.ndarray]:
+def most_similar(feature_MF: Tensor, mean_KF: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Cluster (M,) whose mean signature is most similar to each feature, and that cosine (M,); -1 and -inf where there is no cluster."""
-    mean_KF, count_K = cluster_means(signature_SF, cluster_S, num_clusters)
-    if not count_K.any():
+    if not len(mean_KF) or not len(feature_MF):
         return np.full(len(feature_MF), -1), np.full(len(feature_MF), -np.inf)
-    similarity_MK = (normalize(feature_MF, dim=1) @ normalize(mean_KF, dim=1).T).clamp(-1, 1)
-    similarity_MK[:, torch.from_numpy(count_K == 0)] = -2
-    best = similarity_MK.max(1)
+    best = (normalize(feature_MF, dim=1) @ normalize(mean_KF, dim=1).T).clamp(-1, 1).max(1)
     return best.indices.numpy(), best.values.numpy()

@@ -1,7 +1,7 @@
 """StoCFL: D. Zeng, X. Hu, S. Liu, Y. Yu, Q. Wang, Z. Xu. Stochastic Clustered Federated Learning. arXiv:2303.00897, Algorithm 1.
 
     Psi_i <- grad f_i(psi) / ||grad f_i(psi)||                        once per client, psi = omega_0 never trained
-    merge clusters k, l while cos(mean Psi_k, mean Psi_l) >= tau
+    merge all clusters k, l with cos(mean Psi_k, mean Psi_l) >= tau
     theta_i <- SGD on f_i + (lambda / 2) ||theta - omega_t||^2, from theta_k(i);   theta_k <- Avg over the cluster's participants
     omega_i <- SGD on f_i from omega_t;                                           omega <- Avg over all participants
 
@@ -9,7 +9,8 @@ Departures: averages are weighted by samples (official code: uniform; `weights`)
 its known members, and all clusters with a known member are compared (official code: this round's; `active_only`). The official
 code trains omega as a chain, each client from the one before (`global_update: chain`, a relay and not federated averaging), and
 takes as signature the displacement after ten epochs, not normalised (`signature: displacement`; normalised here). Signatures
-are projected to `sketch` features where they are made; traffic counts the P floats of the paper.
+are projected to `sketch` features where they are made; traffic counts the P floats of the paper. A cluster that everybody has
+left keeps its model and the mean signature of its last members: an unseen client that is similar enough revives it.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.nn.functional import normalize
 
 from cfl_ray.core.clients import Pull
 from cfl_ray.core.grouping import by_cluster, everyone
-from cfl_ray.core.merging import merge_similar, most_similar
+from cfl_ray.core.merging import cluster_means, merge_similar, most_similar
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import serve_per_cluster
 from cfl_ray.core.signatures import SignatureState, sketching, unplaced
@@ -49,6 +50,27 @@ class AnchorDisplacement:
 class StoCFLState(SignatureState):
     anchor_KP: Tensor = None  # psi (1, P)
     global_KP: Tensor = None  # omega (1, P)
+    empty_E: np.ndarray = None  # int64: clusters whose members have all left, kept for newcomers
+    mean_EF: Tensor = None  # mean signature of the last members of each
+
+    def mean_KF(self):
+        """Mean signature of every cluster."""
+        mean_KF, _ = cluster_means(self.signature_SF, self.cluster_S, self.num_clusters)
+        mean_KF[self.empty_E] = self.mean_EF
+        return mean_KF
+
+    def settle(self, ids_M, feature_MF, cluster_M):
+        """With these clients in these clusters, which are empty no longer."""
+        stay_E = ~np.isin(self.empty_E, cluster_M)
+        state = self.advance(empty_E=self.empty_E[stay_E], mean_EF=self.mean_EF[torch.from_numpy(stay_E)])
+        return state.remember(ids_M, feature_MF).advance(assign_N=self.place(ids_M, cluster_M))
+
+    def forget(self, ids):
+        left = super().forget(ids)
+        emptied = np.setdiff1d(self.cluster_S, left.cluster_S)
+        last_S = np.isin(self.cluster_S, emptied)
+        mean_EF, _ = cluster_means(self.signature_SF[torch.from_numpy(last_S)], np.searchsorted(emptied, self.cluster_S[last_S]), len(emptied))
+        return left.advance(empty_E=np.concatenate([self.empty_E, emptied]), mean_EF=torch.cat([self.mean_EF, mean_EF]))
 
 
 @dataclass(frozen=True)
@@ -70,10 +92,10 @@ class StoCFL(Method, name="stocfl"):
     State = StoCFLState
 
     def init(self, start):
-        first_KP = start.new_model(0)[None]
+        first_KP, features = start.new_model(0)[None], min(self.sketch, start.spec.trained)
         return StoCFLState(
             models_KP=first_KP[:0], assign_N=start.unassigned(), phase="cluster", anchor_KP=first_KP, global_KP=first_KP,
-            **StoCFLState.nobody(min(self.sketch, start.spec.trained)),
+            empty_E=np.zeros(0, np.int64), mean_EF=torch.zeros(0, features), **StoCFLState.nobody(features),
         )  # fmt: skip
 
     def round(self, state, clients, rng):
@@ -86,31 +108,37 @@ class StoCFL(Method, name="stocfl"):
         return state.advance(models_KP=updates.mixed(empty=state.models_KP), global_KP=shared.mixed(empty=state.global_KP))
 
     def cluster(self, state, clients):
-        """Clients not seen before become clusters of their own; then all that are similar enough merge, transitively."""
-        ids, features_MF = self.describe(state, unplaced(state, clients))
-        state = state.remember(ids, features_MF).advance(assign_N=state.place(ids, state.num_clusters + np.arange(len(ids))))
+        """Clients not seen before become clusters of their own, or revive an empty one; then all that are similar enough merge, transitively."""
+        ids, feature_MF = self.describe(state, unplaced(state, clients))
+        empty_M, cosine_M = most_similar(feature_MF, state.mean_EF)
+        alone_M = cosine_M < self.tau
+        state = state.settle(ids, feature_MF, self.number(state, alone_M, np.append(state.empty_E, UNKNOWN)[empty_M]))
         active = np.setdiff1d(state.assign_N[clients.ids_M], [UNKNOWN]) if self.active_only else None
-        merged = merge_similar(state.signature_SF, state.cluster_S, self.tau, active)
+        merged = merge_similar(state.signature_SF, state.cluster_S, state.num_clusters + int(alone_M.sum()), self.tau, active)
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
         models_KP = merged.models(state.models_KP, first_KP[0], self.merge_model == "mean")
-        return state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, merged.cluster_S), phase="federate")
+        assign_N = state.place(state.seen_S, merged.number_K[state.cluster_S])
+        return state.advance(models_KP=models_KP, assign_N=assign_N, empty_E=merged.number_K[state.empty_E], phase="federate")
+
+    def number(self, state, alone_M, cluster_M):
+        """Clusters (M,), with new numbers for clients that found one alone."""
+        return np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, cluster_M)
 
     def describe(self, state, clients):
         """Signatures of these clients, and the ids of those whose signature is sound."""
         if not len(clients):
             return clients.ids_M, state.signature_SF[:0]
         kind = anchor_gradient if self.signature == "gradient" else AnchorDisplacement(self.signature_epochs, self.signature_batch)
-        features_MF, ok_M = clients.describe(kind, clients.known(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size)
-        return clients.ids_M[ok_M], features_MF[ok_M]
+        feature_MF, ok_M = clients.describe(kind, clients.known(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size)
+        return clients.ids_M[ok_M], feature_MF[ok_M]
 
     def join(self, state, clients):
         """Newcomers join the most similar cluster if the cosine is at least tau; else they found one that starts from its model."""
-        ids, features_MF = self.describe(state, clients)
-        best_M, cosine_M = most_similar(features_MF, state.signature_SF, state.cluster_S, state.num_clusters)
+        ids, feature_MF = self.describe(state, clients)
+        best_M, cosine_M = most_similar(feature_MF, state.mean_KF())
         alone_M = cosine_M < self.tau
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
-        cluster_M = np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, best_M)
-        state = state.remember(ids, features_MF).advance(assign_N=state.place(ids, cluster_M))
+        state = state.settle(ids, feature_MF, self.number(state, alone_M, best_M))
         return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
 
     def serve(self, state, clients):

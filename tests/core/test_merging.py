@@ -40,17 +40,17 @@ def test_merging_is_what_the_paper_says(seed):
     threshold = float(draw.uniform(-0.5, 0.95))
     similarity, count = cosines(signature_SF, cluster_S), np.bincount(cluster_S)
     expected = by_the_book(similarity, count, threshold)
-    merged = merge_similar(signature_SF, cluster_S, threshold)
+    merged = merge_similar(signature_SF, cluster_S, clusters, threshold)
     assert {parts[0]: sorted(parts) for parts in merged.parts} == {kept: sorted(parts) for kept, parts in expected.items()}
     for number, parts in enumerate(merged.parts):
-        assert set(cluster_S[merged.cluster_S == number]) == set(parts)
+        assert set(cluster_S[merged.number_K[cluster_S] == number]) == set(parts)
 
 
 def test_merging_is_transitive():
     """a ~ b and b ~ c at 45 degrees, a and c at a right angle: cos 45 = 0.7071 joins all three, the matrix is not computed again."""
     signature_SF = torch.tensor([[1.0, 0], [1, 1], [0, 1]])
-    assert merge_similar(signature_SF, np.arange(3), 0.7).parts == [[0, 1, 2]]
-    assert merge_similar(signature_SF, np.arange(3), 0.71).parts == [[0], [1], [2]]
+    assert merge_similar(signature_SF, np.arange(3), 3, 0.7).parts == [[0, 1, 2]]
+    assert merge_similar(signature_SF, np.arange(3), 3, 0.71).parts == [[0], [1], [2]]
 
 
 def test_the_larger_side_is_kept_and_the_lower_number_on_ties():
@@ -62,8 +62,8 @@ def test_the_larger_side_is_kept_and_the_lower_number_on_ties():
 
 def test_identical_signatures_are_one_cluster():
     """Cosine 1, where 1 - cosine would be an absent edge of the spanning tree."""
-    merged = merge_similar(torch.tensor([[0.6, 0.8]] * 4 + [[-0.8, 0.6]]), np.arange(5), 0.99)
-    assert merged.cluster_S.tolist() == [0, 0, 0, 0, 1]
+    merged = merge_similar(torch.tensor([[0.6, 0.8]] * 4 + [[-0.8, 0.6]]), np.arange(5), 5, 0.99)
+    assert merged.number_K.tolist() == [0, 0, 0, 0, 1]
 
 
 def test_tau_of_minus_one_merges_everything_also_opposites():
@@ -71,19 +71,22 @@ def test_tau_of_minus_one_merges_everything_also_opposites():
     draw = np.random.default_rng(0)
     for _ in range(50):
         vector = torch.from_numpy(draw.standard_normal(50)).float()
-        assert merge_similar(torch.stack([vector, -vector]), np.arange(2), -1.0).parts == [[0, 1]]
+        assert merge_similar(torch.stack([vector, -vector]), np.arange(2), 2, -1.0).parts == [[0, 1]]
 
 
-@pytest.mark.parametrize("cluster_S", [[], [0], [2]])
-def test_nothing_to_merge(cluster_S):
-    merged = merge_similar(torch.ones(len(cluster_S), 3), np.array(cluster_S, np.int64), 0.5)
-    assert merged.cluster_S.tolist() == [0] * len(cluster_S) and merged.parts == [[k] for k in cluster_S]
+@pytest.mark.parametrize("cluster_S, clusters", [([], 0), ([0], 1), ([2], 3), ([], 2)])
+def test_nothing_to_merge(cluster_S, clusters):
+    """Also where clusters have no members."""
+    merged = merge_similar(torch.ones(len(cluster_S), 3), np.array(cluster_S, np.int64), clusters, 0.5)
+    assert merged.number_K.tolist() == list(range(clusters)) and merged.parts == [[k] for k in range(clusters)]
+    models_KP = torch.zeros(clusters, 4)
+    assert all(merged.models(models_KP, torch.zeros(4), average) is models_KP for average in (False, True))
 
 
 def test_only_active_clusters_are_compared():
     signature_SF = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1]])
-    assert merge_similar(signature_SF, np.arange(4), 0.5, active=np.array([0, 2])).parts == [[0, 2], [1], [3]]
-    assert merge_similar(signature_SF, np.arange(4), 0.5, active=np.array([], np.int64)).parts == [[0], [1], [2], [3]]
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=np.array([0, 2])).parts == [[0, 2], [1], [3]]
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=np.array([], np.int64)).parts == [[0], [1], [2], [3]]
 
 
 class TestModels:
@@ -92,35 +95,33 @@ class TestModels:
     SIGNATURES = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1]])
 
     def test_of_the_larger_cluster(self):
-        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 0.5)  # 1 has two members; 3 is new
+        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)  # 1 has two members; 3 is new
         assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[2, 2], [3, 3]]
 
     def test_mean_weighted_by_members(self):
         """(1 * 1 + 2 * 2) / 3 and (1 * 3 + 1 * 9) / 2."""
-        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 0.5)
+        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)
         found = merged.models(self.MODELS, self.FIRST, average=True)
         assert torch.allclose(found, torch.tensor([[5 / 3, 5 / 3], [6, 6]]))
 
-    def test_of_clusters_without_members_are_dropped(self):
-        merged = merge_similar(self.SIGNATURES[:2], np.array([0, 2]), 1.1)
-        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[1, 1], [3, 3]]
+    def test_of_clusters_without_members_stay(self):
+        merged = merge_similar(self.SIGNATURES[:2], np.array([0, 2]), 3, 0.5)
+        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[1, 1], [2, 2]] and merged.number_K.tolist() == [0, 1, 0]
 
     def test_that_do_not_change_are_the_same_tensor(self):
-        merged = merge_similar(self.SIGNATURES[:3], np.arange(3), 1.1)
+        merged = merge_similar(self.SIGNATURES[:3], np.arange(3), 3, 1.1)
         assert merged.models(self.MODELS, self.FIRST, average=False) is self.MODELS
 
 
 class TestMostSimilar:
-    SIGNATURES = torch.tensor([[1.0, 0], [0, 2], [0, 4]])
-
     def test_cluster_and_its_cosine(self):
-        best, cosine = most_similar(torch.tensor([[3.0, 4], [-1, 0]]), self.SIGNATURES, np.array([0, 2, 2]), 4)
-        assert best.tolist() == [2, 2] and np.allclose(cosine, [0.8, 0.0])
-
-    def test_an_empty_cluster_is_never_the_most_similar(self):
-        best, cosine = most_similar(torch.tensor([[-1.0, 0]]), self.SIGNATURES[:1], np.array([2]), 4)
-        assert best.tolist() == [2] and cosine.tolist() == [-1]
+        best, cosine = most_similar(torch.tensor([[3.0, 4], [-1, 0]]), torch.tensor([[1.0, 0], [0, 3]]))
+        assert best.tolist() == [1, 1] and np.allclose(cosine, [0.8, 0.0])
 
     def test_where_there_is_no_cluster_nothing_is_similar_whatever_the_threshold(self):
-        best, cosine = most_similar(torch.ones(2, 3), torch.zeros(0, 3), np.zeros(0, np.int64), 0)
+        best, cosine = most_similar(torch.ones(2, 3), torch.zeros(0, 3))
         assert best.tolist() == [-1, -1] and (cosine < -1).all()
+
+    def test_of_no_features(self):
+        """Nobody's signature was sound: there may be no columns either."""
+        assert [len(found) for found in most_similar(torch.zeros(0, 0), torch.ones(2, 3))] == [0, 0]

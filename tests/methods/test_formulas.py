@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from federations import Stage, uneven
+from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, gradient, loss, matrix, mean, sgd, stage
+from playing import groups
 from torch import nn
 
 from cfl_ray.core.local import LocalSGD
@@ -243,17 +244,41 @@ class TestStoCFL:
         assert state.assign_N.tolist() == [-1, 0] and torch.equal(state.models_KP, state.global_KP)
         assert one.play(method, None, state=state).assign_N.min() == 0
 
-    def test_leavers_signatures_are_forgotten_and_clusters_of_nobody_with_them(self):
+    def test_leavers_signatures_are_forgotten_and_clusters_of_nobody_stay_for_newcomers(self):
         one = stage()
-        method = StoCFL(tau=1.0)
+        method = StoCFL(tau=self.cosine(one) + 1e-3)
         state = one.play(method, None)
         left = method.leave(state, np.array([0]))
         assert left.seen_S.tolist() == [1] and left.assign_N.tolist() == [-1, 1]
         assert torch.equal(left.signature_SF, state.signature_SF[1:])
+        assert left.empty_E.tolist() == [0] and torch.equal(left.mean_EF, state.signature_SF[:1])
         after = one.play(method, [1], state=left, first=2)
-        assert after.num_clusters == 1 and after.assign_N.tolist() == [-1, 0]
+        assert after.assign_N.tolist() == [-1, 1] and torch.equal(after.models_KP[0], state.models_KP[0])
+        joined = method.join(after, one.clients([0], number=3))
         again = one.play(method, None, state=after, first=3)
-        assert again.seen_S.tolist() == [1, 0] and again.assign_N.tolist() == [1, 0], "who comes back is described anew"
+        for back in (joined, again):
+            assert back.seen_S.tolist() == [1, 0] and back.assign_N.tolist() == [0, 1], "who comes back is described anew"
+            assert not len(back.empty_E) and not len(back.mean_EF)
+        assert torch.equal(joined.models_KP, after.models_KP)
+
+    def test_an_empty_cluster_survives_the_merging_of_others(self):
+        one, method = groups(), StoCFL(tau=0.5)
+        state = one.play(method, [1, 0, 2, 4])
+        left = method.leave(state, np.array([0, 2, 4]))
+        (empty,) = left.empty_E
+        after = one.play(method, [3, 5], state=left, first=2)
+        assert after.num_clusters == 2 and torch.equal(after.models_KP[after.empty_E[0]], state.models_KP[empty])
+        joined = method.join(after, one.clients([2], number=3))
+        assert joined.assign_N[2] == after.empty_E[0] and len(set(joined.assign_N[[1, 3, 5]])) == 1 and not len(joined.empty_E)
+
+    def test_nobody_known_and_nobody_sound(self):
+        """Everybody has left, then a cohort, and a join, of clients whose data are not sound."""
+        one, method = groups(federation=Spoiled([5])), StoCFL()
+        left = method.leave(one.play(method, [0, 1, 2]), np.array([0, 1, 2]))
+        assert left.empty_E.tolist() == list(range(left.num_clusters))
+        after = one.play(method, [5], state=left, first=2)
+        for state in (after, method.join(after, one.clients([5], number=3))):
+            assert torch.equal(state.models_KP, left.models_KP) and (state.assign_N == -1).all()
 
     def test_serves_omega_to_who_is_not_known(self):
         one = stage()
