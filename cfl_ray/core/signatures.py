@@ -83,7 +83,7 @@ def placed_by_training(
     if not len(clients):
         return state
     updates = clients.train(clients.send(state.start_KP), keep=keep, steps_M=steps_M, held=False)
-    ids_M, feature_MF = clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)]
+    ids_M, feature_MF = clients.ids_M[updates.ok_M], updates.sound_MF
     centre_KF, (found_M, distance_M) = state.centre_KF, nearest(feature_MF, state.centre_KF, metric)
     for at in np.flatnonzero(distance_M > within):  # one after another: the second of a kind joins the first
         (found_M[at],), (distance,) = nearest(feature_MF[at : at + 1], centre_KF, metric)

@@ -26,6 +26,11 @@ class State:
     def num_clusters(self) -> int:
         return len(self.models_KP)
 
+    @property
+    def members_K(self) -> np.ndarray:
+        """int64 (K,): members of each cluster."""
+        return np.bincount(self.assign_N[self.assign_N >= 0], minlength=self.num_clusters)
+
     def place(self, ids_M: np.ndarray, assign_M: np.ndarray) -> np.ndarray:
         """`assign_N` with the clients `ids_M` in clusters `assign_M`."""
         assign_N = self.assign_N.copy()

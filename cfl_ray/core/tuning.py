@@ -9,12 +9,13 @@ from torch.nn.functional import normalize
 
 from cfl_ray.core.clients import Clients, Updates
 from cfl_ray.core.grouping import by_cluster
+from cfl_ray.core.hierarchy import nearest
 from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.method import option
 from cfl_ray.core.signatures import SignatureState
 from cfl_ray.core.state import State
 
-_FEW = 4  # known members
+_FEW = 4  # members
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,17 @@ class ClusterTuning:
     def due(self, number: int) -> bool:
         return self.tune_clusters and number > self.tune_after and number % self.tune_every == 0
 
-    def step(self, rho_K: np.ndarray, members_K: np.ndarray) -> tuple[int | None, int | None]:
-        """(the cluster to split, the cluster to merge): at most one of them. At least 4 known members split, and fewer merge."""
-        wide = np.flatnonzero((rho_K > self.rho_high) & (members_K >= _FEW))
+    def step(self, rho_K: np.ndarray, known_K: np.ndarray, members_K: np.ndarray) -> tuple[int | None, int | None]:
+        """(the cluster to split, the cluster to merge): at most one of them.
+
+        known_K: members whose uploads are remembered: at least 4 are needed to split, and one to merge.
+        members_K: all members: fewer than 4 merge.
+        """
+        wide = np.flatnonzero((rho_K > self.rho_high) & (known_K >= _FEW))
         if len(wide) and len(rho_K) < self.max_clusters:
             return int(wide[rho_K[wide].argmax()]), None
-        close = np.flatnonzero((rho_K < self.rho_low) & (members_K > 0) & (members_K < _FEW))
-        return None, int(close[rho_K[close].argmin()]) if len(close) and np.count_nonzero(members_K) > 1 else None
+        close = np.flatnonzero((rho_K < self.rho_low) & (known_K > 0) & (members_K < _FEW))
+        return None, int(close[rho_K[close].argmin()]) if len(close) and np.count_nonzero(known_K) > 1 else None
 
 
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -65,15 +70,21 @@ def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple
     return within_K / np.maximum(apart_KK.amin(1).numpy(), 1e-12), apart_KK.argmin(1).numpy(), members_K
 
 
-def split_in_two(state: SignatureState, k: int, z_SQ: Tensor, clients: Clients, updates: Updates, weight_M: np.ndarray) -> SignatureState:
-    """Cluster k as two, by cosine 2-means of its known members; their models are means of this round's participants.
+def split_in_two(
+    state: SignatureState, k: int, z_SQ: Tensor, z_MQ: Tensor, clients: Clients, updates: Updates, weight_M: np.ndarray
+) -> SignatureState:
+    """Cluster k as two, by cosine 2-means of its remembered members; their models are means of this round's participants.
 
-    updates: of a `train(..., mix_later=True)` of the round. Nothing is split where one half has no participant.
+    z_MQ: of this round's sound participants, remembered or not.
+    updates: of a `train(..., mix_later=True)` of the round. Nothing is split where one half has no sound participant.
     """
-    mine_S, new = state.cluster_S == k, state.num_clusters
-    half, _ = kmeans(z_SQ[torch.from_numpy(mine_S)], 2, clients.seed, cosine=True)
-    assign_N = state.place(state.seen_S[mine_S], np.where(half, new, k))
-    assign_M = np.where(np.isin(assign_N[clients.ids_M], [k, new]), assign_N[clients.ids_M], -1)
+    mine_S, new, ids_M = state.cluster_S == k, state.num_clusters, clients.ids_M[updates.ok_M]
+    mine_M = state.assign_N[ids_M] == k
+    half_S, half_KQ = kmeans(z_SQ[torch.from_numpy(mine_S)], 2, clients.seed, cosine=True)
+    half_M, _ = nearest(normalize(z_MQ[torch.from_numpy(mine_M)], dim=1), half_KQ, "l2")
+    members = np.concatenate([state.seen_S[mine_S], ids_M[mine_M]])
+    assign_N = state.place(members, np.where(np.concatenate([half_S, half_M]), new, k))
+    assign_M = np.where(updates.ok_M & np.isin(assign_N[clients.ids_M], [k, new]), assign_N[clients.ids_M], -1)
     if not {k, new} <= {*assign_M.tolist()}:
         return state
     before_KP = torch.cat([state.models_KP, state.models_KP[k : k + 1]])

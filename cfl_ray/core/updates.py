@@ -45,6 +45,11 @@ class Updates:
         return torch.from_numpy(self.outcome.arrays["kept"])
 
     @property
+    def sound_MF(self) -> Tensor:
+        """The rows of `kept_MF` that are not of rejected clients."""
+        return self.kept_MF[torch.from_numpy(self.ok_M)]
+
+    @property
     def norm_M(self) -> np.ndarray:
         """float64 (M,): Euclidean length of what was asked for with `keep`, before any projection; NaN for rejected clients."""
         return self.outcome.arrays["norm"]

@@ -115,7 +115,7 @@ class AutoCFL(Method, name="autocfl"):
 
     def cluster(self, state, clients, updates):
         ok_M = updates.ok_M
-        head_MF = updates.kept_MF[torch.from_numpy(ok_M)]
+        head_MF = updates.sound_MF
         follows = representatives(scipy.spatial.distance.squareform(distances(head_MF, "l2") / head_MF.shape[1]), clients.size_M[ok_M], self.vote, self.min_gap)
         found = by_lowest_member(follows)
         centre_KF = torch.stack([head_MF[follows[found == k][0]] for k in range(found.max() + 1)])

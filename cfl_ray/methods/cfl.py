@@ -86,7 +86,7 @@ class CFL(Method, name="cfl"):
     def noted(self, state, clients, updates):
         """With the cohort's updates remembered, and the sides of members that were waiting for one decided."""
         ok_M = updates.ok_M
-        ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.kept_MF[torch.from_numpy(ok_M)], updates.norm_M[ok_M]
+        ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.sound_MF, updates.norm_M[ok_M]
         waits_M = dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
         for at, client in enumerate(ids_M.tolist()):
             if (split := waits_M.get(client, -1)) >= 0:
@@ -139,7 +139,7 @@ class CFL(Method, name="cfl"):
                 asked = clients.select(here)
                 updates = asked.train(asked.send(state.split_KP[split][None]), keep=self.keep(clients.spec), held=False)
                 sound_M[here] = updates.ok_M
-                leaf_M[here[updates.ok_M]] = state.leaf_at(split, updates.kept_MF[torch.from_numpy(updates.ok_M)], "max")
+                leaf_M[here[updates.ok_M]] = state.leaf_at(split, updates.sound_MF, "max")
         return state.advance(assign_N=state.place(clients.ids_M[sound_M], leaf_M[sound_M]))
 
     def serve(self, state, clients):

@@ -55,7 +55,7 @@ class CGPFL(Method, name="cgpfl"):
         updates = clients.train(sent, own=PERSONAL, pulls=[pull], keep=keep, mix_later=True)
         if not updates.ok_M.any():
             return state
-        feature_MF = updates.kept_MF[torch.from_numpy(updates.ok_M)]
+        feature_MF = updates.sound_MF
         if state.phase == "cluster":
             found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")

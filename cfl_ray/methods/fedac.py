@@ -10,9 +10,10 @@ arXiv:2403.16460. The equations are reconstructed; the authors' LCFed (ICASSP 20
 In the first round clients train from one w_0 and k-means of z gives the centres.
 
 Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that M is never sent.
-CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 known members, nor one of whose halves has no
-participant, and merges none with 4 or more: the further clusters are apart, the lower is rho. A client never seen trains from Phi and the
-mean head. With few rounds a client's own base lags behind: `start: global` begins at Phi. Uploads longer than `sketch` are projected.
+CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 remembered members, nor one of whose halves has no
+participant, and merges none with 4 members or more: the further clusters are apart, the lower is rho. After a split comes an M-step at
+once; its E-step is the next round's. A client never seen trains from Phi and the mean head. With few rounds a client's own base lags
+behind: `start: global` begins at Phi. Uploads longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass, replace
@@ -74,10 +75,10 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         pulls = [Pull(self.mu, sent), Pull(self.lam, clients.send(state.global_KP, columns=base), base)]
         start = replace(sent, models_KP=self.starts(state, clients.spec))
         updates = clients.train(start, own=own, pulls=pulls, keep=self.keep(clients.spec), mix=everyone(weight_M), mix_later=True)
-        ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)]
+        ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.sound_MF
         if not len(ids_M):
             return state
-        state = self.heard(state, ids_M, upload_MF).advance(global_KP=updates.mixed(empty=state.global_KP))
+        state = self.heard(state, ids_M, upload_MF, rng).advance(global_KP=updates.mixed(empty=state.global_KP))
         if state.phase == "cluster" or clients.number % self.pca_every == 0:
             state = self.components(state)
         if state.phase == "cluster":
@@ -91,9 +92,10 @@ class FedAC(ClusterTuning, Method, name="fedac"):
     def keep(self, spec):
         return Keep(spec.all, sketch=self.sketch)
 
-    def heard(self, state, ids_M, upload_MF):
-        """With these uploads as the latest."""
-        state = state.only(~np.isin(state.seen_S, ids_M)).remember(ids_M, upload_MF)
+    def heard(self, state, ids_M, upload_MF, rng):
+        """With these uploads as the latest, in drawn order: where there is no room for all of one round, chance decides."""
+        order_M = rng.stream("memory").permutation(len(ids_M))
+        state = state.only(~np.isin(state.seen_S, ids_M)).remember(ids_M[order_M], upload_MF[torch.from_numpy(order_M)])
         return state.only(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
 
     def components(self, state):
@@ -113,10 +115,10 @@ class FedAC(ClusterTuning, Method, name="fedac"):
     def tuned(self, state, clients, updates):
         """CNT: one split or one merge at most."""
         z_SQ = state.z(state.signature_SF)
-        rho_K, nearest_K, members_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
-        split, merge = self.step(rho_K, members_K)
+        rho_K, nearest_K, known_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
+        split, merge = self.step(rho_K, known_K, state.members_K)
         if split is not None:
-            return split_in_two(state, split, z_SQ, clients, updates, clients.weights(self.weights))
+            return split_in_two(state, split, z_SQ, state.z(updates.sound_MF), clients, updates, clients.weights(self.weights))
         return state if merge is None else merged_into(state, merge, nearest_K[merge])
 
     def contexts(self, state, spec):
@@ -142,7 +144,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
             return state
         sent = clients.send(self.contexts(state, clients.spec)[-1:])
         updates = clients.train(sent, pulls=[Pull(self.mu, sent), Pull(self.lam, sent, clients.spec.base)], keep=self.keep(clients.spec), held=False)
-        return self.expect(state, clients, clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)])
+        return self.expect(state, clients, clients.ids_M[updates.ok_M], updates.sound_MF)
 
     def serve(self, state, clients):
         return Serving(self.starts(state, clients.spec), row_or_last(state, clients), own=self.personal(clients.spec))

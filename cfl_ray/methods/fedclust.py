@@ -15,8 +15,6 @@ round and its traffic is booked. A newcomer is compared with first-round signatu
 import math
 from dataclasses import dataclass
 
-import torch
-
 from cfl_ray.core.clients import Keep
 from cfl_ray.core.hierarchy import distances
 from cfl_ray.core.merging import cluster_means
@@ -52,7 +50,7 @@ class FedClust(TreeCut, Method, name="fedclust"):
 
     def cluster(self, state, clients):
         updates = clients.train(clients.send(state.start_KP), keep=clients.spec.head)
-        ids_M, head_MF = clients.ids_M[updates.ok_M], updates.kept_MF[torch.from_numpy(updates.ok_M)]
+        ids_M, head_MF = clients.ids_M[updates.ok_M], updates.sound_MF
         if not len(ids_M):
             return state
         distance = distances(head_MF, "l2")

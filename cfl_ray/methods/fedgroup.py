@@ -79,7 +79,7 @@ class FedGroup(Method, name="fedgroup"):
         ok_M = updates.ok_M
         if not ok_M.any():
             return state
-        delta_MF = updates.kept_MF[torch.from_numpy(ok_M)]
+        delta_MF = updates.sound_MF
         found = self.groups(delta_MF, rng.seed)
         assign_N = state.place(clients.ids_M[ok_M], found)
         centre_KF, _ = cluster_means(delta_MF, found, found.max() + 1)

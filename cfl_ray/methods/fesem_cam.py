@@ -86,7 +86,7 @@ class FeSEMCAM(Method, name="fesem_cam"):
 
     def remembered(self, state, clients, updates):
         ok_M = updates.ok_M
-        feature_MF, weight_M = updates.kept_MF[torch.from_numpy(ok_M)], clients.weights(self.weights)[ok_M]
+        feature_MF, weight_M = updates.sound_MF, clients.weights(self.weights)[ok_M]
         return state.remember(clients.ids_M[ok_M], feature_MF, weight_S=weight_M)
 
     def averaged(self, state, clients, updates):
@@ -99,7 +99,7 @@ class FeSEMCAM(Method, name="fesem_cam"):
             return state
         sent = clients.send(with_mean(state.models_KP)[-1:])
         updates = clients.train(sent, beside=clients.send(state.global_KP), keep=self.keep(clients.spec), held=False)
-        feature_MF = updates.kept_MF[torch.from_numpy(updates.ok_M)]
+        feature_MF = updates.sound_MF
         found, _ = nearest(feature_MF, self.keep(clients.spec).features(state.models_KP, clients.seed), "l2")
         return state.advance(assign_N=state.place(clients.ids_M[updates.ok_M], found))
 

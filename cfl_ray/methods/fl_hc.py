@@ -14,8 +14,6 @@ projected (not for L1). Newcomers (none in the paper) train from the w of the cl
 
 from dataclasses import dataclass
 
-import torch
-
 from cfl_ray.core.grouping import by_cluster, everyone
 from cfl_ray.core.hierarchy import distances
 from cfl_ray.core.merging import cluster_means
@@ -60,7 +58,7 @@ class FLHC(TreeCut, Method, name="fl_hc"):
         ok_M = updates.ok_M
         if not ok_M.any():
             return state
-        feature_MF = updates.kept_MF[torch.from_numpy(ok_M)]
+        feature_MF = updates.sound_MF
         found = self.clusters(distances(feature_MF, self.metric), len(feature_MF))
         centre_KF, _ = cluster_means(feature_MF, found, found.max() + 1)
         assign_N = state.place(clients.ids_M[ok_M], found)

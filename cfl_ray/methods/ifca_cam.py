@@ -10,7 +10,8 @@ https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2
 Each of the two freezes the other model at its received value. The first rounds train Theta_g alone, as FedAvg with f taken as 0.
 
 Departures: a cluster's average is normalised (`damped` for Equation 6, which moves it by its share q_k of the cohort's samples). The
-warm-up is 5 rounds (paper: 30 of 100).
+warm-up is 5 rounds (paper: 30 of 100). The cluster models start at random, not neutral: with equal outputs every client would choose the
+first.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class IFCACAM(Method, name="ifca_cam"):
     """IFCA on what a shared global model leaves unexplained: the two predict together."""
 
     num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)
-    warmup_rounds: int = option(5, "beta: first rounds, in which Theta_g trains alone (paper: 30 of 100)", source="ours; paper: 30 of 100 rounds", low=0)
+    warmup_rounds: int = option(5, "beta: first rounds, in which Theta_g trains alone", source="ours; paper: 30 of 100 rounds", low=0)
     damped: bool = option(False, "move a cluster model by its share of the cohort's samples only (Eq. 6)", source="Eq. 11 is normalised, Eq. 6 is not")
     select_samples: int | None = option(None, "training samples on which a client compares the models (64 are plenty); null: all of them", source="paper", low=1)
     weights: str = weighting()
@@ -59,7 +60,7 @@ class IFCACAM(Method, name="ifca_cam"):
         whole = clients.train(shared, beside=mine, mix=mix, held=False)
         models_KP = cluster.damped(state.models_KP, total=cluster.weight_R.sum()) if self.damped else cluster.mixed(empty=state.models_KP)
         assign_N = state.place(clients.ids_M[cluster.ok_M], assign_M[cluster.ok_M])
-        return state.advance(models_KP=models_KP, global_KP=whole.mixed(empty=state.global_KP), assign_N=assign_N)
+        return state.advance(models_KP=models_KP, global_KP=whole.mixed(empty=state.global_KP), assign_N=assign_N, phase="federate")
 
     def choose(self, clients, sent, shared):
         return clients.losses(sent, beside=shared, max_samples=self.select_samples).argmin(1)

@@ -67,8 +67,8 @@ class TestCompactness:
 
 
 class TestStep:
-    def step(self, rho, members, **options):
-        return Tuned(**options).step(np.array(rho), np.array(members))
+    def step(self, rho, known, members=None, **options):
+        return Tuned(**options).step(np.array(rho), np.array(known), np.array(known if members is None else members))
 
     @pytest.mark.parametrize("rho, members, expected", [
         ([0.5, 1.1, 1.5], [9, 9, 9], (2, None)),  # the loosest
@@ -87,6 +87,11 @@ class TestStep:
     def test_never_makes_more_than_max_clusters(self):
         assert self.step([0.5, 1.5, 0.5], [9, 9, 9], max_clusters=3) == (None, None)
         assert self.step([0.1, 1.5, 0.5], [1, 9, 9], max_clusters=3) == (None, 0), "a merge makes room"
+
+    def test_remembered_members_split_and_all_members_keep_from_merging(self):
+        assert self.step([1.5, 0.1, 0.5], [3, 2, 9], [30, 20, 9]) == (None, None)
+        assert self.step([1.5, 0.1, 0.5], [4, 2, 9], [30, 3, 9]) == (0, None)
+        assert self.step([0.5, 0.1, 0.5], [4, 2, 9], [30, 3, 9]) == (None, 1)
 
     def test_a_lone_cluster_does_not_merge(self):
         assert self.step([0.1], [3]) == (None, None)

@@ -1,5 +1,7 @@
 """FedAC: personal models between two anchors by the formulas, the low-rank space, and the number of clusters as it is adapted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -138,14 +140,18 @@ class TestLowRank:
         assert changed == [False, True, False, False, True, False]
 
     def test_remembers_the_latest_uploads(self):
-        """At most 4, each client's last, in the order in which they were heard."""
+        """At most 4, each client's last; the latest stay."""
         one, method = groups(), untuned(memory=4)
-        state = one.play(method, [0, 1, 2])
-        assert state.seen_S.tolist() == [0, 1, 2]
-        state = one.play(method, [1, 5, 6], state=state, first=2)
-        assert state.seen_S.tolist() == [2, 1, 5, 6]
-        assert torch.equal(state.signature_SF[1], one.memory["personal", 1])
-        assert one.play(method, None, state=state, first=3).seen_S.tolist() == [4, 5, 6, 7]
+        first = one.play(method, [0, 1, 2])
+        assert set(first.seen_S) == {0, 1, 2}
+        state = one.play(method, [1, 5, 6], state=first, first=2)
+        assert set(state.seen_S[1:]) == {1, 5, 6} and state.seen_S[0] == first.seen_S[first.seen_S != 1][-1]
+        assert torch.equal(state.signature_SF[list(state.seen_S).index(1)], one.memory["personal", 1])
+
+    def test_chance_decides_whom_it_remembers_of_a_large_cohort(self):
+        """Not the highest numbers: groups of clients are often numbered one after another."""
+        seen = [set(replace(groups(), seed=seed).play(untuned(memory=4), None).seen_S.tolist()) for seed in range(6)]
+        assert all(len(ids) == 4 for ids in seen) and set.union(*seen) == set(range(8)) and len(set(map(frozenset, seen))) > 3
 
 
 class TestNumberOfClusters:
@@ -175,6 +181,29 @@ class TestNumberOfClusters:
         method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, **self.OFTEN)
         state = groups().play(method, None, [0, 2, 4])
         assert state.num_clusters == 1 and set(state.assign_N) == {0}
+
+    def test_a_half_whose_participants_are_rejected_is_no_cluster(self):
+        one = groups(federation=Spoiled([]))
+        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, **self.OFTEN)
+        state = one.play(method, None)
+        one.federation.spoiled |= {1}
+        after = one.play(method, [0, 1, 2], state=state, first=2)
+        assert after.num_clusters == 1 and set(after.assign_N) == {0}
+
+    def test_participants_that_are_not_remembered_go_to_their_half(self):
+        """Of 8 uploads 5 are remembered: the models of the halves are means of all participants of a group."""
+        one = groups()
+        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, memory=5, **self.OFTEN)
+        state = one.play(method, None, None)
+        assert state.num_clusters == 2 and agreement(np.arange(8) % 2, state.assign_N)["ari"] == 1
+        for k in (0, 1):
+            mine = [one.memory["personal", client] for client in np.flatnonzero(state.assign_N == k)]
+            assert torch.allclose(state.models_KP[k], torch.stack(mine).mean(0), rtol=0, atol=1e-6)
+
+    def test_a_large_cluster_does_not_merge_because_few_of_it_are_remembered(self):
+        one = groups()
+        state = one.play(FedAC(num_clusters=2, memory=6, **self.OFTEN), *[None] * 6)
+        assert state.num_clusters == 2 and agreement(np.arange(8) % 2, state.assign_N)["ari"] == 1
 
     def test_hand_made_clusters_merge_into_the_nearest(self):
         """z are the directions of the plane: 2 members at 20 degrees, near 5 at 0 and far from 3 at 180."""

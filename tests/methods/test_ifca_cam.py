@@ -126,6 +126,13 @@ def test_warm_up_lasts_as_many_rounds_as_it_is_told(warmup, phases):
     assert found == phases
 
 
+def test_the_warm_up_ends_also_where_nobody_was_there_for_its_last_round():
+    one, method = groups(), IFCACAM(num_clusters=2, warmup_rounds=2)
+    state = one.play(method, None)
+    state = one.play(method, None, state=state, first=3)
+    assert state.phase == "federate" and method.serve(state, one.clients()).beside_P is not None
+
+
 @pytest.mark.parametrize("participation, rounds", [(1.0, 5), (0.3, 16)])
 def test_planted_groups_are_found(participation, rounds):
     """From cluster models that each trained on one client of a group, beside a global model that knows nothing yet."""
