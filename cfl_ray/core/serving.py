@@ -11,7 +11,10 @@ from cfl_ray.core.local import LocalSGD
 
 @dataclass(frozen=True)
 class Serving:
-    """The model of each of M clients: row `row_M` of `models_KP`, with the columns a client owns taken from its own memory."""
+    """The model of each of M clients: row `row_M` of `models_KP`, with the columns a client owns taken from its own memory.
+
+    Row -1: the method has no model for the client yet, and it is not tested.
+    """
 
     models_KP: Tensor
     row_M: np.ndarray  # int (M,)

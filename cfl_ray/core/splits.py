@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from cfl_ray.core.merging import cluster_means
 from cfl_ray.core.signatures import SignatureState
+from cfl_ray.core.state import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,16 @@ class SplitState(SignatureState):
     split_KP: Tensor = None  # model before each split
     leaves_K2: np.ndarray = None  # the leaf that was split, and the new one
     update_EF: Tensor = None  # updates of the members at the splits
-    split_E: np.ndarray = None  # whose split
+    client_E: np.ndarray = None  # int64: whose update; UNKNOWN for the mean of a side that everybody has left
+    split_E: np.ndarray = None  # of which split
     side_E: np.ndarray = None  # 0: stayed in the leaf, 1: went to the new one
 
     @classmethod
     def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, object]:
         """The fields above, and those of signatures, before the first split."""
         none = np.zeros(0, np.int64)
-        tree = {"split_KP": first_KP[:0], "leaves_K2": np.zeros((0, 2), np.int64), "update_EF": torch.zeros(0, features), "split_E": none, "side_E": none}
+        tree = {"split_KP": first_KP[:0], "leaves_K2": np.zeros((0, 2), np.int64), "update_EF": torch.zeros(0, features)}
+        tree |= {"client_E": none, "split_E": none, "side_E": none}
         return cls.nobody(features) | tree
 
     def with_split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> "SplitState":
@@ -35,9 +39,23 @@ class SplitState(SignatureState):
             split_KP=torch.cat([self.split_KP, model_KP]),
             leaves_K2=np.concatenate([self.leaves_K2, [[leaf, new]]]),
             update_EF=torch.cat([self.update_EF, update_EF]),
+            client_E=np.concatenate([self.client_E, ids_E]),
             split_E=np.concatenate([self.split_E, np.full(len(ids_E), number)]),
             side_E=np.concatenate([self.side_E, side_E]),
             assign_N=self.place(ids_E, np.where(side_E, new, leaf)),
+        )
+
+    def forget(self, ids: np.ndarray) -> "SplitState":
+        """Without the assignment, signature and updates at splits of clients that left. A side that loses its last update keeps their mean."""
+        state, stay_E, side_E = super().forget(ids), ~np.isin(self.client_E, ids), 2 * self.split_E + self.side_E
+        lost = np.setdiff1d(side_E, side_E[stay_E])
+        last_E = np.isin(side_E, lost)
+        mean_EF, _ = cluster_means(self.update_EF[torch.from_numpy(last_E)], np.searchsorted(lost, side_E[last_E]), len(lost))
+        return state.advance(
+            update_EF=torch.cat([self.update_EF[torch.from_numpy(stay_E)], mean_EF]),
+            client_E=np.concatenate([self.client_E[stay_E], np.full(len(lost), UNKNOWN)]),
+            split_E=np.concatenate([self.split_E[stay_E], lost // 2]),
+            side_E=np.concatenate([self.side_E[stay_E], lost % 2]),
         )
 
     def leaf_at(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:

@@ -7,12 +7,14 @@ Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algorithms 1 and 2.
     join: descend the tree; at each split train from its stored model and follow the side with the higher max cosine
 
 The paper has everybody take part. With a sampled cohort, averages are over this round's participants and a leaf splits only if max(4, half)
-of it have an update from the last 1/R rounds, and after its own last split. Its other members go to the side with the higher mean cosine, by their old update at once and
-by a new one when they next take part, which counts in no average if it moves them. Clients that never took part join as newcomers do.
+of it have an update from the last 1/R rounds, and after its own last split. Its other members go to the side with the higher mean cosine,
+by their old update at once and by a new one when they next take part; if that moves them it counts in no average and for no split, for it
+was trained from the other side's model. Members without any update, and clients that never took part, join as newcomers do.
 
 Departures: complete linkage as in the official code (paper: single), and momentum starts afresh in every round (official code: kept).
 Updates longer than `sketch` are projected; norms are exact. `stale_updates: reapply` is PACFL's CFL, which adds every member's last
-update again in every round and splits by them, zeros for who never took part (uniform weights, whole updates kept by the server).
+update again in every round and splits by them, zeros for who never took part, later newcomers included (uniform weights, whole updates
+kept by the server). A client without a leaf predicts with the mean of the leaves.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.rounds import serve_per_cluster, with_mean
 from cfl_ray.core.signatures import sketching, unplaced, update_of
 from cfl_ray.core.splits import SplitState
+from cfl_ray.core.state import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class CFLState(SplitState):
 class CFL(Method, name="cfl"):
     """Recursive bipartition of clusters whose members disagree once their common model stalls."""
 
-    eps1: float = option(0.4, "eps_1: a leaf may split when its mean update is shorter than this", source="official code", low=0)
-    eps2: float = option(1.6, "eps_2: and its longest update is longer than this (FedClust prints 0.6)", source="official code", low=0)
-    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5 (then e.g. 0.1 and 0.6)", source="ours")
+    eps1: float | None = option(None, "eps_1: a leaf may split when its mean update is shorter than this; null: 0.4, relative 0.1", source="official code; relative: ours", low=0)
+    eps2: float | None = option(None, "eps_2: and its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6", source="official code; relative: ours", low=0)
+    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5", source="ours")
     min_rounds: int = option(20, "t_min: rounds before the first split", source="official code", low=0)
     linkage: str = option("complete", "of the bipartition: complete or single (paper)", source="official code", choices=("complete", "single"))
     stale_updates: str = option("drop", "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)", source="paper: everybody takes part", choices=("drop", "reapply"))
@@ -53,6 +56,9 @@ class CFL(Method, name="cfl"):
 
     def __post_init__(self):
         super().__post_init__()
+        for name, absolute, relative in (("eps1", 0.4, 0.1), ("eps2", 1.6, 0.6)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, relative if self.relative else absolute)
         if self.stale_updates == "reapply" and self.rule.name != "mean":
             raise ValueError(f"cfl.aggregation must be mean with stale_updates reapply, whose sums are the server's own, got {self.aggregation!r}; use drop")
 
@@ -87,11 +93,12 @@ class CFL(Method, name="cfl"):
         """With the cohort's updates remembered, and the sides of members that were waiting for one decided."""
         ok_M = updates.ok_M
         ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.sound_MF, updates.norm_M[ok_M]
-        waits_M = dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
+        before_M, waits_M = state.assign_N[ids_M], dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
         for at, client in enumerate(ids_M.tolist()):
             if (split := waits_M.get(client, -1)) >= 0:
                 state = state.advance(assign_N=state.place([client], state.leaf_below(split, feature_MF[at : at + 1], "mean")))
-        state = state.remember(ids_M, feature_MF, norm_S=norm_M, round_S=np.full(len(ids_M), clients.number), open_S=np.full(len(ids_M), -1))
+        round_M = np.where(state.assign_N[ids_M] == before_M, clients.number, 0)
+        state = state.remember(ids_M, feature_MF, norm_S=norm_M, round_S=round_M, open_S=np.full(len(ids_M), -1))
         if self.stale_updates == "reapply":
             silent = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
             state = state.remember(silent, torch.zeros(len(silent), clients.spec.trained), norm_S=0.0, round_S=0, open_S=-1)
@@ -124,11 +131,13 @@ class CFL(Method, name="cfl"):
         side_E = hierarchy.cut(hierarchy.tree(hierarchy.distances(update_EF, "cosine"), self.linkage), num_clusters=2)
         side_E = side_E if 2 * side_E.sum() <= len(side_E) else 1 - side_E  # the larger side stays in the leaf
         stale, round_S = np.flatnonzero((state.cluster_S == leaf) & ~fresh_S), np.where(state.cluster_S == leaf, 0, state.round_S)
+        unseen = np.setdiff1d(np.flatnonzero(state.assign_N == leaf), state.seen_S)
         state = state.with_split(leaf, state.seen_S[fresh], update_EF, side_E)
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
         open_S[stale] = np.where(open_S[stale] < 0, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
-        return state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(state.seen_S[stale], leaf_M))
+        ids, leaf_S = np.concatenate([state.seen_S[stale], unseen]), np.concatenate([leaf_M, np.full(len(unseen), UNKNOWN)])
+        return state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(ids, leaf_S))
 
     def join(self, state, clients):
         """Newcomers descend the tree: one training per split they meet."""

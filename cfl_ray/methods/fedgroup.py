@@ -10,7 +10,9 @@ Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 1 to 3; int
 
     a client whose data changed leaves its group and is cold-started again                         FlexCFL, `regroup`
 
-Departures: a client is told that its data changed; it does not measure its label distribution. Updates longer than `sketch` are projected.
+Departures: a client is told that its data changed; it does not measure its label distribution. K-means has 10 starts of up to 300
+iterations (official code: one of 20). Updates longer than `sketch` are projected. P-server is over clients that have a group. Where few
+clients can be reached for the cold start, there are no more groups than clients.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from cfl_ray.core.grouping import by_cluster
 from cfl_ray.core.kmeans import kmeans
 from cfl_ray.core.merging import cluster_means
 from cfl_ray.core.method import Method, option, weighting
-from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
+from cfl_ray.core.rounds import fedavg_per_cluster
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.signatures import CentreState, placed_by_training, sketching, unplaced, update_of
 
 
@@ -110,4 +113,6 @@ class FedGroup(Method, name="fedgroup"):
         return state.forget(clients.ids_M) if self.regroup else state
 
     def serve(self, state, clients):
-        return serve_per_cluster(state, clients, state.start_KP)
+        if state.phase == "cluster":
+            return Serving(state.start_KP, clients.first())
+        return Serving(state.models_KP, state.assign_N[clients.ids_M])

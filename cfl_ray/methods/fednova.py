@@ -7,7 +7,8 @@ Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
 
 With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg.
 
-Departures: none. The server forms the same sum as a mean of W_i with weights p_i / a_i, so that it forms where clients train.
+Departures: none. The server forms the same sum as a mean of W_i with weights p_i / a_i, so that it forms where clients train. Statistics
+of batch normalisation are that mean.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,11 @@ class FedNova(Method, name="fednova"):
     def round(self, state, clients, rng):
         local, weight_M = clients.local, clients.weights(self.weights)
         a_M = accumulated(local.steps_of(clients.size_M), local.momentum, local.lr * self.mu)
-        if a_M.min() <= 0:
-            raise ConfigError(f"fednova.mu * local.lr must be below 2, where local steps are stable, got {self.mu:g} * {local.lr:g}; choose a smaller mu")
+        if local.lr * self.mu >= 2 or a_M.min() <= 0:
+            raise ConfigError(
+                f"fednova.mu * local.lr must be below 2, and small enough for every a_i to be positive, got {self.mu:g} * {local.lr:g} "
+                f"and a_i = {a_M.min():g}; choose a smaller mu"
+            )
         sent = clients.send(state.models_KP)
         updates = clients.train(sent, pulls=[Pull(self.mu, sent)], mix=everyone(weight_M * (a_M.max() / a_M)))
         clients.upload(1)  # a_i
@@ -60,7 +64,9 @@ class FedNova(Method, name="fednova"):
             return state
         p_M = weight_M * updates.ok_M / weight_M[updates.ok_M].sum()
         step = float((p_M * a_M).sum() * (p_M / a_M).sum())  # 1 for equal a_i
-        return state.advance(models_KP=torch.lerp(state.models_KP, updates.mixed(empty=state.models_KP), step))
+        models_KP, trained = updates.mixed(empty=state.models_KP), slice(clients.spec.trained)
+        models_KP[:, trained] = torch.lerp(state.models_KP[:, trained], models_KP[:, trained], step)
+        return state.advance(models_KP=models_KP)
 
     def serve(self, state, clients):
         return Serving(state.models_KP, clients.first())

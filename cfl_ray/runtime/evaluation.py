@@ -27,6 +27,10 @@ class Scores:
     macro_f1_M: np.ndarray
     loss_M: np.ndarray
 
+    @property
+    def table_M3(self) -> np.ndarray:
+        return np.stack([self.accuracy_M, self.macro_f1_M, self.loss_M], 1)
+
 
 @dataclass
 class Evaluator:
@@ -51,15 +55,18 @@ class Evaluator:
         return np.sort(found)
 
     def serving(self, serving: Serving, clients: Clients) -> Scores:
-        """P-server: what each client would predict with now."""
-        if serving.alone or self.federation.view == "holdout":
-            return self._own(serving, clients, serving.tune)
-        return self._shared(serving, clients)
+        """P-server: what each client would predict with now; NaN for a client that the method has no model for."""
+        known_M = serving.row_M >= 0
+        found_M3 = np.full((len(clients), 3), np.nan)
+        if known_M.any():
+            known, serving = clients.select(known_M), replace(serving, row_M=serving.row_M[known_M])
+            alone = serving.alone or self.federation.view == "holdout"
+            found_M3[known_M] = (self._own(serving, known, serving.tune) if alone else self._shared(serving, known)).table_M3
+        return Scores(clients.ids_M, *found_M3.T)
 
     def tuned(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
-        """P-tune(F): the same after F local epochs."""
-        local = replace(local, epochs=self.settings.tuned_epochs, steps=None)
-        return self._own(replace(serving, vote=False), clients, local)
+        """P-tune(F): the same after F local epochs; of models that vote, the first alone is tuned and tested."""
+        return self.serving(replace(serving, vote=False, tune=replace(local, epochs=self.settings.tuned_epochs, steps=None)), clients)
 
     def _own(self, serving: Serving, clients: Clients, tune: LocalSGD | None = None) -> Scores:
         """Every client tests a model of its own on its own test data."""

@@ -52,3 +52,15 @@ def test_a_checkpoint_of_the_tree_is_the_tree(tree):
     again = SplitState.join(*tree.split())
     for name, value in tree.split()[0].items():
         assert torch.equal(torch.as_tensor(getattr(again, name)), value) and type(getattr(again, name)) is type(getattr(tree, name)), name
+
+
+def test_updates_of_leavers_are_forgotten_and_a_side_keeps_the_mean_of_its_last(tree):
+    left = tree.forget(np.array([0]))
+    assert left.client_E.tolist() == [1, 2, 3, 2, 3] and torch.equal(left.update_EF, tree.update_EF[1:])
+    left = left.forget(np.array([2, 3]))  # both of side 1 of split 0, and the only one of either side of split 1
+    sides = {(split, side): (client, update.tolist()) for split, side, client, update in zip(left.split_E, left.side_E, left.client_E, left.update_EF)}
+    assert sides[0, 0] == (1, tree.update_EF[1].tolist())
+    assert sides[0, 1] == (-1, tree.update_EF[2:4].mean(0).tolist())
+    assert (sides[1, 0], sides[1, 1]) == ((-1, E2.tolist()), (-1, (-E2).tolist()))
+    assert left.leaf_at(1, torch.stack([E2, -E2]), "max").tolist() == [1, 2]
+    assert torch.equal(left.forget(np.array([0, 2])).update_EF, left.update_EF), "they have nothing left to forget"

@@ -161,6 +161,11 @@ class TestConditions:
         after = one.play(method, [0, 1, 2, 3], state=state, first=2)
         assert after.num_clusters == 1 and torch.equal(after.models_KP, state.models_KP)
 
+    @pytest.mark.parametrize("options, expected", [({}, (0.4, 1.6)), ({"relative": True}, (0.1, 0.6)), ({"relative": True, "eps2": 1.6}, (0.1, 1.6)), ({"eps1": 0.0}, (0.0, 1.6))])
+    def test_defaults_are_those_of_the_kind_of_threshold(self, options, expected):
+        method = CFL(**options)
+        assert (method.eps1, method.eps2) == expected
+
     def test_relative_thresholds_without_any_length_yet(self):
         one = Stage(Spoiled(range(8)), mlp, LocalSGD(lr=0.3))
         assert one.play(CFL(relative=True, min_rounds=0, **ALWAYS), None, None).num_clusters == 1
@@ -196,6 +201,25 @@ class TestSampledCohorts:
         assert after.open_S[after.seen_S.tolist().index(6)] == -1
         again = one.play(CFL(min_rounds=9), [6], state=after, first=6)
         assert not torch.equal(again.models_KP[right[6]], after.models_KP[right[6]]), "from then on it does"
+
+    def test_an_update_that_moves_its_client_splits_nothing(self, split):
+        """It was trained from the other side's model, so it is long; with two others that agree it would make a third leaf."""
+        one, state = split
+        wrong = state.advance(assign_N=state.place([6], 1 - state.assign_N[6]), round_S=np.zeros(8, np.int64))
+        after = one.play(CFL(min_rounds=0, **ALWAYS), [0, 2, 6], state=wrong, first=5)
+        assert after.num_clusters == 2 and after.assign_N[6] == state.assign_N[6]
+        assert dict(zip(after.seen_S.tolist(), after.round_S.tolist())) == {0: 5, 2: 5} | dict.fromkeys([1, 3, 4, 5, 6, 7], 0)
+
+    def test_members_without_an_update_are_placed_when_they_next_take_part(self):
+        """6 and 7 come after round 1, when there is one leaf, and do not take part until it is split."""
+        one = groups()
+        state = one.play(self.METHOD, [0, 1, 2, 3, 4, 5])
+        state = self.METHOD.join(state, one.clients([6, 7], number=2))
+        assert state.assign_N[[6, 7]].tolist() == [0, 0]
+        state = one.play(self.METHOD, *self.BEGUN[1:], state=state, first=2)
+        assert state.num_clusters == 2 and state.assign_N[[6, 7]].tolist() == [-1, -1]
+        after = one.play(CFL(min_rounds=9), [6, 7], state=state, first=5)
+        assert agreement(np.arange(8) % 2, after.assign_N)["ari"] == 1
 
     def test_a_decided_member_is_not_asked_again(self, split):
         one, state = split

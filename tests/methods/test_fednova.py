@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage
+from federations import Spoiled, Stage, uneven
 from linear import ETA, alike, assert_close, gradient, matrix
 from playing import COHORTS, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp
 from torch import nn
@@ -92,9 +92,31 @@ def test_is_fedavg_bit_for_bit_with_unequal_samples_and_equal_steps():
 
 
 def test_a_step_that_is_not_stable_is_refused():
-    with pytest.raises(ConfigError, match=r"fednova.mu \* local.lr must be below 2, where local steps are stable, got 4 \* 0.5"):
+    with pytest.raises(ConfigError, match=r"fednova.mu \* local.lr must be below 2, and small enough for every a_i to be positive, got 4 \* 0.5"):
         stage().play(FedNova(mu=4.0), None)
     assert not stage().play(FedNova(mu=3.9), None).models_KP.isnan().any()
+
+
+def test_an_unstable_step_is_refused_also_where_a_happens_to_be_positive():
+    """mu * lr = 3 and three steps: a = 1, -1, 3."""
+    one = Stage(alike([3, 3]), lambda: nn.Linear(5, 3, bias=False), LocalSGD(epochs=3, lr=1.0))
+    assert accumulated(np.array([3]), 0.0, 3.0)[0] == 3
+    with pytest.raises(ConfigError, match="below 2"):
+        one.play(FedNova(mu=3.0), None)
+
+
+def test_batch_statistics_are_averaged_and_not_extrapolated():
+    """Unequal steps stretch the parameters' step; running statistics are between those of the clients."""
+
+    def model():
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    one = Stage(uneven([4, 40, 4, 80, 4], (5,)), model, LocalSGD(epochs=5, batch_size=4, lr=0.1))
+    state, trained = one.play(FedNova(), None), one.network.spec.trained
+    clients = one.clients()
+    rows = clients.train(clients.send(one.model()[None]), keep=one.network.spec.all).kept_MF[:, trained:]
+    found = state.models_KP[0, trained:]
+    assert ((found >= rows.amin(0) - 1e-6) & (found <= rows.amax(0) + 1e-6)).all()
 
 
 def test_engines_agree():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, gradient, loss, matrix, mean, sgd, stage
-from playing import groups
+from playing import floats, groups
 from torch import nn
 
 from cfl_ray.core.local import LocalSGD
@@ -84,6 +84,14 @@ class TestDitto:
         w0 = matrix(one.model())
         one.play(Ditto(lam=self.LAM), [0], [1])
         assert_close(one.memory["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
+
+    def test_the_personal_model_of_a_newcomer_starts_from_the_model_it_received(self):
+        one, method = stage(), Ditto(lam=self.LAM)
+        state = one.play(method, [0])
+        w1 = sgd(one, 0, matrix(one.model()))
+        state = one.play(method, [1], state=method.join(state, one.clients([1], number=2)), first=2)
+        assert_close(one.memory["personal", 1], sgd(one, 1, w1, self.LAM, w1))
+        assert state.came_N.tolist() == [False, True] and floats(one) == (15, 15)
 
     def test_serves_the_personal_model_and_the_global_one_to_who_has_none(self):
         one = stage()
