@@ -45,6 +45,10 @@ class Start:
         """assign_N with everybody in cluster 0."""
         return np.zeros(self.num_clients, np.int32)
 
+    def one_model(self) -> State:
+        """The state of a method with one global model."""
+        return State(models_KP=self.new_model(0)[None], assign_N=self.one_cluster())
+
 
 @dataclass(frozen=True)
 class Method(ABC):

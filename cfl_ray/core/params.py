@@ -79,6 +79,11 @@ class ParamSpec:
     def all(self) -> Columns:
         return Columns(((0, self.size),))
 
+    @cached_property
+    def trainable(self) -> Columns:
+        """All parameters that are trained: without buffers and frozen parts."""
+        return Columns(((0, self.trained),))
+
     def columns(self, prefixes: Iterable[str]) -> Columns:
         """Columns of the tensors whose name starts with one of `prefixes`. Raises ValueError where a prefix fits none."""
         prefixes = tuple(prefixes)
@@ -121,7 +126,7 @@ class ParamSpec:
         """The fully connected layers, weights and biases. All trained columns where there is none."""
         shape = dict(zip(self.names, self.shapes))
         modules = {layer for layer in self.layers if any(len(shape[n]) == 2 for n in self.names[: self.num_params] if n.rpartition(".")[0] == layer)}
-        return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else Columns(((0, self.trained),))
+        return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else self.trainable
 
     def _ranges(self, wanted) -> Columns:
         ranges: list[tuple[int, int]] = []

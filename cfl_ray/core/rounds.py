@@ -21,7 +21,7 @@ def fedavg_per_cluster(state: State, clients: Clients, weights: str, steps_M: np
 
 
 def with_mean(models_KP: Tensor) -> Tensor:
-    """The models and, as the last of (K + 1, P) rows, their mean: for clients of which nothing is known."""
+    """The models and, as the last of (K + 1, P) rows, their mean, members or not: for clients of which nothing is known."""
     return torch.cat([models_KP, models_KP.mean(0, keepdim=True)])
 
 
@@ -31,9 +31,10 @@ def row_or_last(state: State, clients: Clients) -> np.ndarray:
     return np.where(row_M == UNKNOWN, state.num_clusters, row_M)
 
 
-def serve_per_cluster(state: State, clients: Clients, other_KP: Tensor) -> Serving:
-    """The model of the client's cluster; the one row of `other_KP` for a client without a cluster."""
-    return Serving(torch.cat([state.models_KP, other_KP]), row_or_last(state, clients))
+def serve_per_cluster(state: State, clients: Clients, other_KP: Tensor | None = None) -> Serving:
+    """The model of the client's cluster; for a client without one the row of `other_KP`, or the mean of all cluster models."""
+    models_KP = with_mean(state.models_KP) if other_KP is None else torch.cat([state.models_KP, other_KP])
+    return Serving(models_KP, row_or_last(state, clients))
 
 
 def fedavg_each(state: State, clients: Clients, weights: str, mu: float = 0.0) -> State:

@@ -8,8 +8,9 @@ Data. IEEE Transactions on Big Data 2022, doi:10.1109/TBDATA.2022.3167994, Equat
     every m votes that the members of P_m follow rep(m);  n follows the representative with most votes, then its representative's
     theta_k <- Avg of W_m over the cluster;  later  theta_k <- Avg of SGD_i(theta_k) over its participants
 
-The first phase needs every client online in each round: who cannot be reached in the clustering round is placed as newcomers are. With
-E_0 (`local.epochs`) = 1 rounding doubles the steps of some clients and makes clusters of its own: use 2 or more.
+The first phase needs every client online in each round: who cannot be reached in the clustering round is placed as newcomers are, and a
+round that a client misses counts in its C_m with the mean loss of the others. With E_0 (`local.epochs`) = 1 rounding doubles the steps of some
+clients and makes clusters of its own: use 2 or more.
 
 Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of row m weigh |D_m|
 (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is looked at from round 3 on. Fractional epochs become
@@ -33,13 +34,19 @@ from cfl_ray.core.signatures import CentreState, placed_by_training, unplaced
 @dataclass(frozen=True)
 class AutoCFLState(CentreState):
     more_N: np.ndarray = None  # E_m - E_0
-    loss_N: np.ndarray = None  # C_m
+    loss_N: np.ndarray = None  # C_m, with everybody's mean for what was not heard
     variance: float = float("nan")  # of C_m after the last round
 
     def forget(self, ids):
         """Without the assignment and the progress of clients that left."""
-        stays_N = ~np.isin(np.arange(len(self.loss_N)), ids)
-        return super().forget(ids).advance(more_N=self.more_N * stays_N, loss_N=self.loss_N * stays_N)
+        gone_N = np.isin(np.arange(len(self.loss_N)), ids)
+        mean = self.loss_N[~gone_N].mean() if not gone_N.all() else 0.0
+        return super().forget(ids).advance(more_N=np.where(gone_N, 0.0, self.more_N), loss_N=np.where(gone_N, mean, self.loss_N))
+
+    def grown(self, num_clients):
+        """With newcomers of mean progress."""
+        state, more = super().grown(num_clients), num_clients - len(self.loss_N)
+        return state.advance(loss_N=np.append(self.loss_N, np.full(more, self.loss_N.mean())))
 
 
 def representatives(distance_MM: np.ndarray, size_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:
@@ -79,8 +86,9 @@ class AutoCFL(Method, name="autocfl"):
     def init(self, start):
         first_KP, zero_N = start.new_model(0)[None], np.zeros(start.num_clients)
         return AutoCFLState(
-            models_KP=first_KP, assign_N=start.unassigned(), phase="adjust", start_KP=first_KP, centre_KF=first_KP[:0], more_N=zero_N, loss_N=zero_N
-        )
+            models_KP=first_KP, assign_N=start.unassigned(), phase="adjust", start_KP=first_KP, centre_KF=first_KP[:0],
+            more_N=zero_N, loss_N=zero_N,
+        )  # fmt: skip
 
     def round(self, state, clients, rng):
         if state.phase == "adjust":
@@ -103,11 +111,11 @@ class AutoCFL(Method, name="autocfl"):
         ids_M, size_M, loss_M = clients.ids_M[ok_M], clients.size_M[ok_M], updates.train_loss_M[ok_M]
         if not len(ids_M):
             return state
-        total_M, more_M, s = state.loss_N[ids_M] + loss_M, state.more_N[ids_M], size_M.argmax()
-        more_M = more_M + np.where(total_M > total_M[s], (self.alpha * size_M[s] / size_M) ** np.minimum(1, loss_M / max(loss_M[s], 1e-12)), 0)
+        loss_N, more_N, s = state.loss_N + loss_M.mean(), state.more_N.astype(np.float64), size_M.argmax()
+        loss_N[ids_M] += loss_M - loss_M.mean()
+        total_M = loss_N[ids_M]
+        more_N[ids_M] += np.where(total_M > total_M[s], (self.alpha * size_M[s] / size_M) ** np.minimum(1, loss_M / max(loss_M[s], 1e-12)), 0)
         before, variance = state.variance, float(total_M.var())
-        loss_N, more_N = state.loss_N.copy(), state.more_N.copy()
-        loss_N[ids_M], more_N[ids_M] = total_M, more_M
         state = state.advance(loss_N=loss_N, more_N=more_N, variance=variance)
         if clients.number >= self.max_rounds or (clients.number >= self.min_rounds and variance > before):
             return self.cluster(state, clients, updates)

@@ -12,9 +12,8 @@ by their old update at once and by a new one when they next take part; if that m
 was trained from the other side's model. Members without any update, and clients that never took part, join as newcomers do.
 
 Departures: complete linkage as in the official code (paper: single), and momentum starts afresh in every round (official code: kept).
-Updates longer than `sketch` are projected; norms are exact. `stale_updates: reapply` is PACFL's CFL, which adds every member's last
-update again in every round and splits by them, zeros for who never took part, later newcomers included (uniform weights, whole updates
-kept by the server). A client without a leaf predicts with the mean of the leaves.
+Updates longer than `sketch` are projected; norms are exact. A client without a leaf predicts with the mean of the leaves. PACFL's CFL
+(`stale_updates: reapply`) adds every member's last update again in every round, zeros for who never took part or is yet to come.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from cfl_ray.core import hierarchy
 from cfl_ray.core.grouping import by_cluster
 from cfl_ray.core.method import Method, option, weighting
-from cfl_ray.core.rounds import serve_per_cluster, with_mean
+from cfl_ray.core.rounds import serve_per_cluster
 from cfl_ray.core.signatures import sketching, unplaced, update_of
 from cfl_ray.core.splits import SplitState
 from cfl_ray.core.state import UNKNOWN
@@ -56,17 +55,15 @@ class CFL(Method, name="cfl"):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, absolute, relative in (("eps1", 0.4, 0.1), ("eps2", 1.6, 0.6)):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, relative if self.relative else absolute)
+        defaults = {"eps1": 0.1, "eps2": 0.6} if self.relative else {"eps1": 0.4, "eps2": 1.6}
+        vars(self).update({name: value for name, value in defaults.items() if getattr(self, name) is None})
         if self.stale_updates == "reapply" and self.rule.name != "mean":
             raise ValueError(f"cfl.aggregation must be mean with stale_updates reapply, whose sums are the server's own, got {self.aggregation!r}; use drop")
 
     def init(self, start):
         first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
-        everybody = self.stale_updates == "reapply"  # there, clients that never took part count as zeros
         return CFLState(
-            models_KP=first_KP, assign_N=start.one_cluster() if everybody else start.unassigned(), **CFLState.unsplit(first_KP, size),
+            models_KP=first_KP, assign_N=start.one_cluster() if self.stale_updates == "reapply" else start.unassigned(), **CFLState.unsplit(first_KP, size),
             norm_S=np.zeros(0), round_S=np.zeros(0, np.int64), open_S=np.zeros(0, np.int64), early=np.zeros(2),
         )  # fmt: skip
 
@@ -91,8 +88,7 @@ class CFL(Method, name="cfl"):
 
     def noted(self, state, clients, updates):
         """With the cohort's updates remembered, and the sides of members that were waiting for one decided."""
-        ok_M = updates.ok_M
-        ids_M, feature_MF, norm_M = clients.ids_M[ok_M], updates.sound_MF, updates.norm_M[ok_M]
+        ids_M, feature_MF, norm_M = clients.ids_M[updates.ok_M], updates.sound_MF, updates.norm_M[updates.ok_M]
         before_M, waits_M = state.assign_N[ids_M], dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
         for at, client in enumerate(ids_M.tolist()):
             if (split := waits_M.get(client, -1)) >= 0:
@@ -102,8 +98,7 @@ class CFL(Method, name="cfl"):
         if self.stale_updates == "reapply":
             silent = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
             state = state.remember(silent, torch.zeros(len(silent), clients.spec.trained), norm_S=0.0, round_S=0, open_S=-1)
-        early = state.early + [norm_M.sum(), len(norm_M)] if clients.number <= 5 else state.early
-        return state.advance(early=early)
+        return state.advance(early=state.early + [norm_M.sum(), len(norm_M)]) if clients.number <= 5 else state
 
     def merged(self, state, clients, updates, stays_M):
         """Models after this round's updates (with `reapply`, after everybody's last ones)."""
@@ -123,7 +118,7 @@ class CFL(Method, name="cfl"):
     def split(self, state, leaf, stall, fresh_S):
         """The state with this leaf split in two, if it stalls and its members disagree."""
         scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
-        size, fresh = int((state.assign_N == leaf).sum()), np.flatnonzero((state.cluster_S == leaf) & fresh_S)
+        size, fresh = int(state.members_K[leaf]), np.flatnonzero((state.cluster_S == leaf) & fresh_S)
         enough = len(fresh) > 2 and len(fresh) >= min(size, max(4, -(-size // 2)))
         if not enough or stall >= self.eps1 * scale or state.norm_S[fresh].max() <= self.eps2 * scale:
             return state
@@ -136,8 +131,8 @@ class CFL(Method, name="cfl"):
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
         open_S[stale] = np.where(open_S[stale] < 0, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
-        ids, leaf_S = np.concatenate([state.seen_S[stale], unseen]), np.concatenate([leaf_M, np.full(len(unseen), UNKNOWN)])
-        return state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(ids, leaf_S))
+        state = state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(state.seen_S[stale], leaf_M))
+        return state.advance(assign_N=state.place(unseen, UNKNOWN))
 
     def join(self, state, clients):
         """Newcomers descend the tree: one training per split they meet."""
@@ -152,4 +147,4 @@ class CFL(Method, name="cfl"):
         return state.advance(assign_N=state.place(clients.ids_M[sound_M], leaf_M[sound_M]))
 
     def serve(self, state, clients):
-        return serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])
+        return serve_per_cluster(state, clients)

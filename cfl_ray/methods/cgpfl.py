@@ -9,7 +9,8 @@ theta_i stays with the client, which predicts with it; one that never took part 
 
 Departures: written from memory of the paper. The clients upload y_i (`simple`: theta_i) alone, one model, and are clustered by it.
 Every SGD step takes a fresh batch. lambda is held to 1 / eta, where an explicit step would overshoot its anchor. k-means goes on from
-the present centres; a client that was never seen starts from their mean. Features longer than `sketch` are projected.
+the present centres, of which there are no more than clients in the first round, and K stays (the paper has a heuristic that changes it); a
+client that was never seen starts from their mean. Features longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class CGPFL(Method, name="cgpfl"):
             pull = Pull(min(self.lam, 1 / eta), sent, follow=eta, every=self.inner_steps)
         else:
             pull = Pull(self.mu, sent)
-        keep = Keep(clients.spec.all, sketch=self.sketch)
+        keep = Keep(clients.spec.trainable, sketch=self.sketch)
         updates = clients.train(sent, own=PERSONAL, pulls=[pull], keep=keep, mix_later=True)
         if not updates.ok_M.any():
             return state

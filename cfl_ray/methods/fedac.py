@@ -11,9 +11,8 @@ In the first round clients train from one w_0 and k-means of z gives the centres
 
 Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that M is never sent.
 CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 remembered members, nor one of whose halves has no
-participant, and merges none with 4 members or more: the further clusters are apart, the lower is rho. After a split comes an M-step at
-once; its E-step is the next round's. A client never seen trains from Phi and the mean head. With few rounds a client's own base lags
-behind: `start: global` begins at Phi. Uploads longer than `sketch` are projected.
+participant, and merges none with 4 members: the further clusters are apart, the lower is rho. The E-step after a split is the next
+round's. A client never seen trains from Phi and the mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
 """
 
 from dataclasses import dataclass, replace
@@ -75,9 +74,9 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         pulls = [Pull(self.mu, sent), Pull(self.lam, clients.send(state.global_KP, columns=base), base)]
         start = replace(sent, models_KP=self.starts(state, clients.spec))
         updates = clients.train(start, own=own, pulls=pulls, keep=self.keep(clients.spec), mix=everyone(weight_M), mix_later=True)
-        ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.sound_MF
-        if not len(ids_M):
+        if not updates.ok_M.any():
             return state
+        ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.sound_MF
         state = self.heard(state, ids_M, upload_MF, rng).advance(global_KP=updates.mixed(empty=state.global_KP))
         if state.phase == "cluster" or clients.number % self.pca_every == 0:
             state = self.components(state)
@@ -90,7 +89,7 @@ class FedAC(ClusterTuning, Method, name="fedac"):
         return self.tuned(state, clients, updates) if self.due(clients.number) else state
 
     def keep(self, spec):
-        return Keep(spec.all, sketch=self.sketch)
+        return Keep(spec.trainable, sketch=self.sketch)
 
     def heard(self, state, ids_M, upload_MF, rng):
         """With these uploads as the latest, in drawn order: where there is no room for all of one round, chance decides."""

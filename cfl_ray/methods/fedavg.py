@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, weighting
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class FedAvg(Method, name="fedavg"):
     weights: str = weighting()
 
     def init(self, start):
-        return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
+        return start.one_model()
 
     def round(self, state, clients, rng):
         updates = clients.train(clients.send(state.models_KP), mix=everyone(clients.weights(self.weights)))

@@ -33,7 +33,7 @@ class FedClustState(CentreState):
 class FedClust(TreeCut, Method, name="fedclust"):
     """One-shot hierarchical clustering of the clients' classifier weights, then FedAvg per cluster."""
 
-    newcomers: str = option("join", "a newcomer always joins the nearest cluster, or founds one if that is further than lambda", source="paper", choices=("join", "found"))
+    newcomers: str = option("join", "a newcomer always joins the nearest cluster, or founds one if that is further than lambda (of the first round, if its cut has one)", source="paper", choices=("join", "found"))
     weights: str = weighting()
 
     State = FedClustState

@@ -21,7 +21,6 @@ from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 
 
 def accumulated(steps_M: np.ndarray, momentum: float, shrink: float) -> np.ndarray:
@@ -47,7 +46,7 @@ class FedNova(Method, name="fednova"):
             raise ValueError(f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: normalisation is a matter of weights, and {self.rule.name} has none")
 
     def init(self, start):
-        return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
+        return start.one_model()
 
     def round(self, state, clients, rng):
         local, weight_M = clients.local, clients.weights(self.weights)

@@ -15,7 +15,6 @@ from cfl_ray.core.clients import Own
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class FedPer(Method, name="fedper"):
     weights: str = weighting()
 
     def init(self, start):
-        return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
+        return start.one_model()
 
     def round(self, state, clients, rng):
         sent = clients.send(state.models_KP, columns=clients.spec.bottom(self.private_layers))

@@ -14,18 +14,17 @@ from cfl_ray.core.clients import Pull
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
 class FedProx(Method, name="fedprox"):
     """FedAvg whose clients are held near the model they received."""
 
-    mu: float = option(0.01, "mu in Eq. (2): strength of the pull to the received model; grid {0.001, 0.01, 0.1, 1}", source="paper: best of the grid for most data sets", low=0)
+    mu: float = option(0.01, "mu in Eq. (2): strength of the pull to the received model; grid {0.001, 0.01, 0.1, 1}", source="ours, within the paper's grid", low=0)
     weights: str = weighting()
 
     def init(self, start):
-        return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
+        return start.one_model()
 
     def round(self, state, clients, rng):
         sent = clients.send(state.models_KP)

@@ -10,7 +10,7 @@ stay near them, and the assignment would never move.
 
 Departures: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are weighted by
 samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres, which are by then far from
-w_0. Features longer than `sketch` are projected.
+w_0. Features longer than `sketch` are projected. There are no more centres than clients in the first round.
 """
 
 from dataclasses import dataclass
@@ -69,14 +69,13 @@ class FeSEM(Method, name="fesem"):
         return nearest(feature_MF, self.keep(clients).features(state.models_KP, clients.seed), "l2")
 
     def refill(self, state, ids_M, found_M, distance_M):
-        """Gives an empty cluster the participant furthest from its centre, in place."""
-        others_N = np.delete(state.assign_N, ids_M)
-        members_K = np.bincount(np.concatenate([others_N[others_N >= 0], found_M]), minlength=state.num_clusters)
+        """Gives an empty cluster the participant furthest from its centre, in place; one that is alone there only if all are."""
+        members_K = state.advance(assign_N=state.place(ids_M, found_M)).members_K
         if not members_K.all():
-            found_M[distance_M.argmax()] = members_K.argmin()
+            found_M[np.lexsort((distance_M, members_K[found_M] > 1))[-1]] = members_K.argmin()
 
     def keep(self, clients):
-        columns = clients.spec.linear if self.features == "linear" else clients.spec.all
+        columns = clients.spec.linear if self.features == "linear" else clients.spec.trainable
         return Keep(columns, change=True, sketch=self.sketch)
 
     def join(self, state, clients):
@@ -86,4 +85,4 @@ class FeSEM(Method, name="fesem"):
         return state.advance(assign_N=state.place(clients.ids_M[updates.ok_M], self.expect(state, clients, feature_MF)[0]))
 
     def serve(self, state, clients):
-        return serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])
+        return serve_per_cluster(state, clients)

@@ -104,5 +104,5 @@ class FeSEMCAM(Method, name="fesem_cam"):
         return state.advance(assign_N=state.place(clients.ids_M[updates.ok_M], found))
 
     def serve(self, state, clients):
-        serving = serve_per_cluster(state, clients, with_mean(state.models_KP)[-1:])
+        serving = serve_per_cluster(state, clients)
         return serving if state.phase == "warmup" else replace(serving, beside_P=state.global_KP[0])

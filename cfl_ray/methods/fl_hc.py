@@ -6,7 +6,8 @@ Non-IID Data. IJCNN 2020, arXiv:2004.11791, Algorithm 1.
     agglomerate the Delta_i until the next merge is higher than the threshold;   theta_k <- Avg of W_i over the cluster
     theta_k <- Avg of SGD_i(theta_k) over the cluster's participants                            later rounds
 
-The clustering round needs every client: who cannot be reached in it is placed when it first takes part, as newcomers are.
+The clustering round needs every client: who cannot be reached in it is placed when it first takes part, as newcomers are, and predicts with
+that round's w until then.
 
 Departures: the threshold is not published; the default cuts in the largest gap of merge heights. Updates longer than `sketch` are
 projected (not for L1). Newcomers (none in the paper) train from the w of the clustering round and join the nearest mean update.

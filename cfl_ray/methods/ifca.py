@@ -14,6 +14,7 @@ with model averaging and as none with gradient averaging; in warm-up rounds, whe
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from cfl_ray.core.grouping import by_cluster, everyone
@@ -30,22 +31,21 @@ class IFCA(Method, name="ifca"):
     num_clusters: int = option(4, "K, number of cluster models", source="paper", low=1)
     average: str = option("models", "what is averaged: models after local SGD, or one full-batch gradient each (gamma is local.lr)", source="paper: both", choices=("models", "gradients"))
     share_base: bool = option(False, "weight sharing: one base for all clusters, a head for each", source="paper: FEMNIST only")
-    warmup_rounds: int = option(0, "rounds in which clients train by a random equal split, so that no model wins everybody (official FEMNIST code: 20)", source="paper", low=0)
+    warmup_rounds: int = option(0, "rounds in which clients train by a random equal split, so that no model wins everybody (official FEMNIST code: 20)", source="official FEMNIST code; off by default", low=0)
     select: str = option("train_loss", "how clients choose; test_accuracy leaks labels, and is there to reproduce results that did so (PACFL's code)", source="paper", choices=("train_loss", "test_accuracy"))
     select_samples: int | None = option(None, "training samples on which a client compares the models; null: all of them", source="paper", low=1)
-    weights: str = weighting()
+    weights: str = weighting()  # of models; gradients are averaged uniformly
 
     def init(self, start):
         models_KP = torch.stack([start.new_model(k) for k in range(self.num_clusters)])
         if self.share_base:
             start.spec.base.put(models_KP, start.spec.base.of(models_KP[:1]))
-        return State(models_KP=models_KP, assign_N=start.unassigned())
+        return State(models_KP=models_KP, assign_N=start.unassigned(), phase="warmup" if self.warmup_rounds else "federate")
 
     def round(self, state, clients, rng):
         warm_up = clients.number <= self.warmup_rounds
-        if warm_up:  # the same split in all of them
-            split_N = Draws(rng.seed, 0).stream("warm-up").permutation(len(state.assign_N)) % self.num_clusters
-            sent = clients.send(state.models_KP, split_N[clients.ids_M])
+        if warm_up:
+            sent = clients.send(state.models_KP, self.split(clients.ids_M, rng.seed))
         else:
             sent = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
             sent = sent.choose(self.choose(clients, sent))
@@ -58,7 +58,14 @@ class IFCA(Method, name="ifca"):
         if not one_step and not warm_up:
             clients.upload(1)  # j_i
         assign_N = state.place(clients.ids_M[updates.ok_M], sent.row_M[updates.ok_M])
-        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=assign_N)
+        phase = "warmup" if clients.number < self.warmup_rounds else "federate"
+        return state.advance(models_KP=self.averaged(state.models_KP, updates, clients.spec), assign_N=assign_N, phase=phase)
+
+    def split(self, ids_M, seed):
+        """A random equal split, the same in all rounds: of every K clients with consecutive numbers, one in each cluster."""
+        block_M, place_M = np.divmod(ids_M, self.num_clusters)
+        order = {block: Draws(seed, 0).stream("warm-up", block).permutation(self.num_clusters) for block in np.unique(block_M).tolist()}
+        return np.array([order[block][place] for block, place in zip(block_M.tolist(), place_M.tolist())], np.int64)
 
     def averaged(self, models_KP, updates, spec):
         before = torch.cat([models_KP, models_KP[:1]]) if self.share_base else models_KP
@@ -76,4 +83,6 @@ class IFCA(Method, name="ifca"):
         return clients.losses(sent, max_samples=self.select_samples).argmin(1)
 
     def serve(self, state, clients):
+        if state.phase == "warmup":
+            return Serving(state.models_KP, self.split(clients.ids_M, clients.seed))
         return Serving(state.models_KP, self.choose(clients, clients.known(state.models_KP)))

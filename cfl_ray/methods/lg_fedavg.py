@@ -14,18 +14,17 @@ from cfl_ray.core.clients import Own
 from cfl_ray.core.grouping import everyone
 from cfl_ray.core.method import Method, option, weighting
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
 class LGFedAvg(Method, name="lg_fedavg"):
     """Shared upper layers on private lower ones."""
 
-    private_layers: int | None = option(None, "lower layers that stay with the client; 0: none, which is FedAvg; null: all but two, at least one", source="FedClust's comparison: 3 of LeNet-5's 5", low=0)
+    private_layers: int | None = option(None, "lower layers that stay with the client; 0: none, which is FedAvg; null: all but two, at least one (of a single layer nothing is shared then)", source="FedClust's comparison: 3 of LeNet-5's 5", low=0)
     weights: str = weighting()
 
     def init(self, start):
-        return State(models_KP=start.new_model(0)[None], assign_N=start.one_cluster())
+        return start.one_model()
 
     def round(self, state, clients, rng):
         sent = clients.send(state.models_KP, columns=clients.spec.top(self.shared_layers(clients)))

@@ -5,12 +5,14 @@ Clustered Federated Learning via Principal Angles Between Client Data Subspaces.
     A_ij <- smallest principal angle between span(U_i) and span(U_j), in degrees
     agglomerate by A until the next merge is higher than beta;   theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
 
-A newcomer sends its U, A is extended and clustered again, and the newcomer joins the cluster of most of the old members it falls
-together with. The uploaded vectors look like mean images of the client's classes: they are not private.
+The first round needs the U of every client: who cannot be reached in it is placed when it first takes part, as newcomers are, and predicts
+with w_0 until then. A newcomer sends its U, A is extended and clustered again, and the newcomer joins the cluster of most of the old
+members it falls together with. The uploaded vectors look like mean images of the client's classes: they are not private.
 
 Departures: the angles are principal angles, after QR (the official code takes the smallest angle between single vectors, which are not
 orthogonal across classes: `angle: code`) and linkage is UPGMA (official code: WPGMA, `linkage: weighted`). Images are normalised as for
-training. Without a threshold the tree is cut at half the median angle.
+training. Without a threshold (in degrees) the tree is cut at half the median angle. Newcomers that fall together with newcomers alone
+follow the client nearest to them.
 """
 
 import math

@@ -120,6 +120,11 @@ class TestReseed:
         assert after.assign_N[furthest] == 2
         assert_close(after.models_KP[2], w[furthest])
 
+    def test_takes_nobody_from_a_centre_that_would_be_empty_then(self):
+        found, state = np.array([1, 2, 2]), FeSEM(num_clusters=3).init(stage().start()).advance(models_KP=torch.zeros(3, 15), assign_N=np.full(3, -1, np.int32))
+        FeSEM(num_clusters=3, reseed=True).refill(state, np.arange(3), found, np.array([9.0, 1.0, 2.0]))
+        assert found.tolist() == [1, 2, 0]
+
     def test_is_off_by_default_and_leaves_the_centre(self, empty):
         one, _, state = empty
         after = one.play(FeSEM(num_clusters=3), None, state=state, first=2)

@@ -119,6 +119,15 @@ class TestWarmUp:
         assert np.array_equal(state.assign_N[[0, 1, 2, 6]], split[[0, 1, 2, 6]]) and (state.assign_N[[3, 4, 5, 7]] == -1).all()
         assert not np.array_equal(Stage(planted(), mlp, seed=1).play(method, None).assign_N, split)
 
+    def test_the_split_stays_when_the_federation_grows_and_is_what_clients_are_served(self):
+        one, method = groups(), IFCA(num_clusters=3, warmup_rounds=2)
+        state = one.play(method, None)
+        assert state.phase == "warmup" and np.array_equal(method.serve(state, one.clients()).row_M, state.assign_N)
+        grown = Stage(planted(20), mlp, LocalSGD(epochs=3, lr=0.3))
+        assert np.array_equal(grown.play(method, None).assign_N[:8], state.assign_N)
+        after = one.play(method, None, state=state, first=2)
+        assert after.phase == "federate" and len(set(method.serve(after, one.clients()).row_M)) < 3
+
     def test_trains_by_the_split_and_then_by_choice(self):
         method = IFCA(num_clusters=2, warmup_rounds=1)
         one, w, state = apart(method)
