@@ -1,16 +1,17 @@
 """What the server actor does: it drives a server and its hosts, and answers what people ask of a live run."""
 
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.core.errors import DataError, RunError
+from cfl_ray.core.threads import one_thread
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.runtime.connect import first_line, told
 from cfl_ray.runtime.hosts import fetched
@@ -29,7 +30,8 @@ class ServerSide:
 
     def __init__(self, packed: list[ray.ObjectRef], begun: list, run_dir: Path | None, session: str, fault: tuple[float, str] | None):
         """begun: the hosts. session: names the driver's session. fault: when the last server died, and of what."""
-        torch.set_num_threads(1)
+        self.threads = ExitStack()  # of this process, until it ends
+        self.threads.enter_context(one_thread())
         self.setup: Setup = fetched(packed[0])
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.server: Server | None = None

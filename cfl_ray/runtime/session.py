@@ -1,10 +1,10 @@
 """A session carries out one experiment, method after method: in this process, or on a Ray cluster."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from cfl_ray.core.threads import one_thread
 from cfl_ray.engine import choose
 from cfl_ray.engine.local import InProcess
 from cfl_ray.runtime.checkpoint import CheckpointStore
@@ -39,8 +39,8 @@ class InProcessSession:
 
     def __init__(self, setup: Setup, run_dir: Path | None):
         self.setup, self.run_dir = setup, run_dir
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as a host has it: more threads would add in another order
+        self.threads = ExitStack()
+        self.threads.enter_context(one_thread())  # as a host has it
         self.device = device_of(setup.experiment, has_gpu=True)
         self.worker = setup.worker(self.device)
         self.choice = engine_choice(
@@ -60,4 +60,4 @@ class InProcessSession:
         return {"hosts": "this process", "device": self.device, "engine": self.choice.reason}
 
     def close(self) -> None:
-        torch.set_num_threads(self.threads)
+        self.threads.close()
