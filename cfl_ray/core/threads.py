@@ -13,9 +13,9 @@ def one_thread() -> Iterator[None]:
     import scipy.linalg  # noqa: F401  loads a BLAS of its own, so that it is there to be limited
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with threadpool_limits(limits=1):
-        try:
+    try:
+        with threadpool_limits(limits=1):
+            torch.set_num_threads(1)
             yield
-        finally:
-            torch.set_num_threads(threads)
+    finally:
+        torch.set_num_threads(threads)
