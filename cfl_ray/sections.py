@@ -152,7 +152,7 @@ class Model(Section):
 
 
 class Local(Section):
-    """What one client does in one round: SGD with a fresh momentum buffer."""
+    """What one client does in one round: SGD, by default with a fresh momentum buffer."""
 
     epochs: int = Field(5, ge=1, le=100_000, description="E, local epochs")
     steps: int | None = Field(None, ge=1, description="local steps instead of epochs")
@@ -160,6 +160,7 @@ class Local(Section):
     lr: float = Field(0.1, gt=0, le=100, description="eta, learning rate")
     momentum: float = Field(0.0, ge=0, lt=1, description="rho")
     weight_decay: float = Field(0.0, ge=0, lt=1, description="L2 penalty added to the gradient")
+    persist: bool = Field(False, description="a client's momentum buffer survives the round, in the training whose result it holds (the official code of CFL)")
 
 
 class Availability(Section):

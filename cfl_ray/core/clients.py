@@ -148,6 +148,8 @@ class Clients:
         local = local or self.local
         keep = Keep(keep) if isinstance(keep, Columns) else keep
         private = own.columns if own and own.private else None
+        local = replace(local, persist=local.persist and held and local.momentum > 0)
+        own = Own("momentum", Columns(()), private=False) if local.persist and own is None else own
         mix = None if mix is None else _normalised(mix, len(self))
         tables = _Tables()
         work = Train(

@@ -22,7 +22,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """SGD of one client in one round, from a fresh momentum buffer."""
+    """SGD of one client in one round, from a fresh momentum buffer unless that persists."""
 
     epochs: int = 1  # E
     steps: int | None = None  # instead of epochs
@@ -30,6 +30,7 @@ class LocalSGD:
     lr: float = 0.1  # eta
     momentum: float = 0.0  # rho
     weight_decay: float = 0.0
+    persist: bool = False  # the client keeps the momentum buffer, beside what else it owns, and goes on from it
 
     def batch_of(self, size: int | np.ndarray, parts: int = 1) -> int | np.ndarray:
         """Samples of a batch of a client with `size` samples. One with fewer than `parts` batches splits its samples into that many."""

@@ -5,8 +5,34 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from cfl_ray.core.work import OwnedKey, Work
+from cfl_ray.core.work import Own, OwnedKey, Work
+from cfl_ray.engine.task import Trained
+
+
+def owned_value(own: Own, trained: Trained) -> Tensor:
+    """What a client keeps of a training: the columns it owns and, where that persists, its momentum buffer."""
+    columns = trained.row_P if own.columns is None else own.columns.of(trained.row_P)
+    return torch.cat([columns] if trained.velocity is None else [columns, trained.velocity]).cpu()
+
+
+def with_owned(start_P: Tensor, own: Own | None, mine: Tensor | None) -> Tensor:
+    """The start row with the columns that the client owns, if it owns any yet."""
+    if own is None or mine is None:
+        return start_P
+    if own.columns is None:
+        return mine[: len(start_P)]
+    row_P = start_P.clone()
+    own.columns.put(row_P, mine)
+    return row_P
+
+
+def owned_velocity(mine: Tensor | None, own: Own, start_P: Tensor) -> Tensor | None:
+    """The momentum buffer that the client owns, if it owns one yet."""
+    columns = len(start_P) if own.columns is None else own.columns.count
+    return None if mine is None or len(mine) == columns else mine[columns:]
 
 
 class Owned:

@@ -17,9 +17,11 @@ def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
         offset_BC = offsets(network, task)
         network.load(task.start_P)
         pulls = [ProximalTerm(network, pull) for pull in task.pulls]
-        loss = _train_loaded(network, task, pulls, offset_BC)
+        update = Update(task.local, None if task.velocity is None else [v.clone() for v in network.views(task.velocity.to(network.device))])
+        loss = _train_loaded(network, task, update, pulls, offset_BC)
         row_P = network.row()
-        yield Trained(index, row_P, loss, next((pull.moved(row_P) for pull in pulls if pull.pull.follow), None))
+        velocity = torch.cat([v.reshape(-1) for v in update.velocity]) if task.local.persist else None
+        yield Trained(index, row_P, loss, next((pull.moved(row_P) for pull in pulls if pull.pull.follow), None), velocity)
 
 
 def offsets(network: Network, task: Task) -> Tensor | None:
@@ -27,9 +29,9 @@ def offsets(network: Network, task: Task) -> Tensor | None:
     return None if task.beside_P is None else network.logits_of(task.beside_P, task.x)
 
 
-def _train_loaded(network: Network, task: Task, pulls: list["ProximalTerm"], offset_BC: Tensor | None) -> float:
+def _train_loaded(network: Network, task: Task, update: "Update", pulls: list["ProximalTerm"], offset_BC: Tensor | None) -> float:
     """SGD on the loaded row. Returns the mean loss over the last local epoch."""
-    params, update = network.params, Update(task.local)
+    params = network.params
     gradient = _Gradient(network, task, offset_BC)
     network.module.train()
     batches = task.batches()
@@ -96,11 +98,10 @@ class _Gradient:
 
 
 class Update:
-    """SGD with momentum and weight decay, from a fresh momentum buffer: PyTorch's rule, over lists of tensors."""
+    """SGD with momentum and weight decay, from a fresh momentum buffer or a given one: PyTorch's rule, over lists of tensors."""
 
-    def __init__(self, local: LocalSGD):
-        self.local = local
-        self.velocity: list[Tensor] | None = None
+    def __init__(self, local: LocalSGD, velocity: list[Tensor] | None = None):
+        self.local, self.velocity = local, velocity
 
     def decay(self, step: list[Tensor], params: list[Tensor], leave_out: int | None = None) -> None:
         """Adds weight decay to the gradients, in place; not to that of tensor `leave_out`."""

@@ -40,7 +40,7 @@ def applies(network: Network, task: Task) -> bool:
     """Whether this task is full-batch, with few enough samples, on a network that begins with a linear layer."""
     batch = task.local.batch_size or len(task.y)
     inputs = task.x[0].numel()
-    if task.rule is not None or any(pull.follow for pull in task.pulls):
+    if task.rule is not None or task.local.persist or any(pull.follow for pull in task.pulls):
         return False
     return batch >= len(task.y) and len(task.y) <= _MOST * inputs and task.steps > 1 and first_linear(network) is not None
 

@@ -42,6 +42,7 @@ class Task:
     pulls: tuple[Pulled, ...] = ()
     rule: Rule | None = None
     beside_P: Tensor | None = None  # a frozen model whose logits are added
+    velocity: Tensor | None = None  # momentum buffer (trained columns,) from which it goes on; None: a fresh one
 
     @property
     def parts(self) -> int:
@@ -72,6 +73,7 @@ class Trained:
     row_P: Tensor
     train_loss: float
     anchor_P: Tensor | None = None  # what the client uploads instead: an anchor that moved along, or an attacker's forgery
+    velocity: Tensor | None = None  # its momentum buffer (trained columns,), where that persists
 
     @property
     def upload_P(self) -> Tensor:

@@ -29,11 +29,13 @@ def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
     plan = _Plan(network, tasks)
     rows_mP = torch.stack([task.start_P for task in tasks]).to(network.device)
     pulls = [_StackedPull(network, [task.pulls[which] for task in tasks]) for which in range(len(tasks[0].pulls))]
-    loss_m = _train_rows(network, tasks, plan, rows_mP, pulls)
+    velocity = _velocity(network, tasks) if tasks[0].local.momentum else None
+    loss_m = _train_rows(network, tasks, plan, rows_mP, velocity, pulls)
     anchor_mP = next((moved for pull in pulls if (moved := pull.moved(rows_mP)) is not None), None)
     rows_mP = rows_mP.cpu()
     for index in range(len(tasks)):
-        yield Trained(index, rows_mP[index], loss_m[index].item(), None if anchor_mP is None else anchor_mP[index])
+        anchor_P, kept = None if anchor_mP is None else anchor_mP[index], velocity[index] if tasks[index].local.persist else None
+        yield Trained(index, rows_mP[index], loss_m[index].item(), anchor_P, kept)
 
 
 class _Plan:
@@ -102,12 +104,17 @@ def _indices(tasks: Sequence[Task]) -> tuple[list[np.ndarray], list[np.ndarray],
     return index, weight, active
 
 
-def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: Tensor, pulls: list["_StackedPull"]) -> Tensor:
-    """SGD on all rows in place. Returns the mean loss (m,) over each client's last local epoch."""
+def _velocity(network: Network, tasks: Sequence[Task]) -> Tensor:
+    """Momentum buffers (m, trained columns) to begin with."""
+    fresh = torch.zeros(network.spec.trained)
+    return torch.stack([fresh if task.velocity is None else task.velocity for task in tasks]).to(network.device)
+
+
+def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: Tensor, velocity: Tensor | None, pulls: list["_StackedPull"]) -> Tensor:
+    """SGD on all rows, and their momentum buffers, in place. Returns the mean loss (m,) over each client's last local epoch."""
     local, trained, rule, parts = tasks[0].local, network.spec.trained, tasks[0].rule, tasks[0].parts
     network.module.train()
     gradient = _Gradient(network, plan, rows_mP)
-    velocity = torch.zeros_like(rows_mP[:, :trained]) if local.momentum else None
     total_m = torch.zeros(len(tasks), device=network.device)
     for number in range(len(plan.index) // parts):
         gradient.begin(number * parts)
@@ -119,7 +126,10 @@ def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: T
             pull.add_to(step, rows_mP)
         active = torch.from_numpy(plan.active[number * parts]).to(network.device)
         if velocity is not None:
-            step = velocity.mul_(local.momentum).add_(step)
+            if local.persist:  # clients that are done keep theirs
+                step = velocity.copy_(torch.where(active[:, None], local.momentum * velocity + step, velocity))
+            else:
+                step = velocity.mul_(local.momentum).add_(step)
         now_mP.sub_(step.mul(local.lr).mul_(active[:, None]))
         for pull in pulls:
             pull.move(rows_mP, number, plan.steps)

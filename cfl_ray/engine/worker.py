@@ -10,13 +10,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Combine, Describe, Keep, LeftOut, Losses, MixPending, Own, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import Combine, Describe, Keep, LeftOut, Losses, MixPending, PieceResult, Rows, TestClients, TestShared, Train, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import span, testing, vectorised
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.failure import named
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.oneclient import OneClient
+from cfl_ray.engine.owned import owned_value, owned_velocity, with_owned
 from cfl_ray.engine.reduce import HostSums, PieceSums, combined, length
 from cfl_ray.engine.sound import ANY, blank, data_flaw, update_flaw, value_flaw
 from cfl_ray.engine.task import Pulled, Task, Trained
@@ -88,7 +89,7 @@ class Worker:
             if work.lengths:
                 arrays["length"][index] = length(work, upload_P, _sent(work, index, row))
             if work.own is not None:
-                left.owned[index] = _owned(work.own, row_P)
+                left.owned[index] = owned_value(work.own, trained)
             if work.mix_later:
                 left.pending[index] = upload_P.cpu().clone()
             if work.measure:  # last: it may load another row into the network
@@ -142,14 +143,15 @@ class Worker:
         if samples is None:
             return None
         x, y = samples
-        start_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
-        beside_P = _beside(work, index, row)
+        mine, beside_P = memory.get(index), _beside(work, index, row)
+        start_P = with_owned(row(work.start.table, int(work.start.row_M[index])), work.own, mine)
         if isinstance(work, TestClients):
             return Task(client, start_P, x, y, int(work.steps_M[index]), work.tune, work.address, beside_P=beside_P)
         pulls = tuple(
             Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns, pull.follow, pull.every) for pull in work.pulls
         )
-        return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P)
+        velocity = owned_velocity(mine, work.own, start_P) if work.local.persist else None
+        return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P, velocity)
 
     def _samples(self, work: Work, index: int, left: Left) -> Samples | None:
         """Training data of a client, with the labels that it takes for true; None, and it is left out, where they are not sound."""
@@ -226,7 +228,7 @@ class Worker:
                     continue
                 row_P = span.train_one(self.engine, self.network, task).row_P
             else:
-                row_P = _with_memory(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
+                row_P = with_owned(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
             arrays["scores"][index] = self._test_one(work, index, row, row_P, work.images, left)
         return arrays
 
@@ -277,17 +279,3 @@ def _kept(keep: Keep, upload_P: Tensor, start_P: Tensor | None, seed: int) -> tu
     norm = values.double().norm().item()
     return (values if keep.sketch is None else sketch(values, keep.sketch, seed)).numpy(), norm
 
-
-def _owned(own: Own, row_P: Tensor) -> Tensor:
-    return (row_P if own.columns is None else own.columns.of(row_P)).cpu().clone()
-
-
-def _with_memory(start_P: Tensor, own: Own | None, mine: Tensor | None) -> Tensor:
-    """The start row with the columns that the client owns, if it owns any yet."""
-    if own is None or mine is None:
-        return start_P
-    if own.columns is None:
-        return mine
-    row_P = start_P.clone()
-    own.columns.put(row_P, mine)
-    return row_P

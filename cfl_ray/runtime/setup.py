@@ -40,7 +40,7 @@ class Setup:
     @property
     def local(self) -> LocalSGD:
         local = self.experiment.local
-        return LocalSGD(local.epochs, local.steps, local.batch_size, local.lr, local.momentum, local.weight_decay)
+        return LocalSGD(local.epochs, local.steps, local.batch_size, local.lr, local.momentum, local.weight_decay, local.persist)
 
     def network(self, device: str = "cpu") -> Network:
         return Network(self.recipe, self.federation.shape.input, device)
