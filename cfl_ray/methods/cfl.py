@@ -11,9 +11,9 @@ of it have an update from the last 1/R rounds, and after its own last split. Its
 by their old update at once and by a new one when they next take part; if that moves them it counts in no average and for no split, for it
 was trained from the other side's model. Members without any update, and clients that never took part, join as newcomers do.
 
-Departures: complete linkage as in the official code (paper: single), and momentum starts afresh in every round (official code: kept,
-`local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a leaf predicts with the mean of the leaves. PACFL's CFL
-(`stale_updates: reapply`) adds every member's last update again in every round, zeros for who never took part or is yet to come.
+Departures: complete linkage as in the official code (paper: single). Momentum starts afresh in every round (official code: kept; for that,
+`local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a leaf predicts with the mean of the leaves.
+`stale_updates: reapply` is PACFL's CFL: every member's last update again in every round, zeros for who never took part or is yet to come.
 """
 
 from dataclasses import dataclass
