@@ -145,11 +145,9 @@ class Clients:
         relay:     client j starts from client j-1's result: a chain, not federated averaging.
         held:      the client keeps this result as its model: what protocol P-local measures.
         """
-        local = local or self.local
+        local, own = _persisting(local or self.local, own, held)
         keep = Keep(keep) if isinstance(keep, Columns) else keep
         private = own.columns if own and own.private else None
-        local = replace(local, persist=local.persist and held and local.momentum > 0)
-        own = Own("momentum", Columns(()), private=False) if local.persist and own is None else own
         mix = None if mix is None else _normalised(mix, len(self))
         tables = _Tables()
         work = Train(
@@ -285,6 +283,12 @@ class _Tables:
 
     def as_tuple(self) -> tuple[Tensor, ...]:
         return tuple(self.tables)
+
+
+def _persisting(local: LocalSGD, own: Own | None, held: bool) -> tuple[LocalSGD, Own | None]:
+    """Momentum persists where a client holds the result; it is kept beside what the client owns, or under a name of its own."""
+    local = replace(local, persist=local.persist and held and local.momentum > 0)
+    return local, Own("momentum", Columns(()), private=False) if local.persist and own is None else own
 
 
 def _normalised(weight_RM: Tensor, num_clients: int) -> Mix:
