@@ -4,8 +4,11 @@ import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, assert_close, gradient, matrix, mean, sgd, stage
 from playing import accuracy, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp, row_accuracy
+from torch import nn
 
 from cfl_ray.core.grouping import agreement
+from cfl_ray.core.kmeans import kmeans
+from cfl_ray.core.local import LocalSGD
 from cfl_ray.methods.cgpfl import CGPFL
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.local import Local
@@ -197,3 +200,16 @@ def test_survives_an_interruption(mode, tmp_path):
 def test_survives_an_interruption_before_the_clustering(mode, tmp_path):
     """The only client of the first round has no sound data."""
     assert_survives_an_interruption(lambda: Stage(Spoiled([4]), mlp), CGPFL(num_clusters=2, mode=mode), [[4], [0, 1, 4], [2, 3, 4]], tmp_path)
+
+
+def test_clients_are_compared_by_what_is_trained():
+    """The running statistics of a batch normalisation are no part of a model's place."""
+
+    def model():
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    one, asked = Stage(planted(4), model, LocalSGD(epochs=2, lr=0.1)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cfl_ray.methods.cgpfl.kmeans", lambda rows, *args, **more: (asked.append(rows), kmeans(rows, *args, **more))[1])
+        one.play(CGPFL(num_clusters=2), None)
+    assert asked[0].shape == (4, one.network.spec.trained) and one.network.spec.trained < one.network.spec.size

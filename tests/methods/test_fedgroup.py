@@ -6,6 +6,7 @@ import torch
 from federations import Stage, planted, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
 from oneshot import CLIENTS, OneShot, P, stage
+from playing import accuracy
 from sklearn.metrics import adjusted_rand_score
 from torch import nn
 
@@ -201,3 +202,13 @@ def test_one_group_is_fedavg_from_the_mean_of_pretrained_models(weights):
     pretrain = stage(batch_size=None, momentum=0.5, epochs=None, steps=50)
     begun = pretrain.play(FedAvg(weights="uniform"), None, state=begun)
     assert torch.equal(found.models_KP, other.play(FedAvg(weights=weights), *drawn, state=begun).models_KP)
+
+
+def test_p_server_is_over_the_clients_that_have_a_group():
+    one = stage()
+    method = FedGroup(num_clusters=3, alpha=2, pretrain_steps=5)
+    assert not np.isnan(accuracy(one, method, method.init(one.start()))).any(), "before the cold start everybody is served w_0"
+    state = one.play(method, [])
+    outside_N = state.assign_N == -1
+    assert outside_N.sum() == CLIENTS - 6 and np.array_equal(np.isnan(accuracy(one, method, state)), outside_N)
+    assert np.isnan(accuracy(one, method, state, np.flatnonzero(outside_N))).all()
