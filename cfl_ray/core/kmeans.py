@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cfl_ray.core.hierarchy import by_lowest_member, nearest, require_finite
+from cfl_ray.core.threads import one_thread
 
 ITERATIONS = 300
 
@@ -72,14 +73,13 @@ def _plus_plus(feature_SF: Tensor, weight_S: np.ndarray, num_clusters: int, seed
     # Imported here: a second of every host's start, and only the server clusters.
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
 
     rows = feature_SF.numpy() + 0.0  # no -0.0, which would be a row of its own below
     distinct = len({row.tobytes() for row in rows})
     if not distinct:
         return np.empty(0, np.int64), feature_SF
     model = KMeans(min(num_clusters, distinct), n_init=restarts, max_iter=ITERATIONS, random_state=seed % 2**32)
-    with threadpool_limits(limits=1), warnings.catch_warnings():  # threads would add up in another order
+    with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # rows that differ by rounding alone: fewer clusters, as documented
         found_S = model.fit(rows, sample_weight=weight_S).labels_
     label_S = by_lowest_member(found_S)

@@ -112,8 +112,7 @@ class AutoCFL(Method, name="autocfl"):
         if not len(ids_M):
             return state
         loss_N, more_N, s = state.loss_N + loss_M.mean(), state.more_N.astype(np.float64), size_M.argmax()
-        loss_N[ids_M] += loss_M - loss_M.mean()
-        total_M = loss_N[ids_M]
+        loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M
         more_N[ids_M] += np.where(total_M > total_M[s], (self.alpha * size_M[s] / size_M) ** np.minimum(1, loss_M / max(loss_M[s], 1e-12)), 0)
         before, variance = state.variance, float(total_M.var())
         state = state.advance(loss_N=loss_N, more_N=more_N, variance=variance)

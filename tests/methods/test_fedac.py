@@ -159,9 +159,11 @@ class TestNumberOfClusters:
 
     OFTEN = {"tune_after": 1, "tune_every": 1, "mu": MU, "lam": LAM}
 
-    def test_a_loose_cluster_splits_into_the_planted_groups(self):
+    @pytest.mark.parametrize("memory", [100, 5])
+    def test_a_loose_cluster_splits_into_the_planted_groups(self, memory):
+        """The models of the halves are means of all participants of a group, also of the three that are not remembered."""
         one = groups()
-        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, **self.OFTEN)
+        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, memory=memory, **self.OFTEN)
         state = one.play(method, None)
         assert state.num_clusters == 1
         state = one.play(method, None, state=state, first=2)
@@ -189,16 +191,6 @@ class TestNumberOfClusters:
         one.federation.spoiled |= {1}
         after = one.play(method, [0, 1, 2], state=state, first=2)
         assert after.num_clusters == 1 and set(after.assign_N) == {0}
-
-    def test_participants_that_are_not_remembered_go_to_their_half(self):
-        """Of 8 uploads 5 are remembered: the models of the halves are means of all participants of a group."""
-        one = groups()
-        method = FedAC(num_clusters=1, rho_low=0.0, rho_high=0.1, max_clusters=2, memory=5, **self.OFTEN)
-        state = one.play(method, None, None)
-        assert state.num_clusters == 2 and agreement(np.arange(8) % 2, state.assign_N)["ari"] == 1
-        for k in (0, 1):
-            mine = [one.memory["personal", client] for client in np.flatnonzero(state.assign_N == k)]
-            assert torch.allclose(state.models_KP[k], torch.stack(mine).mean(0), rtol=0, atol=1e-6)
 
     def test_a_large_cluster_does_not_merge_because_few_of_it_are_remembered(self):
         one = groups()
