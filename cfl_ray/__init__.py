@@ -3,32 +3,59 @@
 `Experiment` describes what to run; `run` runs it on Ray, `simulate` in this process with the same numbers.
 """
 
-import importlib
+from typing import TYPE_CHECKING
 
-_PUBLIC = {
-    "Experiment": "cfl_ray.config",
-    "load": "cfl_ray.config",
-    "run": "cfl_ray.runtime.launch",
-    "simulate": "cfl_ray.runtime.launch",
-    "resume": "cfl_ray.runtime.launch",
-    "ConfigError": "cfl_ray.core.errors",
-    "UserError": "cfl_ray.core.errors",
-    "Federation": "cfl_ray.data",
-    "federation_from_arrays": "cfl_ray.data",
-    "Method": "cfl_ray.core.method",
-    "option": "cfl_ray.core.method",
-    "State": "cfl_ray.core.state",
-    "Serving": "cfl_ray.core.serving",
-    "Own": "cfl_ray.core.clients",
-    "Pull": "cfl_ray.core.clients",
-    "by_cluster": "cfl_ray.core.grouping",
-    "everyone": "cfl_ray.core.grouping",
-}
-__all__ = sorted(_PUBLIC)
+from cfl_ray.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from cfl_ray.config import Experiment, load
+    from cfl_ray.core.clients import ClientState, LocalTraining, Proximal, UpdateFeatures
+    from cfl_ray.core.errors import ConfigError, UserError
+    from cfl_ray.core.method import Method, option
+    from cfl_ray.core.serving import Serving
+    from cfl_ray.core.state import State
+    from cfl_ray.core.weights import cluster_weights, global_weights
+    from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
+    from cfl_ray.runtime.launch import resume, run, simulate
+    from cfl_ray.runtime.load import load_run
+
+__all__ = [
+    "ClientState",
+    "ConfigError",
+    "Experiment",
+    "Federation",
+    "LocalTraining",
+    "Method",
+    "Proximal",
+    "Serving",
+    "State",
+    "UpdateFeatures",
+    "UserError",
+    "cluster_weights",
+    "federation_from_arrays",
+    "federation_from_dataset",
+    "global_weights",
+    "load",
+    "load_run",
+    "option",
+    "resume",
+    "run",
+    "simulate",
+]
 __version__ = "0.1.0"
 
+_MODULES = {  # the modules of the names above, imported on first use: `cfl-ray --help` needs neither torch nor Ray
+    "cfl_ray.config": ("Experiment", "load"),
+    "cfl_ray.core.clients": ("ClientState", "LocalTraining", "Proximal", "UpdateFeatures"),
+    "cfl_ray.core.errors": ("ConfigError", "UserError"),
+    "cfl_ray.core.method": ("Method", "option"),
+    "cfl_ray.core.serving": ("Serving",),
+    "cfl_ray.core.state": ("State",),
+    "cfl_ray.core.weights": ("cluster_weights", "global_weights"),
+    "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
+    "cfl_ray.runtime.launch": ("resume", "run", "simulate"),
+    "cfl_ray.runtime.load": ("load_run",),
+}
 
-def __getattr__(name):  # lazily, so that `cfl-ray --help` does not wait for torch and ray
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'cfl_ray' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers read the imports above, and report names that do not exist
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""`python -m cfl_ray`: the command line where its script is not installed, as in a submitted job."""
+"""`python -m cfl_ray`: the command line where the `cfl-ray` script is not installed, as in a submitted job."""
 
 from cfl_ray.cli import main
 

@@ -1,142 +1,41 @@
-"""Seconds per round of this system and of a careful bare PyTorch loop, interleaved in one run; and peak memory.
+"""Seconds per round of cfl_ray and of a bare PyTorch loop, interleaved in one run; and peak memory.
 
-    python jobs/benchmark.py                    speed: the ratio on W1, W2, W3 (about five minutes on two cores)
+    python jobs/benchmark.py                    speed: the ratio on W1, W2 and W3 (about five minutes on two cores)
     python jobs/benchmark.py memory             peak memory of server and hosts as the cohort and N grow
+    python jobs/benchmark.py scale              server time and traffic of a round at up to 1,000 hosts, simulated
     python jobs/benchmark.py speed W2 --rounds 5
 
-The bare loop has one process per core, one thread each; each keeps one module and its clients' tensors in memory, trains with
-torch.optim.SGD without a DataLoader, and adds up n_i * W_i; the parent averages. It has no evaluation, clusters, faults or
-tracking. What is timed of this system is a whole FedAvg round on Ray, without its evaluation.
+The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
+other systems as well. The time of cfl_ray is that of a FedAvg round on Ray, without its evaluation.
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
-from torch.nn.functional import cross_entropy
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.peers.bare import Bare
+from benchmarks.workloads import WORKLOADS, Workload, samples_of
 from cfl_ray import Experiment
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.data import federation_from_arrays
-from cfl_ray.models import recipe
+
+# ---- cfl_ray
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Clients of one round and what each does. Inputs are 1x28x28."""
+class OnRay:
+    """FedAvg of cfl_ray on Ray, with one host per core."""
 
-    about: str
-    model: str
-    options: dict
-    classes: int
-    clients: int
-    samples: int
-    batch: int | None
-    epochs: int
-    lr: float = 0.05
-
-
-WORKLOADS = {
-    "W1": Workload("MLP 784-2048-10, 480 clients of 50, full batch, 5 epochs", "mlp", {"hidden": 2048}, 10, 480, 50, None, 5),
-    "W2": Workload("LeNet-5, 10 clients of 500, batch 10, 10 epochs", "lenet5", {}, 10, 10, 500, 10, 10),
-    "W3": Workload("CNN 32-64-512, 62 classes, 180 clients of 200, batch 20, 1 epoch", "leaf_cnn", {}, 62, 180, 200, 20, 1),
-}
-INPUT = (1, 28, 28)
-
-
-def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(0)
-    total = work.clients * work.samples
-    return draw.integers(0, 256, (total, *INPUT), dtype=np.uint8), draw.integers(0, work.classes, total), np.repeat(np.arange(work.clients), work.samples)
-
-
-# ---- the bare loop
-
-
-def _bare_process(pipe, work: Workload, mine: range, threads: int) -> None:
-    torch.set_num_threads(threads)
-    x, y, _ = samples_of(work)
-    rows = slice(mine.start * work.samples, mine.stop * work.samples)
-    x, y = torch.from_numpy(x[rows]).float().div_(255).split(work.samples), torch.from_numpy(y[rows]).split(work.samples)
-    module = recipe(work.model, work.options, INPUT, work.classes)()
-    params = list(module.parameters())
-    while (start := pipe.recv()) is not None:
-        total = [torch.zeros_like(p) for p in params]
-        for x_i, y_i in zip(x, y):
-            with torch.no_grad():
-                for p, value in zip(params, start):
-                    p.copy_(value)
-            _bare_client(module, params, x_i, y_i, work)
-            with torch.no_grad():
-                for accumulated, p in zip(total, params):
-                    accumulated.add_(p, alpha=work.samples)
-        pipe.send([t.detach() for t in total])
-
-
-def _bare_client(module, params, x, y, work: Workload) -> None:
-    optimiser = torch.optim.SGD(params, lr=work.lr)
-    batch = work.batch or len(y)
-    for _ in range(work.epochs):
-        order = torch.randperm(len(y)) if batch < len(y) else None
-        for at in range(0, len(y), batch):
-            x_B, y_B = (x, y) if order is None else (x[order[at : at + batch]], y[order[at : at + batch]])
-            optimiser.zero_grad(set_to_none=True)
-            cross_entropy(module(x_B), y_B).backward()
-            optimiser.step()
-
-
-class Bare:
-    """The bare loop in as many processes as there are cores."""
-
-    def __init__(self, work: Workload):
-        cores = len(os.sched_getaffinity(0))
-        self.work = work
-        self.start = [p.detach() for p in recipe(work.model, work.options, INPUT, work.classes)().parameters()]
-        context = multiprocessing.get_context("spawn")
-        cuts = np.linspace(0, work.clients, cores + 1).astype(int)
-        self.pipes, self.processes = [], []
-        for begin, end in zip(cuts, cuts[1:]):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_bare_process, args=(theirs, work, range(begin, end), 1), daemon=True)
-            process.start()
-            self.pipes.append(mine)
-            self.processes.append(process)
-
-    def round(self) -> float:
-        began = time.perf_counter()
-        for pipe in self.pipes:
-            pipe.send(self.start)
-        totals = [pipe.recv() for pipe in self.pipes]
-        self.start = [sum(parts) / (self.work.clients * self.work.samples) for parts in zip(*totals)]
-        return time.perf_counter() - began
-
-    def memory(self) -> float:
-        return sum(psutil.Process(process.pid).memory_full_info().uss for process in self.processes) / 1e6
-
-    def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes):
-            pipe.send(None)
-            process.join()
-
-
-# ---- this system
-
-
-class Ours:
-    """FedAvg on Ray, one host per core."""
-
-    def __init__(self, experiment: Experiment):
-        from cfl_ray.runtime.cluster import RaySession
-        from cfl_ray.runtime.setup import prepare
+    def __init__(self, experiment: Experiment) -> None:
+        from cfl_ray.runtime.on_ray.session import RaySession
+        from cfl_ray.runtime.prepare import prepare
 
         self.session = RaySession(prepare(experiment), None)
         self.session.begin("fedavg")
@@ -146,16 +45,23 @@ class Ours:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def round(self) -> float:
+        """Runs one round and returns its seconds."""
         return self.session.advance().metrics["round_seconds"]
 
     def _watch(self) -> None:
-        """Linux keeps no peak of private memory, so it is looked at ten times a second."""
+        """Samples the private memory ten times a second, since Linux does not record its peak."""
         kinds = {"ray::ServerActor": "server", "ray::ClientHost": "host"}
         processes = {}
         while not self.closing.wait(0.1):
             if len(processes) < 1 + len(os.sched_getaffinity(0)):
-                titles = {process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])}
-                processes = {pid: kind for pid, title in titles.items() for prefix, kind in kinds.items() if title.startswith(prefix)}
+                found = psutil.process_iter(["cmdline"])
+                titles = {process.pid: " ".join(process.info["cmdline"] or []) for process in found}
+                processes = {
+                    pid: kind
+                    for pid, title in titles.items()
+                    for prefix, kind in kinds.items()
+                    if title.startswith(prefix)
+                }
             for pid, kind in processes.items():
                 self.peak[kind] = max(self.peak.get(kind, 0), _private_mb(pid))
 
@@ -167,6 +73,11 @@ class Ours:
 def _private_mb(pid: int) -> float:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status.get("RssAnon", "0").split()[0]) / 1000
+
+
+def bare_memory(bare: Bare) -> float:
+    """Private memory of the processes of the bare loop in MB."""
+    return sum(psutil.Process(process.pid).memory_full_info().uss for process in bare.processes) / 1e6
 
 
 def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experiment:
@@ -185,48 +96,64 @@ def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experi
 
 
 def speed(names: list[str], rounds: int) -> None:
-    print(f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}; seconds per round, median of {rounds}, interleaved after one warm-up")
+    """Prints seconds per round of both systems, their ratio and their memory, by workload."""
+    print(
+        f"{len(os.sched_getaffinity(0))} cores, torch {torch.__version__}; "
+        f"seconds per round, median of {rounds}, interleaved after one warm-up"
+    )
     for name in names:
         work = WORKLOADS[name]
         x, y, clients = samples_of(work)
         with tempfile.TemporaryDirectory() as output:
-            ours = Ours(experiment_of(work, output, rounds + 2, data=federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)))
+            federation = federation_from_arrays(x, y, clients, num_classes=work.classes, holdout=0.001)
+            measured = OnRay(experiment_of(work, output, rounds + 2, data=federation))
             bare = Bare(work)
-            pairs = [(ours.round(), bare.round()) for _ in range(rounds + 1)][1:]
-            mine, theirs = (statistics.median(column) for column in zip(*pairs))
+            pairs = [(measured.round(), bare.round()) for _ in range(rounds + 1)][1:]
+            seconds, bare_seconds = (statistics.median(column) for column in zip(*pairs))
             ratio = statistics.median(a / b for a, b in pairs)
-            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(ours.peak.items()))
-            print(f"{name} ({work.about}): cfl_ray {mine:.2f} s, bare {theirs:.2f} s, ratio {ratio:.2f}; peak: {peaks}; bare processes now: {bare.memory():.0f} MB; {ours.engine}", flush=True)
+            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
+            print(
+                f"{name} ({work.description}): cfl_ray {seconds:.2f} s, bare {bare_seconds:.2f} s, ratio {ratio:.2f}; "
+                f"peak: {peaks}; bare processes now: {bare_memory(bare):.0f} MB; {measured.engine}",
+                flush=True,
+            )
             bare.close()
-            ours.close()
+            measured.close()
 
 
 def memory(rounds: int) -> None:
-    print("peak private memory of server and of the largest host, W1 with data made from the client's id")
+    """Prints the peak memory of server and hosts, by number of clients and size of the cohort."""
+    print("peak private memory of the server and of the largest host; W1, data generated from the client id")
     work = WORKLOADS["W1"]
     for clients, cohort in ((4_800, 480), (48_000, 4_800), (1_000_000, 480)):
         data = {"source": "synthetic", "partition": {"clients": clients}, "synthetic_samples": work.samples}
         with tempfile.TemporaryDirectory() as output:
-            ours = Ours(experiment_of(work, output, rounds + 1, data=data, cohort={"clients": cohort}))
-            seconds = [ours.round() for _ in range(rounds)]
-            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(ours.peak.items()))
-            print(f"N = {clients:,}, cohort {cohort:,}: {peaks}; {statistics.median(seconds):.1f} s a round", flush=True)
-            ours.close()
+            measured = OnRay(experiment_of(work, output, rounds + 1, data=data, cohort={"clients": cohort}))
+            seconds = [measured.round() for _ in range(rounds)]
+            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
+            print(
+                f"N = {clients:,}, cohort {cohort:,}: {peaks}; {statistics.median(seconds):.1f} s per round", flush=True
+            )
+            measured.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["speed", "memory"], default="speed")
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("what", nargs="?", choices=["speed", "memory", "scale"], default="speed")
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     arguments = parser.parse_args()
     if unknown := set(arguments.workloads) - set(WORKLOADS):
-        raise ConfigError(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
+        parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
     match arguments.what:
         case "speed":
             speed(arguments.workloads, arguments.rounds)
         case "memory":
             memory(arguments.rounds)
+        case "scale":
+            import benchmark_scale
+
+            benchmark_scale.scale()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Runs an experiment as a Ray job: the same as `cfl-ray run`, on the cluster that the job was submitted to.
+"""Runs an experiment as a Ray job: the same as `cfl-ray run`, on the cluster of the job.
 
-    ray job submit --working-dir . -- python jobs/train.py jobs/experiments/stocfl_femnist.yaml rounds=100
+ray job submit --working-dir . -- python jobs/train.py jobs/experiments/stocfl_femnist.yaml rounds=100
 """
 
 import sys

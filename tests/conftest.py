@@ -1,29 +1,19 @@
-"""With several workers (`pytest -n 2`), whatever starts Ray or measures processes goes to one of them; the rest goes to the others."""
+"""One thread, as on a client host."""
 
 import os
 import signal
 
 import pytest
 
+from cfl_ray.core.threads import one_thread
+
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
-WITH_RAY = ("runtime", "jobs", "tracking", "test_security.py", "test_readme.py", "test_cli.py")
-# Started in the background by a shell, this process ignores Ctrl-C, and so would all that it starts: they are to be interrupted here.
+# A process that a shell starts in the background ignores Ctrl-C, and so do all that it starts: tests interrupt these.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def scope(nodeid: str) -> str:
-    """What goes to one worker together: all that starts Ray, or else the tests of a file."""
-    file = nodeid.partition("::")[0]
-    return "ray" if file.split("/")[1] in WITH_RAY else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return scope(nodeid)
-
-    return Scheduling(config, log)
+@pytest.fixture(scope="session", autouse=True)
+def single_thread():
+    with one_thread():
+        yield

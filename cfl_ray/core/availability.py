@@ -1,4 +1,4 @@
-"""When a client can be reached. A model answers for any round by itself, so that a resumed run finds the same clients."""
+"""Availability of clients. A model is a function of the round alone, so that a resumed run finds the same clients."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from cfl_ray.core.rng import stream
 
 
 class Availability(ABC):
-    """Says with which chance a client is reachable in a round; the draw itself is the population's."""
+    """The chance with which each client is reachable in a round; `core.population` draws from it."""
 
     @property
     def always(self) -> bool:
-        """Whether everybody is reachable in every round."""
+        """Whether all clients are reachable in every round."""
         return False
 
     @abstractmethod
@@ -22,16 +22,19 @@ class Availability(ABC):
 
     @abstractmethod
     def expected(self, round: int) -> float:
-        """The mean of that over clients."""
+        """Mean of `chance` over all clients."""
 
     def named(self, round: int) -> np.ndarray | None:
-        """int64 ids, ascending, where the model itself says who is reachable; None where every client has its chance."""
+        """Ids of the reachable clients, int64 and ascending, if the model determines them.
+
+        None: each client is reachable with its `chance`.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class Bernoulli(Availability):
-    """Every client in every round with the same chance, independently; 1.0: always."""
+    """Each client is reachable with the same chance in every round, independently; 1.0: always."""
 
     mean: float = 1.0
 
@@ -58,9 +61,9 @@ class Diurnal(Availability):
 
     mean: float
     amplitude: float
-    period: float  # rounds of a day
+    period: float  # length of a day, in rounds
     seed: int
-    zones: int | None = None
+    zones: int | None = None  # None: every client has a phase of its own
 
     def chance(self, round: int, client: int) -> float:
         phase = stream(self.seed, -1, -1, int(client), "diurnal phase").random()
@@ -72,7 +75,7 @@ class Diurnal(Availability):
         phases = np.arange(self.zones or 256) / (self.zones or 256)
         return float(self._chance(round, phases).mean())
 
-    def _chance(self, round: int, phase: np.ndarray) -> np.ndarray:
+    def _chance(self, round: int, phase: float | np.ndarray) -> np.ndarray:
         wave = np.sin(2 * np.pi * (round / self.period + phase))
         return np.clip(self.mean + self.amplitude * wave, 0.0, 1.0)
 

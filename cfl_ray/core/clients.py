@@ -1,238 +1,340 @@
-"""The port: what a method may ask of the clients of a round.
+"""The clients of a round, as a method works with them.
 
-A method never sees a process, a file or a cluster. Each verb is one exchange; what crosses is booked in floats of 32 bits.
+A method deals with no process, file or cluster. Models and numbers that are sent or uploaded are counted as traffic, in
+floats of 32 bits.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local import LocalSGD, Rule
+from cfl_ray.core.aggregation import AggregationRule, Mean, NormClipping, aggregate
+from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
-from cfl_ray.core.robust import Mean, NormClipping, aggregate
-from cfl_ray.core.robust import Rule as Aggregation
-from cfl_ray.core.updates import Ledger, Round, Updates
-from cfl_ray.core.work import Address, Backend, Describe, Keep, Losses, Mix, MixPending, Outcome, Own, PullRows, Rows, TestClients, Train, Work
+from cfl_ray.core.updates import RoundStats, Traffic, Updates
+from cfl_ray.core.work import (
+    Address,
+    AverageDeferred,
+    Averaging,
+    Backend,
+    ClientState,
+    Describe,
+    EvaluateClients,
+    Losses,
+    Outcome,
+    ProximalRows,
+    Rows,
+    Train,
+    UpdateFeatures,
+    Work,
+)
 
-__all__ = ["Clients", "Keep", "Ledger", "Own", "Pull", "Round", "Sent", "Updates"]
+__all__ = [
+    "ClientData",
+    "ClientState",
+    "Clients",
+    "LocalTraining",
+    "Proximal",
+    "RoundStats",
+    "Sent",
+    "Traffic",
+    "UpdateFeatures",
+    "Updates",
+]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Models that clients have received. `row_M[i]` is the row client i works with; None after a broadcast, until `choose`."""
+    """Models that clients have received."""
 
     models_KP: Tensor
-    row_M: np.ndarray | None = None
+    row_M: np.ndarray | None = None  # int64 (M,): the row that each client uses; None after a broadcast, until `choose`
 
     def choose(self, row_M: np.ndarray) -> "Sent":
-        """Each client works with one of the models it has: no traffic."""
+        """The same models, of which each client uses row `row_M`; no traffic."""
         return replace(self, row_M=np.asarray(row_M, np.int64))
 
 
 @dataclass(frozen=True)
-class Pull:
-    """Adds (weight / 2) * ||w - to||^2 to the local objective, over `columns` (None: all trained ones).
+class Proximal:
+    """A term (weight / 2) * ||w - anchor||^2 of the local objective.
 
-    follow: the anchor moves too, by anchor <- anchor - follow * weight * (anchor - w) after `every` steps and after the last.
-            The client then uploads the anchor; w stays with it.
+    With `follow` > 0 the anchor moves too: anchor <- anchor - follow * weight * (anchor - w) after `every` steps and
+    after the last one. The client then uploads the anchor, and w stays with it.
     """
 
-    weight: float
-    to: Sent
-    columns: Columns | None = None
+    weight: float  # mu, lambda
+    anchor: Sent
+    columns: Columns | None = None  # None: all trained columns
     follow: float = 0.0
     every: int = 1
 
     @property
     def acts(self) -> bool:
+        """Whether the term has any effect."""
         return bool(self.weight or self.follow) and (self.columns is None or self.columns.count > 0)
 
 
 @dataclass(frozen=True)
-class Clients:
-    """The clients of this round, in a fixed order."""
+class LocalTraining:
+    """Objective and steps of local training in one exchange; by default, the experiment's SGD on the client's loss."""
 
-    ids_M: np.ndarray  # int64: who they are
-    size_M: np.ndarray  # int64: training samples n_i
+    sgd: LocalSGD | None = None  # None: the experiment's
+    steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
+    proximal: Sequence[Proximal] = ()
+    frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
+    local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
+    chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
+
+
+class ClientData(Protocol):
+    """One client as a function given to `Clients.describe` sees it, on the host that reads its data."""
+
+    @property
+    def x(self) -> Tensor:
+        """float32 (n, *shape): normalised training samples."""
+
+    @property
+    def y(self) -> Tensor:
+        """int64 (n,): their labels."""
+
+    @property
+    def spec(self) -> ParamSpec: ...
+
+    def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
+        """Gradient (trained columns,) of the mean loss over the whole training data at a model; without dropout."""
+
+    def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
+        """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The clients of a round, in a fixed order."""
+
+    ids_M: np.ndarray  # int64
+    num_samples_M: np.ndarray  # int64: n_i, number of training samples
     spec: ParamSpec
-    local: LocalSGD
+    local: LocalSGD  # the experiment's local training
     backend: Backend = field(repr=False)
     seed: int
-    number: int  # of the round
-    books: Round = field(repr=False, default_factory=Round)
-    measure: int = 0  # test images per client for P-local
-    reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)  # ids and sizes of all that could take part
-    aggregation: Aggregation = Mean()  # what stands for the mean wherever weights average results
+    round: int  # t, from 1
+    stats: RoundStats = field(repr=False, default_factory=RoundStats)
+    local_test_samples: int = 0  # test samples per client for P-local; 0: P-local is not measured
+    evaluated: bool = False  # the clients are evaluated and do not train: their exchanges count down from -2
+    choice_samples: int | None = None  # most training samples for `losses`; None: no limit beside its argument
+    # returns ids and sample counts of all clients that could take part in the round; None: these clients are all
+    reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
+    aggregation: AggregationRule = Mean()  # used in every average
 
     def __len__(self) -> int:
         return len(self.ids_M)
 
     def select(self, mask_M: np.ndarray) -> "Clients":
-        """Those for which `mask_M` (bool or indices) holds; books go to the same round."""
-        return replace(self, ids_M=self.ids_M[mask_M], size_M=self.size_M[mask_M])
+        """The clients at `mask_M` (bool or indices); their traffic counts for the same round."""
+        return replace(self, ids_M=self.ids_M[mask_M], num_samples_M=self.num_samples_M[mask_M])
 
-    def all(self) -> "Clients":
-        """Every client that is online and can be reached in this round, this cohort among them: for rounds that need everybody."""
+    def all_reachable(self) -> "Clients":
+        """All clients that are online, reachable and do not drop out in this round, including this cohort."""
         if self.reachable is None:
             return self
-        ids, sizes = self.reachable()
-        return replace(self, ids_M=ids, size_M=sizes)
+        ids, num_samples = self.reachable()
+        return replace(self, ids_M=ids, num_samples_M=num_samples)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
-        """Weight (M,) of each client in an average: its `samples`, or `uniform`."""
-        return self.size_M.astype(np.float64) if kind == "samples" else np.ones(len(self))
+        """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform"."""
+        return self.num_samples_M.astype(np.float64) if kind == "samples" else np.ones(len(self))
 
-    def first(self) -> np.ndarray:
-        """Row 0 for every client."""
+    def first_row(self) -> np.ndarray:
+        """Row 0 for every client, int64 (M,)."""
         return np.zeros(len(self), np.int64)
 
     # ---- sending
 
     def send(self, models_KP: Tensor, row_M: np.ndarray | None = None, *, columns: Columns | None = None) -> Sent:
-        """Sends each client one model: row `row_M[i]` (None: row 0), or only some of its columns."""
+        """Sends each client one model.
+
+        row_M: row of `models_KP` for each client; None: row 0. columns: the columns that are sent; None: all.
+        Raises ValueError for rows that do not exist.
+        """
         row_M = np.zeros(len(self), np.int64) if row_M is None else np.asarray(row_M, np.int64)
         if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
             raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
-        self._down(self.spec.size if columns is None else columns.count)
+        self._count_download(self.spec.size if columns is None else columns.count)
         return Sent(models_KP, row_M)
 
     def broadcast(self, models_KP: Tensor, *, shared: Columns | None = None) -> Sent:
-        """Sends every model to every client; columns that all models share cross once."""
+        """Sends all models to every client. shared: columns that are equal in all models, and sent once."""
         once = shared.count if shared and len(models_KP) else 0
-        self._down(len(models_KP) * (self.spec.size - once) + once)
+        self._count_download(len(models_KP) * (self.spec.size - once) + once)
         return Sent(models_KP)
 
-    def known(self, models_KP: Tensor) -> Sent:
-        """Models that the clients have already, such as the common start or an earlier broadcast: no traffic."""
-        return Sent(models_KP, self.first() if len(models_KP) == 1 else None)
+    def known_models(self, models_KP: Tensor) -> Sent:
+        """Models that the clients already have, such as the common start or an earlier broadcast; no traffic."""
+        return Sent(models_KP, self.first_row() if len(models_KP) == 1 else None)
 
-    def upload(self, floats: int) -> None:
-        """Books a few numbers per client that go along with an update."""
-        self.books.ledger.up_bits += 32 * floats * len(self)
+    def count_upload(self, floats: int) -> None:
+        """Counts `floats` further numbers per client as uploaded."""
+        self.stats.traffic.up_bits += 32 * floats * len(self)
 
-    def _down(self, floats: int) -> None:
-        self.books.ledger.down_bits += 32 * floats * len(self)
+    def _count_download(self, floats: int) -> None:
+        self.stats.traffic.down_bits += 32 * floats * len(self)
 
-    # ---- asking
+    # ---- exchanges
 
     def train(
         self,
         start: Sent,
         *,
-        mix: Tensor | None = None,
-        pulls: Sequence[Pull] = (),
-        own: Own | None = None,
-        keep: Keep | Columns | None = None,
-        mix_later: bool = False,
-        beside: Sent | None = None,
-        rule: Rule | None = None,
-        local: LocalSGD | None = None,
-        steps_M: np.ndarray | None = None,
-        relay: bool = False,
-        held: bool = True,
+        client_state: ClientState | None = None,
+        how: LocalTraining = LocalTraining(),
+        average: Tensor | None = None,
+        features: UpdateFeatures | Columns | None = None,
+        defer_aggregation: bool = False,
+        keep_as_local_model: bool = True,
     ) -> Updates:
-        """Every client trains on its own data from its row of `start`.
+        """Trains every client on its own data, from its row of `start`.
 
-        mix:       weights (R, M), any scale >= 0. Sums form where the training happens; only (R, P) comes back.
-        own:       columns taken from the client's memory where it has one, and kept there afterwards.
-        keep:      columns of every client's result to bring back, (M, F): for methods that compare clients.
-        mix_later: results stay where they were made until `Clients.mix` says, in this round, how to average them.
-        beside:    frozen models whose logits are added to those of the trained one.
-        rule:      how a step is made of gradients; None: the gradient of one batch.
-        relay:     client j starts from client j-1's result: a chain, not federated averaging.
-        held:      the client keeps this result as its model: what protocol P-local measures.
+        client_state: columns that start from the client's state, if it has one, and are kept as its new state.
+        how: the local objective and the steps.
+        average: weights (R, M) >= 0 of any scale. Sums form on the hosts; only the averages (R, P) are returned.
+        features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
+        defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
+        keep_as_local_model: whether the result is the client's model, which protocol P-local measures.
         """
-        local, own = _persisting(local or self.local, own, held)
-        keep = Keep(keep) if isinstance(keep, Columns) else keep
-        private = own.columns if own and own.private else None
-        mix = None if mix is None else _normalised(mix, len(self))
+        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keep_as_local_model)
+        features = UpdateFeatures(features) if isinstance(features, Columns) else features
+        private = client_state.columns if client_state and client_state.private else None
+        averaging = None if average is None else Averaging.of(average, len(self))
+        work = self._training_work(
+            start, how, local, client_state, averaging, features, defer_aggregation, keep_as_local_model
+        )
+        if averaging is not None or defer_aggregation:
+            self.count_upload(self.spec.size - (private.count if private else 0))
+        elif features is not None:
+            self.count_upload(features.columns.count)
+        outcome = self._run(work)
+        self._note_training(outcome, keep_as_local_model)
+        if self._robust and averaging is not None:
+            found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
+            outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
+        return Updates(outcome, averaging, private, work)
+
+    def _training_work(
+        self,
+        start: Sent,
+        how: LocalTraining,
+        local: LocalSGD,
+        client_state: ClientState | None,
+        averaging: Averaging | None,
+        features: UpdateFeatures | None,
+        defer_aggregation: bool,
+        keep_as_local_model: bool,
+    ) -> Train:
+        """The work order. A robust aggregation needs the results themselves: they are deferred instead of summed."""
         tables = _Tables()
-        work = Train(
-            self._address(),
+        if how.steps_M is None:
+            steps_M = local.steps_of(
+                self.num_samples_M, batches_per_step=how.local_step.batches_per_step if how.local_step else 1
+            )
+        else:
+            steps_M = np.asarray(how.steps_M, np.int64)
+        return Train(
+            self._next_address(),
             self.ids_M,
             start=tables.rows(start),
-            pulls=tuple(PullRows(pull.weight, tables.rows(pull.to), pull.columns, pull.follow, pull.every) for pull in pulls if pull.acts),
-            beside=None if beside is None else tables.rows(beside),
-            rule=rule,
+            proximal=tuple(
+                ProximalRows(term.weight, tables.rows(term.anchor), term.columns, term.follow, term.every)
+                for term in how.proximal
+                if term.acts
+            ),
+            frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
+            local_step=how.local_step,
             local=local,
-            steps_M=local.steps_of(self.size_M, parts=rule.batches if rule else 1) if steps_M is None else np.asarray(steps_M, np.int64),
-            mix=None if self._robust else mix,
-            own=own,
-            keep=keep,
-            mix_later=mix_later or (self._robust and mix is not None),
-            lengths=isinstance(self.aggregation, NormClipping),
-            in_order=relay,
-            measure=self.measure if held else 0,
+            steps_M=steps_M,
+            averaging=None if self._robust else averaging,
+            client_state=client_state,
+            features=features,
+            defer_aggregation=defer_aggregation or (self._robust and averaging is not None),
+            upload_distances=isinstance(self.aggregation, NormClipping),
+            chained=how.chained,
+            local_test_samples=self.local_test_samples if keep_as_local_model else 0,
             tables=tables.as_tuple(),
         )
-        if mix is not None or mix_later:
-            self.upload(self.spec.size - (private.count if private else 0))
-        elif keep is not None:
-            self.upload(keep.columns.count)
-        outcome = self._run(work)
-        self._note_training(outcome, held)
-        if self._robust and mix is not None:
-            found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, mix)
-            outcome = replace(outcome, sums=found.sums, mass_R=found.mass_R)
-        return Updates(outcome, mix, private, work)
 
-    def mix(self, updates: Updates, weight_RM: Tensor) -> Updates:
-        """Averages the results of a `train(..., mix_later=True)` of this round; no further traffic. Clients without a sound result are left out."""
-        mix, work = _normalised(weight_RM, len(self)), updates.training
-        address = self._address()
+    def average(self, updates: Updates, weight_RM: Tensor) -> Updates:
+        """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
+
+        weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
+        """
+        averaging, work = Averaging.of(weight_RM, len(self)), updates.training
+        address = self._next_address()
         if self._robust:
-            outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, mix)
+            outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
-            outcome = self._run(MixPending(address, self.ids_M, (), mix=mix, pending=work.address.exchange))
-        return Updates(outcome, mix, updates.private, work)
+            outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
+        return Updates(outcome, averaging, updates.private, work)
 
-    def losses(self, sent: Sent, *, max_samples: int | None = None, beside: Sent | None = None) -> np.ndarray:
-        """float64 (M, K): mean training loss of each of the K models on each client's data (its first `max_samples`); inf where it is not a number.
+    def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
+        """Mean training loss of each of the K models on each client's data, float64 (M, K); inf where it is NaN.
 
-        beside: frozen models whose logits are added to those of every model.
+        max_samples: number of first samples of each client to use, at most `choice_samples`; None: all.
+        frozen_model: a model whose logits are added to those of every model.
         """
         if not len(self):
             return np.zeros((0, len(sent.models_KP)))
         tables = _Tables()
-        tables.rows(sent.choose(self.first()))
+        tables.rows(sent.choose(self.first_row()))
         work = Losses(
-            self._address(),
+            self._next_address(),
             self.ids_M,
             num_models=len(sent.models_KP),
-            max_samples=max_samples,
-            beside=None if beside is None else tables.rows(beside),
+            max_samples=min((most for most in (max_samples, self.choice_samples) if most is not None), default=None),
+            frozen_model=None if frozen_model is None else tables.rows(frozen_model),
             tables=tables.as_tuple(),
         )
-        return np.nan_to_num(self._run(work).arrays["losses"], nan=np.inf, posinf=np.inf)  # argmin would take NaN for the least
+        loss_MK = self._run(work).arrays["losses"]
+        return np.nan_to_num(loss_MK, nan=np.inf, posinf=np.inf)  # argmin would select NaN
 
     def accuracies(self, sent: Sent) -> np.ndarray:
-        """float64 (M, K): accuracy of each of the K models on each client's TEST data: only to reproduce results that were made with this leak."""
-        found_KM = []
+        """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
+
+        Choosing a model by it leaks test labels; it is there to reproduce published results that were obtained so.
+        """
+        accuracy_KM = []
         for k in range(len(sent.models_KP)):
             start = Rows(0, np.full(len(self), k))
-            found_KM.append(self._run(TestClients(self._address(), self.ids_M, (sent.models_KP,), start=start)).arrays["scores"][:, 0])
-        return np.nan_to_num(np.stack(found_KM, 1))
+            work = EvaluateClients(self._next_address(), self.ids_M, (sent.models_KP,), start=start)
+            accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
+        return np.nan_to_num(np.stack(accuracy_KM, 1))
 
     def describe(
-        self, function: Callable, anchor: Sent | None = None, *, sketch: int | None = None, floats: int | None = None, local: LocalSGD | None = None
+        self,
+        function: Callable[..., Any],
+        anchor: Sent | None = None,
+        *,
+        sketch: int | None = None,
+        floats: int | None = None,
+        local: LocalSGD | None = None,
     ) -> tuple[Tensor, np.ndarray]:
-        """`function(client, anchor_P)` of each client as float32 (M, F), and bool (M,): False for a client that was left out.
+        """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
 
-        Results of different lengths are filled up with zeros.
-
-        What the function may use of a client is `engine.oneclient.OneClient`.
-
-        sketch: project the result to this many features where it is made (`core.sketch`); cosines survive within about 1/sqrt(F).
-        floats: what a client uploads by the paper's count (None: the length of its result without projection).
+        function: called as `function(client, anchor_P)` with a `ClientData`. Results of different lengths are padded
+            with zeros.
+        anchor: the model that each client passes to the function; None: no model.
+        sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
+        floats: numbers that a client uploads by the paper's count; None: the length of its result before projection.
+        local: local training that the function uses; None: the experiment's.
         """
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
         tables = _Tables()
         work = Describe(
-            self._address(),
+            self._next_address(),
             self.ids_M,
             function=function,
             anchor=None if anchor is None else tables.rows(anchor),
@@ -241,35 +343,37 @@ class Clients:
             tables=tables.as_tuple(),
         )
         arrays = self._run(work).arrays
-        self.books.ledger.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        return torch.from_numpy(arrays["features"]), arrays["ok"]
+        self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
+        return torch.from_numpy(arrays["features"]), arrays["valid"]
 
     @property
     def _robust(self) -> bool:
         return not isinstance(self.aggregation, Mean)
 
-    def _address(self) -> Address:
-        self.books.exchanges += 1
-        return Address(self.seed, self.number, self.books.exchanges)
+    def _next_address(self) -> Address:
+        self.stats.exchanges += 1
+        return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
         outcome = self.backend.run(work)
-        self.books.left_out.update({int(work.ids_M[i]): left for i, left in outcome.left_out.items()})
+        self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
         return outcome
 
-    def _note_training(self, outcome: Outcome, held: bool) -> None:
-        ok_M = outcome.arrays["ok"]
-        if not held:
+    def _note_training(self, outcome: Outcome, keep_as_local_model: bool) -> None:
+        if not keep_as_local_model:
             return
-        self.books.train_loss.update(zip(self.ids_M[ok_M].tolist(), outcome.arrays["train_loss"][ok_M].tolist()))
-        if "held" in outcome.arrays:
-            self.books.held.update(zip(self.ids_M[ok_M].tolist(), map(tuple, outcome.arrays["held"][ok_M].tolist())))
+        arrays, valid_M = outcome.arrays, outcome.arrays["valid"]
+        ids = self.ids_M[valid_M].tolist()
+        self.stats.train_loss.update(zip(ids, arrays["train_loss"][valid_M].tolist(), strict=True))
+        if "local_scores" in arrays:
+            scores = map(tuple, arrays["local_scores"][valid_M].tolist())
+            self.stats.local_scores.update(zip(ids, scores, strict=True))
 
 
 class _Tables:
-    """Collects the distinct model tables of one exchange, so that each crosses once."""
+    """The distinct model tables of one exchange, each of which is sent once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.tables: list[Tensor] = []
 
     def rows(self, sent: Sent) -> Rows:
@@ -285,16 +389,14 @@ class _Tables:
         return tuple(self.tables)
 
 
-def _persisting(local: LocalSGD, own: Own | None, held: bool) -> tuple[LocalSGD, Own | None]:
-    """Momentum persists where a client holds the result; it is kept beside what the client owns, or under a name of its own."""
-    local = replace(local, persist=local.persist and held and local.momentum > 0)
-    return local, Own("momentum", Columns(()), private=False) if local.persist and own is None else own
+def _with_momentum_kept(
+    local: LocalSGD, client_state: ClientState | None, keep_as_local_model: bool
+) -> tuple[LocalSGD, ClientState | None]:
+    """Local training and client state with which a persistent momentum buffer is kept.
 
-
-def _normalised(weight_RM: Tensor, num_clients: int) -> Mix:
-    weight_RM = np.asarray(weight_RM, np.float64)
-    if weight_RM.ndim != 2 or weight_RM.shape[1] != num_clients or not (weight_RM >= 0).all():
-        raise ValueError(f"mix must be weights >= 0 of shape (R, {num_clients}), got shape {weight_RM.shape}")
-    total_R = weight_RM.sum(1)
-    out_E, client_E = np.nonzero(weight_RM)
-    return Mix(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)
+    The buffer belongs to the client's model. It is part of the client state, or alone a state with the name "momentum".
+    """
+    local = replace(local, persist=local.persist and keep_as_local_model and local.momentum > 0)
+    if local.persist and client_state is None:
+        return local, ClientState("momentum", Columns(()), private=False)
+    return local, client_state

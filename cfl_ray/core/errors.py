@@ -5,38 +5,38 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A message for the person who runs this: what is wrong, the limit, and what to do. No traceback is shown."""
+    """An error whose message says what is wrong, what the limit is and what to do. It is shown without a traceback."""
 
     exit_status = 1
 
 
 class ConfigError(UserError):
-    """Bad input: a key, a value, a name or a file that the run was given."""
+    """Invalid input: a key, a value, a name or a file."""
 
     exit_status = 2
 
 
 class DataError(ConfigError):
-    """Data that is absent, damaged, or does not fit what was asked of it."""
+    """Data that is missing, damaged, or does not fit the configuration."""
 
 
 class RunError(UserError):
-    """A run that was started correctly and could not go on."""
+    """A failure of a run that had started correctly."""
 
 
 class Interrupted(RunError):
-    """A run that a person stopped."""
+    """An interruption of the run by the user."""
 
     exit_status = 130
 
 
-class Stopped(UserError):
-    """A run that ended early because it was asked to: nothing is wrong."""
+class RunStopped(UserError):
+    """An early end of the run on request; nothing is wrong."""
 
     exit_status = 0
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
     valid = sorted(valid)
     close = difflib.get_close_matches(str(word), valid, n=1, cutoff=0.5)

@@ -1,140 +1,185 @@
-"""What a method is: hyper-parameters in a frozen dataclass, and rounds that are pure functions of (state, clients, rng)."""
+"""The base class of all methods.
+
+A method is a frozen dataclass of hyper-parameters; its rounds are pure functions of (state, clients, rng).
+"""
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core import robust
+from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import UNKNOWN, State
+from cfl_ray.core.state import UNASSIGNED, State
+
+S = TypeVar("S", bound=State)  # the state of a method
+
+_REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
 
-def option(default: Any, doc: str, *, source: str = "", low: float | None = None, high: float | None = None, choices: tuple | None = None) -> Any:
-    """A hyper-parameter of a method: its default, meaning (with the paper's symbol), where the default comes from, and its range, both ends included."""
-    return field(default=default, metadata={"doc": doc, "source": source, "low": low, "high": high, "choices": choices})
+def option(
+    default: Any,
+    doc: str,
+    *,
+    source: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+) -> Any:
+    """A hyper-parameter, as a field of a method's dataclass.
+
+    doc: meaning, with the paper's symbol.
+    source: origin of the default.
+    low, high: limits, both included; None: no limit.
+    choices: allowed values; None: any.
+    """
+    metadata = {"doc": doc, "source": source, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=metadata)
 
 
-def weighting(default: str = "samples") -> Any:
-    """The option that nearly every method has."""
+def weights_option(default: str = "samples") -> Any:
+    """The option `weights` of an average over clients: "samples" or "uniform"."""
     source = "FedAvg" if default == "samples" else "paper"
-    return option(default, "weight of a client in an average: its samples n_i, or the same for all", source=source, choices=("samples", "uniform"))
+    doc = "weight of a client in an average: its samples n_i, or the same for all"
+    return option(default, doc, source=source, choices=("samples", "uniform"))
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a method starts from."""
+    """The arguments of a method's first state."""
 
     num_clients: int  # N
     spec: ParamSpec
-    new_model: Callable[[int], Tensor]  # the k-th independently initialised model, a row (P,); 0 is the common start of all methods
+    # returns the k-th independently initialised model, a row (P,); 0 is the common start of all methods
+    new_model: Callable[[int], Tensor]
     input_shape: tuple[int, ...] = ()  # of one sample
 
     def unassigned(self) -> np.ndarray:
-        """assign_N with nobody placed."""
-        return np.full(self.num_clients, UNKNOWN, np.int32)
+        """`State.assign_N` with no client in a cluster, int32 (N,)."""
+        return np.full(self.num_clients, UNASSIGNED, np.int32)
 
     def one_cluster(self) -> np.ndarray:
-        """assign_N with everybody in cluster 0."""
+        """`State.assign_N` with every client in cluster 0, int32 (N,)."""
         return np.zeros(self.num_clients, np.int32)
 
     def one_model(self) -> State:
-        """The state of a method with one global model."""
+        """The first state of a method with one global model."""
         return State(models_KP=self.new_model(0)[None], assign_N=self.one_cluster())
 
 
 @dataclass(frozen=True)
-class Method(ABC):
-    """A federated method. Constructing one starts nothing; what changes between rounds is `State`.
+class Method(ABC, Generic[S]):
+    """A federated method with a state of type S, which changes from round to round; the method itself does not.
 
-    Subclass it as `class IFCA(Method, name="ifca")` to register it under that name.
+    A subclass `class IFCA(Method[State], name="ifca")` is registered under that name. A method whose state has more
+    fields names a subclass of `State`: `class StoCFL(Method[StoCFLState], name="stocfl")`.
     """
 
     name: ClassVar[str] = ""
-    State: ClassVar[type[State]] = State
-    registry = {}  # name -> class; not annotated, for a dataclass keeps what is in its fields, and they would travel with every pickle
-    only_mean: ClassVar[str] = ""  # why no other aggregation would do what it says in this method; empty: all may be chosen
+    state_type: ClassVar[type[State]] = State  # S, set from the base class `Method[S]`
+    # Not annotated here: an annotated class variable is part of every subclass's dataclass fields, and cloudpickle
+    # would send all registered methods along with a user's own one.
+    registry = _REGISTRY
+    only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
     aggregation: str | dict[str, Any] = field(
         default="mean",
         kw_only=True,
         metadata={
-            "doc": "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, {multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}",
+            "doc": "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, "
+            "{multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}",
             "source": "every paper; the others against attackers",
-            "choices": tuple(robust.RULES),
+            "choices": tuple(RULES),
         },
     )
 
-    def __init_subclass__(cls, name: str = "", **kwargs):
+    def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not name:  # a class that a host rebuilds from a pickle, which sets its name afterwards; others are refused when they are named
+        for base in vars(cls).get("__orig_bases__", ()):
+            argument = get_args(base)[0] if get_origin(base) is Method else None
+            if isinstance(argument, type) and issubclass(argument, State):
+                cls.state_type = argument
+        if not name:  # set later when a host unpickles the class; any other class without a name is rejected on its use
             return
         cls.name = name
         Method.registry[name] = cls
 
-    def __post_init__(self):
-        if not isinstance(self.rule, robust.Mean) and self.only_mean:
+    def __post_init__(self) -> None:
+        if not isinstance(self.aggregation_rule, Mean) and self.only_mean:
             raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
         for item in fields(self):
             if item.name == "aggregation":
                 continue
             value, meta = getattr(self, item.name), item.metadata
             if meta.get("choices") and value not in meta["choices"]:
-                raise ValueError(f"{self.name}.{item.name} must be one of {', '.join(map(str, meta['choices']))}, got {value!r}")
+                choices = ", ".join(map(str, meta["choices"]))
+                raise ValueError(f"{self.name}.{item.name} must be one of {choices}, got {value!r}")
             if isinstance(item.default, bool) and not isinstance(value, bool):
                 raise ValueError(f"{self.name}.{item.name} must be true or false, got {value!r}")
             if meta.get("low") is None and meta.get("high") is None:
                 continue
-            low, high = meta["low"] if meta["low"] is not None else -np.inf, meta["high"] if meta["high"] is not None else np.inf
             if value is None and item.default is None:
                 continue
+            low = -np.inf if meta["low"] is None else meta["low"]
+            high = np.inf if meta["high"] is None else meta["high"]
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"{self.name}.{item.name} must be in {low} .. {high}, got {value!r}")
             if _type_name(item.type) in ("int", "int | None") and not isinstance(value, int):
                 raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
 
     @property
-    def rule(self) -> robust.Rule:
-        """The aggregation with its parameters. Raises ValueError where there is no such."""
+    def aggregation_rule(self) -> AggregationRule:
+        """The rule that `aggregation` configures. Raises ValueError for an invalid one."""
         try:
-            return robust.parse(self.aggregation)
+            return parse_rule(self.aggregation)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    @property
+    def compares_models(self) -> bool:
+        """Whether clients choose the model that they predict with by their training loss (`Clients.losses`)."""
+        return False
+
     @abstractmethod
-    def init(self, start: Start) -> State:
+    def init(self, start: Start) -> S:
         """The state before round 1."""
 
     @abstractmethod
-    def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        """One communication round with the clients of its cohort."""
+    def round(self, state: S, clients: Clients, rng: Draws) -> S:
+        """The state after one communication round with `clients`, the cohort of the round."""
 
     @abstractmethod
-    def serve(self, state: State, clients: Clients) -> Serving:
-        """The model with which each of `clients` would predict now (protocol P-server); costs no traffic."""
+    def serve(self, state: S, clients: Clients) -> Serving:
+        """The model with which each of `clients` predicts now (protocol P-server); without traffic."""
 
-    def join(self, state: State, clients: Clients) -> State:
-        """The state after newcomers came; by default they are placed when they first take part."""
+    def join(self, state: S, clients: Clients) -> S:
+        """The state after the newcomers `clients` joined.
+
+        By default it is the same, and they are assigned to a cluster when they first take part.
+        """
         return state
 
-    def drift(self, state: State, clients: Clients) -> State:
-        """The state after the data of `clients` changed, where clients notice that and say so; by default nobody does."""
+    def drift(self, state: S, clients: Clients) -> S:
+        """The state after the data of `clients` changed, if clients report that; by default it is the same."""
         return state
 
-    def leave(self, state: State, ids: np.ndarray) -> State:
+    def leave(self, state: S, ids: np.ndarray) -> S:
         """The state after the clients `ids` left for good."""
         return state.forget(ids)
 
     @classmethod
     def options(cls) -> list[dict[str, Any]]:
-        """Name, type, default and its source, range and meaning of every hyper-parameter, those of all methods last."""
+        """Every hyper-parameter as a dict of name, type, default, doc, source, low, high and choices.
+
+        Those that all methods share come last.
+        """
         return [
             {
                 "name": item.name,
@@ -142,16 +187,16 @@ class Method(ABC):
                 "default": None if item.default is MISSING else item.default,
                 **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
-            for item in sorted(fields(cls), key=lambda item: item.kw_only)
+            for item in sorted(fields(cls), key=lambda item: item.kw_only is True)
             if not (item.name == "aggregation" and cls.only_mean)
         ]
 
     @classmethod
     def summary(cls) -> str:
-        """First sentence of the class's docstring."""
+        """First line of the class's docstring."""
         return (inspect.getdoc(cls) or "").split("\n")[0]
 
 
 def _type_name(annotation: Any) -> str:
-    """An annotation as it is written: `int | None`."""
+    """An annotation as source code, such as "int | None"."""
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

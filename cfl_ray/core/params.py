@@ -1,15 +1,16 @@
-"""Models are rows.
+"""Models as rows of a matrix.
 
-The parameters of a model travel as one float32 row; K models are a matrix `(K, P)`, and a weighted mean of clients is
-`weight_KM @ theta_MP`. Frozen parameters and float buffers (BatchNorm statistics) are further columns that are averaged but not
-trained; integer buffers are not part of a row.
+The parameters of a model are one float32 row (P,), K models are a matrix (K, P), and weighted means over clients are a
+product `weight_KM @ theta_MP`. Frozen parameters and float buffers (BatchNorm statistics) are further columns; they are
+averaged but not trained. Integer buffers are not part of a row.
 
-Axis letters, used as suffixes of names everywhere:
-    N all clients    M clients of this round    K clusters    P columns of a row    C classes
-    B batch          S shared test sets         F features of a signature          R output rows of a mix
+Axis letters, used as suffixes of names in the whole package:
+    N all clients    M clients of the round or exchange      K clusters                P columns of a row    C classes
+    B batch          S clients with a signature, test sets   F features of a signature R rows of weighted means
+Lower-case letters (m, n, k) are parts of these axes, X is any leading axis, and a module names further letters itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Columns:
-    """A set of columns of a row, as (start, stop) ranges in ascending order."""
+    """A set of columns of a row, as disjoint ranges (start, stop) in ascending order."""
 
     ranges: tuple[tuple[int, int], ...]
 
     @property
     def count(self) -> int:
+        """Number of columns."""
         return sum(stop - start for start, stop in self.ranges)
 
     def of(self, rows: Tensor) -> Tensor:
@@ -42,23 +44,27 @@ class Columns:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Which columns of a row belong to which tensor of the model. Parameters come first, then float buffers."""
+    """The tensors of a model in the order of their columns: trained parameters, frozen parameters, float buffers."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    num_params: int  # tensors that are trained; the rest are buffers
+    num_params: int  # number of trained tensors, which come first
 
     @classmethod
     def of(cls, module: nn.Module) -> "ParamSpec":
+        """The layout of a module's rows."""
         params = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
         frozen = [(name, tuple(p.shape)) for name, p in module.named_parameters() if not p.requires_grad]
-        kept = module.state_dict().keys()  # buffers that are not persistent are working space
-        buffers = [(name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in kept]
-        names, shapes = zip(*(params + frozen + buffers)) if params else ((), ())
-        return cls(names, shapes, len(params))
+        persistent = module.state_dict().keys()  # other buffers are working space
+        buffers = [
+            (name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in persistent
+        ]
+        tensors = params + frozen + buffers if params else []
+        return cls(tuple(name for name, _ in tensors), tuple(shape for _, shape in tensors), len(params))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
+        """Stop column of every tensor."""
         ends, at = [], 0
         for shape in self.shapes:
             at += torch.Size(shape).numel()
@@ -67,25 +73,26 @@ class ParamSpec:
 
     @property
     def size(self) -> int:
-        """P, the columns of a row."""
+        """P, the number of columns of a row."""
         return self.ends[-1]
 
     @cached_property
     def trained(self) -> int:
-        """Number of leading columns that are parameters."""
+        """Number of leading columns that are trained."""
         return self.ends[self.num_params - 1]
 
     @property
     def all(self) -> Columns:
+        """All columns of a row."""
         return Columns(((0, self.size),))
 
     @cached_property
     def trainable(self) -> Columns:
-        """All parameters that are trained: without buffers and frozen parts."""
+        """All trained columns: without frozen parameters and buffers."""
         return Columns(((0, self.trained),))
 
     def columns(self, prefixes: Iterable[str]) -> Columns:
-        """Columns of the tensors whose name starts with one of `prefixes`. Raises ValueError where a prefix fits none."""
+        """Columns of the tensors with a name that starts with a prefix. Raises ValueError if a prefix matches none."""
         prefixes = tuple(prefixes)
         for prefix in prefixes:
             if not any(name.startswith(prefix) for name in self.names):
@@ -94,18 +101,18 @@ class ParamSpec:
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """Modules that have trained parameters of their own, from input to output."""
+        """Names of the modules that have trained parameters of their own, in the order of the model."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.names[: self.num_params]))
 
     def top(self, count: int) -> Columns:
-        """The last `count` layers, weights and biases (all columns where there are no more)."""
+        """Columns of the last `count` layers, weights and biases; all columns if the model has no more layers."""
         if count >= len(self.layers):
             return self.all
         upper = set(self.layers[len(self.layers) - count :])
         return self._ranges(lambda name: name.rpartition(".")[0] in upper)
 
     def bottom(self, count: int) -> Columns:
-        """Everything except the `count` last layers."""
+        """All columns except those of the last `count` layers."""
         if count >= len(self.layers):
             return Columns(())
         upper = set(self.layers[len(self.layers) - count :])
@@ -113,24 +120,25 @@ class ParamSpec:
 
     @cached_property
     def head(self) -> Columns:
-        """The final layer, weights and bias: the tensors of the last module that has parameters."""
+        """The last layer, weights and bias."""
         return self.top(1)
 
     @cached_property
     def base(self) -> Columns:
-        """Everything except the head."""
+        """All columns except the head."""
         return self.bottom(1)
 
     @cached_property
     def linear(self) -> Columns:
-        """The fully connected layers, weights and biases. All trained columns where there is none."""
-        shape = dict(zip(self.names, self.shapes))
-        modules = {layer for layer in self.layers if any(len(shape[n]) == 2 for n in self.names[: self.num_params] if n.rpartition(".")[0] == layer)}
+        """The fully connected layers, weights and biases; all trained columns if there is none."""
+        trained = zip(self.names[: self.num_params], self.shapes[: self.num_params], strict=True)
+        modules = {name.rpartition(".")[0] for name, shape in trained if len(shape) == 2}
         return self._ranges(lambda name: name.rpartition(".")[0] in modules) if modules else self.trainable
 
-    def _ranges(self, wanted) -> Columns:
+    def _ranges(self, wanted: Callable[[str], bool]) -> Columns:
+        """Columns of the tensors with a wanted name; neighbouring ranges are joined."""
         ranges: list[tuple[int, int]] = []
-        for name, start, stop in zip(self.names, (0, *self.ends), self.ends):
+        for name, start, stop in zip(self.names, (0, *self.ends), self.ends, strict=False):
             if not wanted(name):
                 continue
             if ranges and ranges[-1][1] == start:
@@ -140,14 +148,18 @@ class ParamSpec:
         return Columns(tuple(ranges))
 
     def tensors(self, rows: Tensor) -> dict[str, Tensor]:
-        """Named views into `rows` (..., P), each (..., *shape); only the trained tensors where the rows are no longer than those."""
-        starts, wanted = (0, *self.ends), self.num_params if rows.shape[-1] == self.trained else len(self.names)
+        """Views into `rows` (..., P) by name of the tensor, each of shape (..., *shape).
+
+        Rows (..., trained) have the trained tensors alone.
+        """
+        wanted = self.num_params if rows.shape[-1] == self.trained else len(self.names)
+        starts = (0, *self.ends)
         return {
             name: rows[..., start:stop].unflatten(-1, shape) if shape else rows[..., start]
-            for name, shape, start, stop in zip(self.names[:wanted], self.shapes, starts, self.ends)
+            for name, shape, start, stop in zip(self.names[:wanted], self.shapes, starts, self.ends, strict=False)
         }
 
     def row_of(self, module: nn.Module) -> Tensor:
-        """The module's parameters and float buffers as one row (P,), a copy."""
+        """A module's parameters and float buffers as one float32 row (P,), a copy."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])

@@ -1,8 +1,8 @@
-"""Random projection of long signatures, done where they are made.
+"""Random projection of long signatures, on the host that computes them.
 
-A count sketch adds every coordinate, with a random sign, to one of F features. It is linear, so the mean of sketches is the
-sketch of the mean, and for unit vectors the cosine is kept with standard error at most sqrt(2 / F) (Charikar, Chen and
-Farach-Colton, 2002; Weinberger et al., arXiv:0902.2206, Lemma 2): 1.1 % for F = 16,384.
+A count sketch adds every coordinate, with a random sign, to one of F features. It is linear, so the mean of sketches is
+the sketch of the mean, and it keeps the cosine of unit vectors with a standard error of at most sqrt(2 / F) (Charikar,
+Chen and Farach-Colton, 2002; Weinberger et al., arXiv:0902.2206, Lemma 2): 1.1 % for F = 16,384.
 """
 
 from functools import lru_cache
@@ -16,6 +16,7 @@ from cfl_ray.core.rng import stream
 
 @lru_cache(maxsize=2)
 def _plan(length: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Feature, int64 (L,), and sign, float32 (L,), of every coordinate."""
     draw = stream(seed, -1, -1, -1, "sketch")
     bucket = torch.from_numpy(draw.integers(0, features, length, dtype=np.int32)).long()
     sign = torch.from_numpy(draw.integers(0, 2, length, dtype=np.int8)).float().mul_(2).sub_(1)
@@ -23,7 +24,7 @@ def _plan(length: int, features: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def sketch(vector: Tensor, features: int, seed: int) -> Tensor:
-    """float32 (features,) from a vector (L,). A vector that is no longer than `features` is returned as it is."""
+    """Projects a vector (L,) to float32 (features,). Returns the vector itself if it is no longer than that."""
     if len(vector) <= features:
         return vector
     bucket, sign = _plan(len(vector), features, seed)

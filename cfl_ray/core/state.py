@@ -1,75 +1,84 @@
-"""What a method remembers between rounds."""
+"""State of a method between rounds."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-UNKNOWN = -1  # cluster of a client that the server knows nothing about
+UNASSIGNED = -1  # in the place of a cluster: the client is assigned to none
+
+_AXES = re.compile(r"_([A-Z][A-Z0-9]*)$")  # axis letters at the end of a field's name
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything the server knows: frozen, and made of tensors, arrays and scalars only, so that one function saves any method.
+    """Everything that the server of a method keeps between rounds.
 
-    A method that remembers more subclasses this and names its class as `Method.State`.
+    Fields are tensors, arrays and scalars only, so that one pair of functions saves the state of any method. A method
+    that needs more fields names a subclass of this: `class StoCFL(Method[StoCFLState], name="stocfl")`.
     """
 
     models_KP: Tensor  # float32 (K, P): the cluster models
-    assign_N: np.ndarray  # int32 (N,): cluster of each client, UNKNOWN where none is known
-    phase: str = "federate"  # where the clustering stands: e.g. "warmup", "cluster", "federate"
+    assign_N: np.ndarray  # int32 (N,): cluster of each client, UNASSIGNED for a client without one
+    phase: str = "federate"  # stage of the clustering, such as "warmup", "cluster" or "federate"
 
     @property
     def num_clusters(self) -> int:
+        """K."""
         return len(self.models_KP)
 
     @property
     def members_K(self) -> np.ndarray:
-        """int64 (K,): members of each cluster."""
+        """Number of clients in each cluster, int64 (K,)."""
         return np.bincount(self.assign_N[self.assign_N >= 0], minlength=self.num_clusters)
 
-    def place(self, ids_M: np.ndarray, assign_M: np.ndarray) -> np.ndarray:
-        """`assign_N` with the clients `ids_M` in clusters `assign_M`."""
+    def place(self, ids_M: np.ndarray | Sequence[int], assign_M: np.ndarray | int) -> np.ndarray:
+        """A copy of `assign_N` with the clients `ids_M` in the clusters `assign_M`."""
         assign_N = self.assign_N.copy()
         assign_N[ids_M] = assign_M
         return assign_N
 
-    def advance(self, **changes) -> Self:
-        """The next state: this one with `changes`."""
+    def advance(self, **changes: Any) -> Self:
+        """The next state: this one with the given fields replaced."""
         return replace(self, **changes)
 
     def forget(self, ids: np.ndarray) -> Self:
-        """This state without the assignment of clients that left."""
-        return self.advance(assign_N=self.place(ids, UNKNOWN))
+        """This state without the clients `ids`, which left."""
+        return self.advance(assign_N=self.place(ids, UNASSIGNED))
 
     def grown(self, num_clients: int) -> Self:
-        """This state for a federation that grew to `num_clients`: newcomers have no cluster, and zeros in other fields per client.
+        """This state for a federation that grew to `num_clients` clients.
 
-        Fields are known by their axes: `more_N`, `seen_NK`, `best_KN`. A method that means something else by zero overrides this.
+        Newcomers have no cluster, and 0 in every other field with an axis N (`more_N`, `seen_NK`, `best_KN`). A
+        subclass in which 0 means something else overrides this.
         """
-        more, changes = num_clients - len(self.assign_N), {}
+        more = num_clients - len(self.assign_N)
+        changes: dict[str, Tensor | np.ndarray] = {}
         for field in fields(self):
-            value, axes = getattr(self, field.name), re.search(r"_([A-Z][A-Z0-9]*)$", field.name)
-            if isinstance(value, (Tensor, np.ndarray)) and axes and "N" in axes[1]:
-                axis = axes[1].index("N")
-                rest = np.full((*value.shape[:axis], more, *value.shape[axis + 1 :]), UNKNOWN if field.name == "assign_N" else 0)
-                array = np.concatenate([np.asarray(value), rest.astype(np.asarray(value).dtype)], axis)
-                changes[field.name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
+            value, axes = getattr(self, field.name), _AXES.search(field.name)
+            if not isinstance(value, (Tensor, np.ndarray)) or not axes or "N" not in axes[1]:
+                continue
+            array, axis = np.asarray(value), axes[1].index("N")
+            shape = (*array.shape[:axis], more, *array.shape[axis + 1 :])
+            added = np.full(shape, UNASSIGNED if field.name == "assign_N" else 0, array.dtype)
+            longer = np.concatenate([array, added], axis)
+            changes[field.name] = torch.from_numpy(longer) if isinstance(value, Tensor) else longer
         return self.advance(**changes)
 
-    def split(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """(tensors, scalars) by field name: what a checkpoint stores."""
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, scalars) by field name, in the form that a checkpoint stores."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, (Tensor, np.ndarray))}
         scalars = {name: value for name, value in values.items() if name not in tensors}
         return {name: torch.as_tensor(value) for name, value in tensors.items()}, scalars
 
     @classmethod
-    def join(cls, tensors: dict[str, Tensor], scalars: dict[str, object]) -> Self:
-        """The inverse of `split`. Fields annotated as arrays come back as arrays."""
+    def from_checkpoint(cls, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> Self:
+        """The inverse of `to_checkpoint`. Fields annotated as arrays come back as arrays."""
         arrays = {field.name for field in fields(cls) if "ndarray" in str(field.type)}
-        values = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
+        values: dict[str, Any] = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
         return cls(**values, **scalars)

@@ -1,4 +1,4 @@
-"""One compute thread: more would add up in another order, and figures would depend on the number of cores."""
+"""Computing with one thread: with more, sums have another order and results depend on the number of cores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from threadpoolctl import threadpool_limits
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch, NumPy and SciPy compute with one thread inside, in this process."""
-    import scipy.linalg  # noqa: F401  loads a BLAS of its own, so that it is there to be limited
+    """Context in which PyTorch, NumPy and SciPy compute with one thread in this process."""
+    import scipy.linalg  # noqa: F401  loads a BLAS of its own, which can be limited only once it is loaded
 
     threads = torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""What the exchanges of a round come to: trained models, and the books of the round."""
+"""Results of a cohort's training, and the statistics of a round."""
 
 from dataclasses import dataclass, field
 
@@ -7,88 +7,108 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import LeftOut, Mix, Outcome, Train
+from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
+
+_NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What a cohort's training came to."""
+    """Results of a cohort's training."""
 
     outcome: Outcome
-    mix: Mix | None
-    private: Columns | None = None  # columns that stayed with the clients
-    training: Train | None = None  # the exchange
+    averaging: Averaging | None  # None: the results were not averaged
+    private: Columns | None  # columns that are not uploaded; None: all are
+    training: Train  # the exchange in which the clients trained
 
-    def mixed(self, empty: Tensor) -> Tensor:
-        """float32 (R, P): the weighted mean of every output row. Rows without any update, and private columns, come from `empty`."""
-        rows_RP = empty.clone()
-        for row, sum_P in self.outcome.sums.items():
-            if self.outcome.mass_R[row] > 0:
-                rows_RP[row] = (sum_P / self.outcome.mass_R[row]).float()
+    def averaged(self, default: Tensor) -> Tensor:
+        """Weighted mean of every output row, float32 (R, P).
+
+        Rows without any contribution, and private columns, are those of `default` (R, P). Raises ValueError if nothing
+        was averaged.
+        """
+        if self.outcome.arrived_R is None:
+            raise ValueError(_NOT_AVERAGED)
+        rows_RP = default.clone()
+        for row, mean_P in self.outcome.means.items():
+            rows_RP[row] = mean_P
         if self.private is not None:
-            self.private.put(rows_RP, self.private.of(empty))
+            self.private.put(rows_RP, self.private.of(default))
         return rows_RP
 
     def damped(self, start: Tensor, total: float) -> Tensor:
-        """float32 (R, P): every row of `start` moved towards its weighted mean by the share that its weight has in `total`."""
+        """Rows of `start` (R, P), each moved towards its weighted mean by the share of its weight in `total`."""
         share_R = self.weight_R / total if total else np.zeros(len(start))
-        return torch.stack([torch.lerp(a, b, share) for a, b, share in zip(start, self.mixed(empty=start), share_R.tolist())])
+        means = self.averaged(default=start)
+        return torch.stack(
+            [torch.lerp(a, b, share) for a, b, share in zip(start, means, share_R.tolist(), strict=True)]
+        )
+
+    @property
+    def arrived_R(self) -> np.ndarray:
+        """Share of each output row's weight that arrived, float64 (R,). Raises ValueError if nothing was averaged."""
+        if self.outcome.arrived_R is None:
+            raise ValueError(_NOT_AVERAGED)
+        return self.outcome.arrived_R
 
     @property
     def weight_R(self) -> np.ndarray:
-        """float64 (R,): the weight that arrived for every output row, in the scale of `mix`."""
-        return self.outcome.mass_R * np.nan_to_num(self.mix.total_R)
+        """Weight of each output row that arrived, float64 (R,), in the scale of the given weights."""
+        if self.averaging is None:
+            raise ValueError(_NOT_AVERAGED)
+        return self.arrived_R * np.nan_to_num(self.averaging.total_R)
 
     @property
-    def kept_MF(self) -> Tensor:
-        """float32 (M, F): what was asked for with `keep`; rows of rejected clients are NaN."""
-        return torch.from_numpy(self.outcome.arrays["kept"])
+    def features_MF(self) -> Tensor:
+        """Requested features, float32 (M, F); NaN for excluded clients."""
+        return torch.from_numpy(self.outcome.arrays["features"])
 
     @property
-    def sound_MF(self) -> Tensor:
-        """The rows of `kept_MF` that are not of rejected clients."""
-        return self.kept_MF[torch.from_numpy(self.ok_M)]
+    def valid_features_MF(self) -> Tensor:
+        """Rows of `features_MF` of the clients that were not excluded."""
+        return self.features_MF[torch.from_numpy(self.valid_M)]
 
     @property
     def norm_M(self) -> np.ndarray:
-        """float64 (M,): Euclidean length of what was asked for with `keep`, before any projection; NaN for rejected clients."""
+        """Euclidean norm of the features before any projection, float64 (M,); NaN for excluded clients."""
         return self.outcome.arrays["norm"]
 
     @property
-    def ok_M(self) -> np.ndarray:
-        """bool (M,): False for a client that was left out: its data or its update were not sound, or it took too long."""
-        return self.outcome.arrays["ok"]
+    def valid_M(self) -> np.ndarray:
+        """Bool (M,): False for an excluded client, whose data or update were not valid, or which took too long."""
+        return self.outcome.arrays["valid"]
 
     @property
     def train_loss_M(self) -> np.ndarray:
-        """float64 (M,): mean mini-batch loss over the last local epoch."""
+        """Mean mini-batch loss over the last local epoch, float64 (M,); NaN for excluded clients."""
         return self.outcome.arrays["train_loss"]
 
 
 @dataclass
-class Ledger:
-    """Bits that crossed, summed over clients."""
+class Traffic:
+    """Bits sent to (down) and by (up) clients, summed over clients."""
 
     down_bits: int = 0
     up_bits: int = 0
 
 
 @dataclass
-class Round:
-    """What a round leaves beside the next state: traffic, and what was noticed of its clients."""
+class RoundStats:
+    """Statistics of a round: traffic, losses, local scores and excluded clients."""
 
-    ledger: Ledger = field(default_factory=Ledger)
-    exchanges: int = 0
-    left_out: dict[int, LeftOut] = field(default_factory=dict)  # client -> why
-    train_loss: dict[int, float] = field(default_factory=dict)
-    held: dict[int, tuple[float, float]] = field(default_factory=dict)  # client -> P-local accuracy and macro-F1
+    traffic: Traffic = field(default_factory=Traffic)
+    exchanges: int = 0  # number of exchanges so far
+    excluded: dict[int, Exclusion] = field(default_factory=dict)  # by client
+    train_loss: dict[int, float] = field(default_factory=dict)  # by client
+    # by client: P-local accuracy and macro-F1
+    local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def rejected(self) -> dict[int, str]:
-        """Clients whose data or results were not sound, and what was wrong with them."""
-        return {client: left.why for client, left in self.left_out.items() if not left.late}
+        """Clients whose data or results were not valid, and why."""
+        return {client: exclusion.reason for client, exclusion in self.excluded.items() if not exclusion.late}
 
     @property
     def late(self) -> dict[int, str]:
-        """Clients that took too long."""
-        return {client: left.why for client, left in self.left_out.items() if left.late}
+        """Clients that took too long, and how long."""
+        return {client: exclusion.reason for client, exclusion in self.excluded.items() if exclusion.late}

@@ -1,298 +1,420 @@
-"""What a port asks of the hosts: one exchange with a cohort, described by value so that any host can do any piece of it."""
+"""Work orders: one exchange with the clients, described by value so that any host can carry out any piece of it.
+
+There is one class per kind of work. It declares the models that the work uses (`rows`), whether it changes client
+states (`updates_client_state`) or leaves results on the hosts (`defers_results`), and the result of an excluded client
+(`empty_result`). `engine.worker` carries the work out.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local import LocalSGD, Rule
+from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns
 from cfl_ray.core.sketch import sketch
 
-OwnedKey = tuple[str, int]  # (name, client) of something that a client owns
+ClientStateKey = tuple[str, int]  # (name, client)
 
 
 @dataclass(frozen=True)
 class Address:
-    """Names one exchange: every draw made in it starts with these."""
+    """Address of one exchange: the first parts of the address of every random draw made in it (`core.rng`)."""
 
     seed: int
     round: int
     exchange: int
 
 
+# ---- parts of a work order: `take(index_m)` returns the part for some of the clients
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Which row of which model table each of M clients uses."""
+    """The row of a model table that each of M clients uses."""
 
-    table: int
-    row_M: np.ndarray
+    table: int  # index into `Work.tables`
+    row_M: np.ndarray  # int64 (M,)
 
-
-@dataclass(frozen=True)
-class Own:
-    """Columns that live on the client under a name and survive the round: a personal model, a private head."""
-
-    name: str
-    columns: Columns | None = None  # None: the whole row
-    private: bool = True  # False: also uploaded
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, row_M=self.row_M[index_m])
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Columns of what a client uploads that come back row by row, for methods that compare clients."""
-
-    columns: Columns
-    change: bool = False  # the difference to where the client started
-    sketch: int | None = None  # project to this many features where it is made (`core.sketch`); None: the columns themselves
-
-    def features(self, rows: Tensor, seed: int) -> Tensor:
-        """float32 (..., F) of whole rows (..., P), for the server's own models: what a client with this row would send."""
-        values = self.columns.of(rows)
-        if self.sketch is None or self.sketch >= values.shape[-1]:
-            return values
-        return torch.stack([sketch(row, self.sketch, seed) for row in values.reshape(-1, values.shape[-1])]).reshape(*rows.shape[:-1], self.sketch)
-
-    @property
-    def count(self) -> int:
-        """F."""
-        return min(self.columns.count, self.sketch or self.columns.count)
-
-
-@dataclass(frozen=True)
-class PullRows:
-    """A proximal term (weight / 2) * ||w - anchor||^2 over some columns (None: all); its anchor may move."""
+class ProximalRows:
+    """A proximal term (`core.clients.Proximal`) with the anchor as rows of a table."""
 
     weight: float
     anchor: Rows
     columns: Columns | None = None
-    follow: float = 0.0  # anchor <- anchor - follow * weight * (anchor - w)
-    every: int = 1  # after so many steps, and after the last
+    follow: float = 0.0
+    every: int = 1
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, anchor=self.anchor.take(index_m))
 
 
 @dataclass(frozen=True)
-class Mix:
-    """Weighted sums to form while training: output row `out_E` gets `weight_E` times the result of client `client_E`."""
+class Averaging:
+    """Weighted averages (R, P) of the results of M clients, as a sparse weight matrix of E entries."""
 
-    num_rows: int
-    out_E: np.ndarray
-    client_E: np.ndarray  # index into the M clients
-    weight_E: np.ndarray  # float64; each output row's weights add up to 1
-    total_R: np.ndarray  # what the weights of each output row added up to before
+    num_rows: int  # R
+    out_E: np.ndarray  # int64: output row
+    client_E: np.ndarray  # int64: index into the M clients
+    weight_E: np.ndarray  # float64; the weights of each output row add up to 1
+    total_R: np.ndarray  # float64: sum of the weights of each output row before they were normalised
 
-    def only(self, keep_E: np.ndarray) -> Self:
-        """Without the terms for which `keep_E` does not hold."""
+    @classmethod
+    def of(cls, weight_RM: Tensor | np.ndarray, num_clients: int) -> Self:
+        """From a dense matrix (R, M) of weights >= 0 of any scale. Raises ValueError for other shapes and values."""
+        weight_RM = np.asarray(weight_RM, np.float64)
+        if weight_RM.ndim != 2 or weight_RM.shape[1] != num_clients or not (weight_RM >= 0).all():
+            raise ValueError(f"average must be weights >= 0 of shape (R, {num_clients}), got shape {weight_RM.shape}")
+        total_R = weight_RM.sum(1)
+        out_E, client_E = np.nonzero(weight_RM)
+        return cls(len(weight_RM), out_E, client_E, weight_RM[out_E, client_E] / total_R[out_E], total_R)
+
+    def subset(self, keep_E: np.ndarray) -> Self:
+        """The entries at `keep_E`, bool (E,) or indices."""
         return replace(self, out_E=self.out_E[keep_E], client_E=self.client_E[keep_E], weight_E=self.weight_E[keep_E])
+
+    def take(self, index_m: np.ndarray) -> Self:
+        first_m, past_m = self._start_M.take(index_m, mode="clip"), self._start_M.take(index_m + 1, mode="clip")
+        count_m = past_m - first_m
+        client_e = np.repeat(np.arange(len(index_m)), count_m)
+        # the entries of each client lie side by side in the order by client
+        at_e = np.arange(len(client_e)) + np.repeat(first_m - (np.cumsum(count_m) - count_m), count_m)
+        mine = self.subset(self._order_E[at_e])
+        return replace(mine, client_E=client_e)
+
+    @cached_property
+    def _order_E(self) -> np.ndarray:
+        """The entries by client, found once: a cut into many pieces costs no more than its pieces."""
+        return np.argsort(self.client_E, kind="stable")
+
+    @cached_property
+    def _start_M(self) -> np.ndarray:
+        """First entry of each client in that order, and past the last client, as far as clients have entries."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(self.client_E))])
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """Columns that stay on the client under a name between rounds: a personal model, a private head."""
+
+    name: str
+    columns: Columns | None = None  # None: the whole row
+    private: bool = True  # False: the columns are also uploaded
+
+
+@dataclass(frozen=True)
+class UpdateFeatures:
+    """Columns of each client's upload that are returned by client, (M, F), for methods that compare clients."""
+
+    columns: Columns
+    change: bool = False  # True: of the difference W - w to the model that the client started from
+    sketch: int | None = None  # number of features after projection on the host (`core.sketch`); None: no projection
+
+    def of_rows(self, rows_XP: Tensor, seed: int) -> Tensor:
+        """Features (..., F), float32, of clients whose results are the rows (..., P)."""
+        values = self.columns.of(rows_XP)
+        if self.sketch is None or self.sketch >= values.shape[-1]:
+            return values
+        flat = values.reshape(-1, values.shape[-1])
+        return torch.stack([sketch(row, self.sketch, seed) for row in flat]).reshape(*rows_XP.shape[:-1], self.sketch)
+
+    @property
+    def count(self) -> int:
+        """F, the number of features."""
+        return min(self.columns.count, self.sketch or self.columns.count)
+
+
+# ---- kinds of work
 
 
 @dataclass(frozen=True)
 class Work:
-    """One exchange. `tables` are the models that cross to the hosts; fields ending in `_M` and `Rows` are per client."""
+    """One exchange. Fields that end in `_M` and parts that have a `take` are per client."""
 
     address: Address
     ids_M: np.ndarray
-    tables: tuple[Tensor, ...] = field(repr=False)
-    own: Own | None = None
-    beside: Rows | None = None  # frozen models whose logits are added to those of the others
-    in_order: bool = False  # one piece, clients one after another
-    pending: int | None = None  # the exchange of this round whose results are still where they were made, if this one uses them
+    tables: tuple[Tensor, ...] = field(repr=False)  # models that are sent to the hosts, each (K, P)
+    client_state: ClientState | None = None
+    frozen_model: Rows | None = None  # its logits are added to those of the other models
+    averaging: Averaging | None = None
+    chained: bool = False  # all clients in one piece; each starts from the result of the one before
+    deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none
 
     def take(self, index_m: np.ndarray) -> Self:
-        """The piece with these clients, without the tables."""
-        changes: dict[str, object] = {"tables": ()}
+        """The work for the clients at `index_m`, without the tables. Costs grow with these clients alone."""
+        changes: dict[str, Any] = {"tables": ()}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name.endswith("_M") and value is not None:
                 changes[item.name] = value[index_m]
-            elif isinstance(value, Rows):
-                changes[item.name] = replace(value, row_M=value.row_M[index_m])
-            elif isinstance(value, Mix):
-                changes[item.name] = _take_mix(value, index_m, len(self.ids_M))
-            elif item.name == "pulls":
-                changes[item.name] = tuple(replace(pull, anchor=replace(pull.anchor, row_M=pull.anchor.row_M[index_m])) for pull in value)
+            elif hasattr(value, "take") and not isinstance(value, np.ndarray):
+                changes[item.name] = value.take(index_m)
+            elif isinstance(value, tuple) and item.name != "tables":
+                changes[item.name] = tuple(part.take(index_m) for part in value)
         return replace(self, **changes)
 
     def rows(self) -> list[Rows]:
-        """Every use of the tables."""
-        return [value for item in fields(self) if isinstance(value := getattr(self, item.name), Rows)]
+        """All rows of tables that the work uses."""
+        return [self.frozen_model] if self.frozen_model else []
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        """Per-client arrays (M, ...) of excluded clients, which have no update, no finite loss and no score.
+
+        Empty for work that returns nothing per client.
+        """
+        return {}
+
+    def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
+        """Relative cost of each client's part, (M,), from its number of training samples."""
+        return num_samples_M
 
     @property
-    def brought_by(self) -> np.ndarray:
-        """The clients whose memory, or pending results, this work uses."""
+    def state_owners(self) -> np.ndarray:
+        """Ids of the clients whose state or deferred results this work uses."""
         return self.ids_M
 
     @property
-    def of_clients(self) -> bool:
-        """Whether `ids_M` are clients."""
+    def is_per_client(self) -> bool:
+        """Whether `ids_M` are ids of clients."""
         return True
 
     @property
-    def stays(self) -> tuple[bool, bool]:
-        """Whether something new of every client stays behind: what it owns, and its result until it is mixed."""
-        return False, False
-
-
-def _take_mix(mix: Mix, index_m: np.ndarray, num_clients: int) -> Mix:
-    position_M = np.full(num_clients, -1)
-    position_M[index_m] = np.arange(len(index_m))
-    mine = mix.only(position_M[mix.client_E] >= 0)
-    return replace(mine, client_E=position_M[mine.client_E])
-
-
-@dataclass(frozen=True)
-class Train(Work):
-    """Local training from `start`. Ends in weighted sums (`mix`), kept columns (`keep`), own memory, or several of them."""
-
-    start: Rows = None
-    local: LocalSGD = None
-    steps_M: np.ndarray = None
-    rule: Rule | None = None  # None: the gradient of one batch
-    pulls: tuple[PullRows, ...] = ()
-    mix: Mix | None = None
-    keep: Keep | None = None
-    mix_later: bool = False
-    lengths: bool = False  # also say how far each upload is from what the client was sent
-    measure: int = 0  # test images per client for P-local; 0: no test
-
-    @property
-    def stays(self) -> tuple[bool, bool]:
-        return self.own is not None, self.mix_later
-
-    def rows(self) -> list[Rows]:
-        return [self.start, *([self.beside] if self.beside else []), *(pull.anchor for pull in self.pulls)]
-
-
-@dataclass(frozen=True)
-class MixPending(Work):
-    """Weighted sums (`mix`) of results that an earlier exchange of the round left where they were trained."""
-
-    mix: Mix = None
-
-
-@dataclass(frozen=True)
-class Combine(Work):
-    """A function of column ranges of pending results, where all results of an output row are needed together.
-
-    A unit of this work is a range and no client: `ids_M` are the first columns, `stop_M` the ends.
-    """
-
-    stop_M: np.ndarray = None
-    members: np.ndarray = None  # whose results
-    function: Callable[[Iterable[np.ndarray]], np.ndarray] = None  # of blocks (n, f), one after another, of the range's columns
-
-    @property
-    def of_clients(self) -> bool:
+    def updates_client_state(self) -> bool:
+        """Whether the work changes the state of its clients."""
         return False
 
     @property
-    def brought_by(self) -> np.ndarray:
+    def defers_results(self) -> bool:
+        """Whether results stay on the hosts until a later exchange of the round averages them."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Work):
+    """Local training from `start`. It results in weighted means (`averaging`), features, client states, or several."""
+
+    start: Rows
+    local: LocalSGD
+    steps_M: np.ndarray
+    local_step: LocalStep | None = None  # None: the gradient of one batch
+    proximal: tuple[ProximalRows, ...] = ()
+    features: UpdateFeatures | None = None
+    defer_aggregation: bool = False
+    upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
+    local_test_samples: int = 0  # test samples per client for P-local; 0: no test
+
+    def rows(self) -> list[Rows]:
+        return [self.start, *super().rows(), *(term.anchor for term in self.proximal)]
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        size = len(self.ids_M)
+        arrays = {"valid": np.zeros(size, bool), "train_loss": np.full(size, np.nan)}
+        if self.features is not None:
+            arrays |= {
+                "features": np.full((size, self.features.count), np.nan, np.float32),
+                "norm": np.full(size, np.nan),
+            }
+        if self.local_test_samples:
+            arrays["local_scores"] = np.full((size, 2), np.nan)
+        if self.upload_distances:
+            arrays["upload_distance"] = np.full(size, np.nan)
+        return arrays
+
+    def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
+        return self.steps_M * np.minimum(num_samples_M, self.local.batch_size or num_samples_M)
+
+    @property
+    def updates_client_state(self) -> bool:
+        return self.client_state is not None
+
+    @property
+    def defers_results(self) -> bool:
+        return self.defer_aggregation
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageDeferred(Work):
+    """Weighted means (`averaging`) of results that an earlier exchange of the round left on the hosts."""
+
+    start: Rows  # the models that the clients were sent in that exchange
+
+    @classmethod
+    def of(cls, training: Train, address: Address, ids_M: np.ndarray, averaging: Averaging) -> Self:
+        """The means of deferred results of `training` of the clients `ids_M`; clients without one do not count."""
+        order = np.argsort(training.ids_M)
+        at_M = order[np.searchsorted(training.ids_M, ids_M, sorter=order).clip(max=len(order) - 1)]
+        row_M = np.where(training.ids_M[at_M] == ids_M, training.start.row_M[at_M], 0)
+        tables = (training.tables[training.start.table],)
+        exchange = training.address.exchange
+        return cls(address, ids_M, tables, averaging=averaging, deferred_from=exchange, start=Rows(0, row_M))
+
+    def rows(self) -> list[Rows]:
+        return [self.start, *super().rows()]
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        return {"valid": np.zeros(len(self.ids_M), bool)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineColumns(Work):
+    """A function of ranges of columns of deferred results, for which all results of an output row are needed together.
+
+    The units of this work are ranges, not clients: `ids_M` are their first columns.
+    """
+
+    stop_M: np.ndarray  # int64: stop column of each range
+    members: np.ndarray  # int64: clients whose results are combined
+    function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
+
+    @property
+    def is_per_client(self) -> bool:
+        return False
+
+    @property
+    def state_owners(self) -> np.ndarray:
         return self.members
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Losses(Work):
     """Mean training loss (M, K) of the K rows of table 0 on each client's data."""
 
-    num_models: int = 0
-    max_samples: int | None = None
+    num_models: int  # K
+    max_samples: int | None = None  # number of first samples to use; None: all
 
     def rows(self) -> list[Rows]:
-        return [Rows(0, np.arange(self.num_models)), *([self.beside] if self.beside else [])]
+        return [Rows(0, np.arange(self.num_models)), *super().rows()]
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        return {"losses": np.full((len(self.ids_M), self.num_models), np.inf)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Describe(Work):
-    """A function of one client's data and a model: features (M, F)."""
+    """A function of each client's data and a model, with features (M, F) as its result."""
 
-    function: Callable = None
-    anchor: Rows | None = None
-    sketch: int | None = None  # F of a random projection done where the data are; None: the features themselves
-    local: LocalSGD = None
-
-
-@dataclass(frozen=True)
-class TestClients(Work):
-    """Tests each client's own model on its own test data: accuracy, macro-F1 and loss (M,)."""
-
-    start: Rows = None
-    vote: int = 0  # this many first rows of table 0 predict together, by the mean of their probabilities; 0: one model
-    images: int | None = None  # of a shared test set, per client
-    tune: LocalSGD | None = None  # train this much first (P-tune, or a method that adapts before it predicts)
-    steps_M: np.ndarray | None = None
+    function: Callable[..., Any]
+    anchor: Rows | None = None  # None: the function needs no model
+    sketch: int | None = None  # number of features after projection on the host (`core.sketch`); None: no projection
+    local: LocalSGD
 
     def rows(self) -> list[Rows]:
-        return [*_uses(self.start, self.vote), *([self.beside] if self.beside else [])]
+        return [self.anchor] if self.anchor else []
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        size = len(self.ids_M)  # the results of valid clients determine F
+        return {
+            "features": np.zeros((size, 0), np.float32),
+            "floats": np.zeros(size, np.int64),
+            "valid": np.zeros(size, bool),
+        }
 
 
-@dataclass(frozen=True)
-class TestShared(Work):
-    """Tests row `start.row_M[j]` on shared test set `ids_M[j]`: confusion matrices (M, C, C) and loss per true class (M, C)."""
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Work):
+    """Test of models."""
 
-    start: Rows = None
+    start: Rows
+    # number of rows of table 0 that predict together, by the mean of their probabilities; 0: only `start`
     vote: int = 0
 
+    def rows(self) -> list[Rows]:
+        return [Rows(0, np.arange(self.vote)) if self.vote else self.start, *super().rows()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateClients(Evaluate):
+    """Test of each client's model on its own test data: accuracy, macro-F1 and loss (M, 3)."""
+
+    max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
+    tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
+    steps_M: np.ndarray | None = None  # local steps of that training
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        return {"scores": np.full((len(self.ids_M), 3), np.nan)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateShared(Evaluate):
+    """Test of models on shared test sets `ids_M`: confusion matrices (M, C, C) and losses by true class (M, C)."""
+
     @property
-    def of_clients(self) -> bool:
+    def is_per_client(self) -> bool:
         return False
 
-    def rows(self) -> list[Rows]:
-        return [*_uses(self.start, self.vote), *([self.beside] if self.beside else [])]
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        size = len(self.ids_M)
+        return {
+            "confusion": np.zeros((size, num_classes, num_classes), np.int64),
+            "loss": np.zeros((size, num_classes)),
+        }
 
 
-def _uses(start: Rows, vote: int) -> list[Rows]:
-    return [Rows(0, np.arange(vote))] if vote else [start]
+# ---- results
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Why an exchange went on without a client."""
+class Exclusion:
+    """Exclusion of a client from an exchange."""
 
-    why: str  # follows "client 3: "
-    late: bool = False  # it took too long; else what it has or made is not sound
+    reason: str  # follows "client 3: " in messages
+    late: bool = False  # True: the client took too long; False: its data or its result are not valid
 
 
 @dataclass
 class PieceResult:
-    """What one piece found: arrays with a leading axis of its clients, the sums left with the host apart."""
+    """Results of one piece: arrays whose first axis are its clients. Weighted sums stay on the host."""
 
-    index_m: np.ndarray
+    index_m: np.ndarray  # the piece's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]
-    left_out: dict[int, LeftOut] = field(default_factory=dict)  # by position in the piece
+    excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the piece
+    seconds: float = 0.0  # that the host was at work on it, where that was measured
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an exchange found: per-client arrays (M, ...) and, after training with a mix, sums (rows that got a term only)."""
+    """Results of an exchange: per-client arrays (M, ...) and, with `averaging`, weighted means by output row."""
 
     arrays: dict[str, np.ndarray]
-    sums: dict[int, Tensor] = field(default_factory=dict)  # float64 (P,) by output row
-    mass_R: np.ndarray | None = None  # float64: weights that actually arrived
-    left_out: dict[int, LeftOut] = field(default_factory=dict)  # by position among the M clients
+    # (P,) by output row, over the weight that arrived; rows without any contribution are absent
+    means: dict[int, Tensor] = field(default_factory=dict)
+    arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
+    excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients
 
 
-class Memory(Protocol):
-    """What clients own, as a checkpoint saves it."""
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[OwnedKey, Tensor]]:
-        """What clients own that changed since the last call, or all that they own, one at a time in a fixed order."""
-
-    def forgotten(self) -> set[OwnedKey]:
-        """What clients no longer own that they did at the last call."""
-
-    def restore(self, entries: Iterable[tuple[OwnedKey, Tensor]]) -> None:
-        """Takes over what clients owned when a checkpoint was written."""
+# ---- backends
 
 
-class Backend(Memory, Protocol):
-    """Does an exchange, somewhere: in this process, or on the hosts of a cluster."""
+class ClientStateSource(Protocol):
+    """Client states, as a checkpoint saves them."""
 
-    def run(self, work: Work) -> Outcome: ...
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        """Client states that changed since the last call, or all, one at a time in a fixed order."""
+
+    def forgotten(self) -> set[ClientStateKey]:
+        """Keys of the client states that were dropped since the last call."""
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+        """Replaces the client states by those of a checkpoint."""
+
+
+class Backend(ClientStateSource, Protocol):
+    """Carries out exchanges, in this process or on the hosts of a cluster."""
+
+    def run(self, work: Work) -> Outcome:
+        """Carries out one exchange."""
 
     def use(self, federation: Any) -> None:
-        """From now on, work is about the clients of this federation."""
+        """Uses the clients of this federation from now on."""
 
     def forget(self, ids: np.ndarray) -> None:
-        """Drops everything the clients `ids` own."""
+        """Drops all states of the clients `ids`."""

@@ -1,8 +1,34 @@
-"""Federations: base data sets, how groups differ, who holds what, and the shards it is read from."""
+"""Federations: base data sets, group shifts, the division among clients, and the shards that hold the result."""
 
-from cfl_ray.data.arrays import federation_from_arrays
-from cfl_ray.data.federation import Federation, Shape
-from cfl_ray.data.prepare import Summary, build, describe
-from cfl_ray.data.shards import open_shards
+from typing import TYPE_CHECKING
 
-__all__ = ["Federation", "Shape", "Summary", "build", "describe", "federation_from_arrays", "open_shards"]
+from cfl_ray.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from cfl_ray.data.arrays import federation_from_arrays
+    from cfl_ray.data.dataset import federation_from_dataset
+    from cfl_ray.data.federation import DataShape, Federation
+    from cfl_ray.data.from_config import FederationSummary, build, describe
+    from cfl_ray.data.shards import open_shards
+
+__all__ = [
+    "DataShape",
+    "Federation",
+    "FederationSummary",
+    "build",
+    "describe",
+    "federation_from_arrays",
+    "federation_from_dataset",
+    "open_shards",
+]
+
+_MODULES = {  # imported on first use: `cfl_ray.engine` needs `federation` alone, and no library of the others
+    "cfl_ray.data.arrays": ("federation_from_arrays",),
+    "cfl_ray.data.dataset": ("federation_from_dataset",),
+    "cfl_ray.data.federation": ("DataShape", "Federation"),
+    "cfl_ray.data.from_config": ("FederationSummary", "build", "describe"),
+    "cfl_ray.data.shards": ("open_shards",),
+}
+
+if not TYPE_CHECKING:  # type checkers read the imports above, and report names that do not exist
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -2,58 +2,129 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.data.federation import Federation, Shape
-from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
+from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.data.images import Images
+from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.plan import split_rows
 
-Array = np.ndarray | torch.Tensor | Sequence
+Array = np.ndarray | torch.Tensor | Sequence[Any]
 
 
-def federation_from_arrays(x: Array, y: Array, clients: Array, *, x_test: Array | None = None, y_test: Array | None = None,
-                           test_clients: Array | None = None, groups: Mapping | Array | None = None, num_classes: int | None = None,
-                           holdout: float = 0.2, seed: int = 0, view: str | None = None,
-                           normalize: list[list[float]] | None = None) -> Federation:
-    """The federation in which sample r, (x[r], y[r]), belongs to clients[r]; clients are numbered in sorted order of their ids.
+def federation_from_arrays(
+    x: Array,
+    y: Array,
+    clients: Array,
+    *,
+    x_test: Array | None = None,
+    y_test: Array | None = None,
+    test_clients: Array | None = None,
+    groups: Mapping[Any, Any] | Array | None = None,
+    num_classes: int | None = None,
+    vocabulary: int | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    view: str | None = None,
+    normalize: list[list[float]] | None = None,
+) -> Federation:
+    """Returns a federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
-    x: (n, *input), uint8 (divided by 255) or float (taken as it is). y: integers 0..C-1. clients: integers or strings.
-    Tested on: with `test_clients`, each client's own part of x_test; with x_test alone, all of x_test (`view="label"`: its images of
-    the client's labels); with neither, the share `holdout` of each client's own samples.
-    groups: the true group of each client ({client: group}) or of each sample. Raises DataError naming what is wrong, and where.
+    Clients are numbered in sorted order of their ids. The test data of a client are its own part of x_test with
+    `test_clients`; all of x_test without (`view="label"`: its images of the client's labels); the share `holdout` of
+    the client's own samples without x_test.
+
+    x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, integers:
+    token ids below it. y: integers 0..C-1. clients: integers or strings.
+    groups: the true group of each client ({client: group}) or of each sample.
+    normalize: [means, standard deviations] per channel.
     """
-    x, y, ids = _inputs("x", x), _labels("y", y), _ids("clients", clients)
-    _same_length(len(x), y=y, clients=ids)
+    x_, y_, ids = _inputs("x", x, vocabulary), _labels("y", y), _ids("clients", clients)
+    _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
-    if (x_test is None) != (y_test is None):
-        raise DataError("x_test and y_test belong together; give both or neither")
-    test = None if x_test is None else (_inputs("x_test", x_test), _labels("y_test", y_test))
-    if test is not None:
-        _same_length(len(test[0]), "x_test", y_test=test[1])
-        if test[0].shape[1:] != x.shape[1:] or test[0].dtype != x.dtype:
-            raise DataError(f"x_test holds {test[0].dtype} {test[0].shape[1:]}, x holds {x.dtype} {x.shape[1:]}; they must agree")
-    classes = _num_classes(num_classes, y, None if test is None else test[1])
+    test = _test_samples(x_test, y_test, x_, vocabulary)
+    classes = _num_classes(num_classes, y_, None if test is None else test[1])
     view = _view(view, test is not None, test_clients is not None)
     group_N = _groups(groups, names, client)
-    recipe = {"source": "arrays", "clients": len(names), "view": view, "holdout": holdout, "seed": seed, "normalize": normalize,
-              "sha256": _digest(x, y, client, group_N, *(test or ()))}
-    if view == "holdout":
-        (x, y), index = _held_out(x, y, names, client, group_N, test, test_clients, holdout, seed)
-        test = None
+    recipe = {
+        "source": "arrays",
+        "clients": len(names),
+        "view": view,
+        "holdout": holdout,
+        "seed": seed,
+        "normalize": normalize,
+        "sha256": digest(x_, y_, client, group_N, *(test or ())),
+    }
+    if view != "holdout":
+        samples, index = _with_shared_test_set(x_, y_, client, group_N, classes if view == "label" else None)
+    elif test is not None and test_clients is not None:
+        test_owner = _test_owner(test_clients, names, len(test[0]))
+        samples, index = _with_own_test_samples(x_, y_, client, group_N, test, test_owner)
+        test = None  # part of the samples
     else:
-        (x, y), index = _shared_test(x, y, client, group_N, classes if view == "label" else None)
-    scaling = Scaling(255.0 if x.dtype == np.uint8 else 1.0, normalize).check(x.shape[1:])
-    return ArrayFederation(Shape(x.shape[1:], classes), view, recipe, index, scaling, (x, y), test, [str(name) for name in names])
+        samples, index = _with_holdout(x_, y_, names, client, group_N, holdout, seed)
+    if vocabulary is not None:
+        recipe["vocabulary"] = vocabulary
+    scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
+    shape = DataShape(x_.shape[1:], classes, vocabulary)
+    return ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
+
+
+def images_from_arrays(
+    x: Array,
+    y: Array,
+    *,
+    x_test: Array | None = None,
+    y_test: Array | None = None,
+    groups: Array | None = None,
+    num_classes: int | None = None,
+    vocabulary: int | None = None,
+) -> Images:
+    """Returns samples without clients, to be divided among clients. Raises DataError for wrong input.
+
+    groups: the true group of each sample. The other arguments are those of `federation_from_arrays`.
+    """
+    x_, y_ = _inputs("x", x, vocabulary), _labels("y", y)
+    _check_lengths(len(x_), y=y_)
+    test_x, test_y = _test_samples(x_test, y_test, x_, vocabulary) or (None, None)
+    classes = _num_classes(num_classes, y_, test_y)
+    if classes > np.iinfo(np.int16).max:
+        raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
+    group = None
+    if groups is not None:
+        of_sample = _ids("groups", groups)
+        _check_lengths(len(x_), groups=of_sample)
+        group = np.unique(of_sample, return_inverse=True)[1].astype(np.int32)
+    return Images(
+        x_,
+        y_.astype(np.int16),
+        test_x,
+        None if test_y is None else test_y.astype(np.int16),
+        classes,
+        scale=255 if x_.dtype == np.uint8 else 1,
+        group=group,
+        vocabulary=vocabulary,
+    )
 
 
 class ArrayFederation(IndexedFederation):
-    """Pickles with its arrays."""
+    """A federation of arrays; pickles with them."""
 
-    def __init__(self, shape: Shape, view: str, recipe: dict, index: Index, scaling: Scaling,
-                 samples: Samples, test: Samples | None, names: list[str]):
+    def __init__(
+        self,
+        shape: DataShape,
+        view: str,
+        recipe: dict[str, Any],
+        index: Index,
+        scaling: Scaling,
+        samples: StoredSamples,
+        test: StoredSamples | None,
+        names: list[str],
+    ) -> None:
         super().__init__(shape, view, recipe, index, scaling)
         self._samples, self._test, self._names = samples, test, names
 
@@ -63,24 +134,38 @@ class ArrayFederation(IndexedFederation):
     def num_test_sets(self) -> int:
         return 0 if self._test is None else 1
 
-    def _file(self, number: int) -> Samples:
+    def _file(self, number: int) -> StoredSamples:
         return self._samples
 
-    def _test_file(self, number: int) -> Samples:
+    def _test_file(self, number: int) -> StoredSamples:
+        assert self._test is not None  # test sets are counted by num_test_sets
         return self._test
 
 
-# --- layout -------------------------------------------------------------------------------------------------------------------------
+# --- layout -------------------------------------------------------------------------------------
 
 
-def _index(train_N: np.ndarray, held_out_N: np.ndarray, group_N: np.ndarray, test_set: int, labels_NC: np.ndarray | None) -> Index:
+def _index(
+    train_N: np.ndarray, held_out_N: np.ndarray, group_N: np.ndarray, test_set: int, labels_NC: np.ndarray | None
+) -> Index:
+    """Returns the index of clients whose rows follow one another in one file."""
     total_N = train_N + held_out_N
     n = len(train_N)
-    return Index(np.zeros(n, np.int32), np.cumsum(total_N) - total_N, train_N, held_out_N, group_N, np.full(n, test_set, np.int32), labels_NC)
+    return Index(
+        file_N=np.zeros(n, np.int32),
+        offset_N=np.cumsum(total_N) - total_N,
+        train_N=train_N,
+        held_out_N=held_out_N,
+        group_N=group_N,
+        test_set_N=np.full(n, test_set, np.int32),
+        labels_NC=labels_NC,
+    )
 
 
-def _shared_test(x, y, client, group_N, classes: int | None) -> tuple[Samples, Index]:
-    """Samples sorted by client; `classes` in label view, None otherwise."""
+def _with_shared_test_set(
+    x: np.ndarray, y: np.ndarray, client: np.ndarray, group_N: np.ndarray, classes: int | None
+) -> tuple[StoredSamples, Index]:
+    """Returns the samples sorted by client. classes: C in label view, None otherwise."""
     order = np.argsort(client, kind="stable")
     train_N = np.bincount(client).astype(np.int64)
     labels_NC = None
@@ -90,19 +175,46 @@ def _shared_test(x, y, client, group_N, classes: int | None) -> tuple[Samples, I
     return (x[order], y[order]), _index(train_N, np.zeros_like(train_N), group_N, 0, labels_NC)
 
 
-def _held_out(x, y, names, client, group_N, test: Samples | None, test_clients, fraction: float, seed: int) -> tuple[Samples, Index]:
-    """Samples sorted by client, of each first the training samples, then the held-out ones."""
-    rows_N = _rows_by_client(client, len(names))
-    if test_clients is None:
-        if not 0 < fraction < 1:
-            raise DataError(f"holdout is a share between 0 and 1, got {fraction}")
-        pairs = [split_rows(rows, fraction, number, str(names[number]), seed) for number, rows in enumerate(rows_N)]
-    else:
-        held_N = _rows_by_client(_test_owner(test_clients, names, len(test[0])), len(names))
-        pairs = [(rows, held + len(x)) for rows, held in zip(rows_N, held_N)]
-        x, y = np.concatenate([x, test[0]]), np.concatenate([y, test[1]])
-    order = np.concatenate([rows for pair in pairs for rows in pair])
-    train_N, held_out_N = (np.array([len(pair[part]) for pair in pairs], np.int64) for part in (0, 1))
+def _with_holdout(
+    x: np.ndarray,
+    y: np.ndarray,
+    names: np.ndarray,
+    client: np.ndarray,
+    group_N: np.ndarray,
+    fraction: float,
+    seed: int,
+) -> tuple[StoredSamples, Index]:
+    """Holds out a share of each client's samples; see `_sorted_by_part` for the result."""
+    if not 0 < fraction < 1:
+        raise DataError(f"holdout is a share between 0 and 1, got {fraction}")
+    parts_N = [
+        split_rows(rows, fraction, number, str(names[number]), seed)
+        for number, rows in enumerate(_rows_by_client(client, len(names)))
+    ]
+    return _sorted_by_part(x, y, parts_N, group_N)
+
+
+def _with_own_test_samples(
+    x: np.ndarray,
+    y: np.ndarray,
+    client: np.ndarray,
+    group_N: np.ndarray,
+    test: StoredSamples,
+    test_owner: np.ndarray,
+) -> tuple[StoredSamples, Index]:
+    """Holds out each client's own test samples; see `_sorted_by_part` for the result."""
+    train_rows_N = _rows_by_client(client, len(group_N))
+    test_rows_N = _rows_by_client(test_owner, len(group_N))
+    parts_N = [(train, len(x) + held_out) for train, held_out in zip(train_rows_N, test_rows_N, strict=True)]
+    return _sorted_by_part(np.concatenate([x, test[0]]), np.concatenate([y, test[1]]), parts_N, group_N)
+
+
+def _sorted_by_part(
+    x: np.ndarray, y: np.ndarray, parts_N: list[tuple[np.ndarray, np.ndarray]], group_N: np.ndarray
+) -> tuple[StoredSamples, Index]:
+    """Returns the samples sorted by client, training samples before held-out ones. parts_N: the rows of both."""
+    order = np.concatenate([rows for parts in parts_N for rows in parts])
+    train_N, held_out_N = (np.array([len(parts[part]) for parts in parts_N], np.int64) for part in (0, 1))
     return (x[order], y[order]), _index(train_N, held_out_N, group_N, -1, None)
 
 
@@ -110,20 +222,22 @@ def _rows_by_client(client: np.ndarray, count: int) -> list[np.ndarray]:
     return np.split(np.argsort(client, kind="stable"), np.cumsum(np.bincount(client, minlength=count))[:-1])
 
 
-def _test_owner(test_clients, names: np.ndarray, n_test: int) -> np.ndarray:
+def _test_owner(test_clients: Array, names: np.ndarray, n_test: int) -> np.ndarray:
     ids = _ids("test_clients", test_clients)
-    _same_length(n_test, "x_test", test_clients=ids)
+    _check_lengths(n_test, "x_test", test_clients=ids)
     if unknown := sorted(set(ids.tolist()) - set(names.tolist()), key=str):
         raise DataError(f"test_clients: client {unknown[0]!r} has no training sample; leave its test samples out")
     if empty := sorted(set(names.tolist()) - set(ids.tolist()), key=str):
-        raise DataError(f"test_clients: client {empty[0]!r} has no test sample; leave out test_clients to hold a part out instead")
+        raise DataError(
+            f"test_clients: client {empty[0]!r} has no test sample; leave out test_clients to hold a part out instead"
+        )
     return np.searchsorted(names, ids)
 
 
-# --- checks -------------------------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------
 
 
-def _numpy(name: str, values) -> np.ndarray:
+def _numpy(name: str, values: Array) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     try:
@@ -132,22 +246,39 @@ def _numpy(name: str, values) -> np.ndarray:
         raise DataError(f"{name} is not an array: {error}") from error
 
 
-def _inputs(name: str, values) -> np.ndarray:
+def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
     x = _numpy(name, values)
     if x.ndim < 2 or len(x) == 0 or 0 in x.shape:
         raise DataError(f"{name} must be (n, *input) with n >= 1, got shape {x.shape}")
+    if vocabulary is not None:
+        return _tokens(name, x, vocabulary)
     if x.dtype == np.uint8:
         return x
     if not np.issubdtype(x.dtype, np.floating):
-        raise DataError(f"{name} must be uint8 or float, got {x.dtype}; convert it, e.g. {name}.astype('float32')")
+        raise DataError(
+            f"{name} must be uint8 or float, got {x.dtype}; convert it, e.g. {name}.astype('float32'), "
+            "or give `vocabulary` for token ids"
+        )
     x = x.astype(np.float32, copy=False)
     finite = np.isfinite(x.reshape(len(x), -1)).all(1)
     if not finite.all():
-        raise DataError(f"{name} has NaN or infinity as float32 in {(~finite).sum()} of {len(x)} rows, first in row {finite.argmin()}")
+        raise DataError(
+            f"{name} has NaN or infinity as float32 in {(~finite).sum()} of {len(x)} rows, "
+            f"first in row {finite.argmin()}"
+        )
     return x
 
 
-def _labels(name: str, values) -> np.ndarray:
+def _tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
+    if not np.issubdtype(x.dtype, np.integer):
+        raise DataError(f"{name} must be integers where `vocabulary` is {vocabulary}, got {x.dtype}")
+    low, high = int(x.min()), int(x.max())
+    if low < 0 or high >= vocabulary:
+        raise DataError(f"{name} has tokens {low} .. {high}, expected 0 .. {vocabulary - 1} (vocabulary {vocabulary})")
+    return x.astype(np.int32, copy=False)
+
+
+def _labels(name: str, values: Array) -> np.ndarray:
     y = _numpy(name, values)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"{name} must be integers of shape (n,), got {y.dtype} of shape {y.shape}")
@@ -156,29 +287,57 @@ def _labels(name: str, values) -> np.ndarray:
     return y.astype(np.int64, copy=False)
 
 
-def _ids(name: str, values) -> np.ndarray:
+def _ids(name: str, values: Array) -> np.ndarray:
     ids = _numpy(name, values)
     if ids.dtype == object:
-        kinds = {str if isinstance(one, str) else int if isinstance(one, (int, np.integer)) and not isinstance(one, bool) else type(one)
-                 for one in ids.ravel()}
+        kinds = {_kind_of_id(one) for one in ids.ravel()}
         if kinds not in ({str}, {int}):
-            raise DataError(f"{name} must be all integers or all strings, found {', '.join(sorted(kind.__name__ for kind in kinds))}")
+            found = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise DataError(f"{name} must be all integers or all strings, found {found}")
         ids = ids.astype(np.str_ if kinds == {str} else np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iuU":
         raise DataError(f"{name} must be integers or strings of shape (n,), got {ids.dtype} of shape {ids.shape}")
     return ids
 
 
-def _same_length(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
+def _kind_of_id(value: object) -> type:
+    """Returns str or int for a valid id, its type otherwise."""
+    if isinstance(value, str):
+        return str
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int
+    return type(value)
+
+
+def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
     for name, values in arrays.items():
         if len(values) != n:
             raise DataError(f"{name} has {len(values)} entries, {reference} has {n}; each sample needs one")
 
 
+def _test_samples(
+    x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None
+) -> StoredSamples | None:
+    """Returns the checked test samples, None where there are none. x: the training inputs, whose form they share."""
+    if x_test is None and y_test is None:
+        return None
+    if x_test is None or y_test is None:
+        raise DataError("x_test and y_test belong together; give both or neither")
+    test_x, test_y = _inputs("x_test", x_test, vocabulary), _labels("y_test", y_test)
+    _check_lengths(len(test_x), "x_test", y_test=test_y)
+    if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
+        raise DataError(
+            f"x_test holds {test_x.dtype} {test_x.shape[1:]}, x holds {x.dtype} {x.shape[1:]}; they must agree"
+        )
+    return test_x, test_y
+
+
 def _num_classes(num_classes: int | None, y: np.ndarray, y_test: np.ndarray | None) -> int:
     largest = max(int(y.max()), -1 if y_test is None else int(y_test.max(initial=-1)))
     if num_classes is not None and largest >= num_classes:
-        raise DataError(f"label {largest} does not fit num_classes {num_classes}; labels run from 0 to {num_classes - 1}")
+        raise DataError(
+            f"label {largest} does not fit num_classes {num_classes}; labels run from 0 to {num_classes - 1}"
+        )
     return largest + 1 if num_classes is None else num_classes
 
 
@@ -187,31 +346,38 @@ def _view(view: str | None, has_test: bool, has_owners: bool) -> str:
         raise DataError("test_clients says who owns x_test, which is not given")
     possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)
     if view is not None and view not in possible:
-        raise DataError(f"the test view {view} does not fit these arrays, {' or '.join(possible)} does: cluster and label need x_test without "
-                        "test_clients; set data.test.view")
+        raise DataError(
+            f"the test view {view} does not fit these arrays, {' or '.join(possible)} does: cluster and label need "
+            "x_test without test_clients; set data.test.view"
+        )
     return view or possible[0]
 
 
-def _groups(groups, names: np.ndarray, client: np.ndarray) -> np.ndarray:
-    """int32 (N,): groups numbered 0.. in sorted order, -1 where none are given."""
+def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client: np.ndarray) -> np.ndarray:
+    """Returns int32 (N,): true groups numbered 0.. in sorted order, -1 where none are given."""
     if groups is None:
         return np.full(len(names), -1, np.int32)
     if isinstance(groups, Mapping):
         if missing := [name for name in names.tolist() if name not in groups]:
-            raise DataError(f"groups names no group for client {missing[0]!r} ({len(missing)} of {len(names)} clients are missing)")
+            raise DataError(
+                f"groups names no group for client {missing[0]!r} ({len(missing)} of {len(names)} clients are missing)"
+            )
         of_client = _ids("groups", [groups[name] for name in names.tolist()])
     else:
         of_sample = _ids("groups", groups)
-        _same_length(len(client), groups=of_sample)
+        _check_lengths(len(client), groups=of_sample)
         of_client = of_sample[np.unique(client, return_index=True)[1]]
-        if len(mixed := np.flatnonzero(of_sample != of_client[client])):
-            owner = client[mixed[0]]
-            raise DataError(f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[mixed[0]]} "
-                            f"(row {mixed[0]}); it belongs to one")
+        if len(differing := np.flatnonzero(of_sample != of_client[client])):
+            owner = client[differing[0]]
+            raise DataError(
+                f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[differing[0]]} "
+                f"(row {differing[0]}); it belongs to one"
+            )
     return np.unique(of_client, return_inverse=True)[1].astype(np.int32)
 
 
-def _digest(*arrays: np.ndarray) -> str:
+def digest(*arrays: np.ndarray) -> str:
+    """Returns the sha256 of these arrays, with their types and shapes."""
     summary = hashlib.sha256()
     for array in arrays:
         summary.update(f"{array.dtype.str}{array.shape}".encode())

@@ -1,22 +1,21 @@
-"""Clients whose data change in the course of an experiment: rotated, relabelled, or taken over from others."""
+"""Clients whose data change during an experiment: rotated, relabelled, or taken over from other clients."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.data.federation import Federation
-
-Samples = tuple[torch.Tensor, torch.Tensor]  # x, y
+from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a client holds: the data of client `source` as they were at first, turned and relabelled."""
+class DerivedData:
+    """A client's data as they derive from the first round: the data of client `source`, rotated and relabelled."""
 
     source: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
@@ -25,110 +24,127 @@ class Held:
 
 @dataclass(frozen=True)
 class DataChange:
-    """One change, before `round`."""
+    """One change of clients' data, before `round`."""
 
     round: int
     ids: tuple[int, ...]
-    turns: int = 0
-    offset: int = 0
-    data_of: tuple[int, ...] | None = None  # clients whose present data `ids` take over first
+    turns: int = 0  # further quarter turns
+    offset: int = 0  # further offset of the labels
+    data_of: tuple[int, ...] | None = None  # clients whose present data `ids` take over first; None: keep their own
 
-    def apply(self, held: dict[int, Held], num_classes: int) -> dict[int, Held]:
-        """What everybody who ever changed holds afterwards."""
+    def apply(self, derived: dict[int, DerivedData], num_classes: int) -> dict[int, DerivedData]:
+        """Returns the data of all clients that have ever changed, from their data before this change."""
         sources = self.data_of or self.ids
-        took = [held.get(source, Held(source)) for source in sources]  # as they are before this change: lists crosswise swap
-        changed = {i: replace(one, turns=(one.turns + self.turns) % 4, offset=(one.offset + self.offset) % num_classes) for i, one in zip(self.ids, took)}
-        return held | changed
+        # All read before any is replaced, so that two clients can swap their data.
+        taken = [derived.get(source, DerivedData(source)) for source in sources]
+        changed = {
+            client: replace(data, turns=(data.turns + self.turns) % 4, offset=(data.offset + self.offset) % num_classes)
+            for client, data in zip(self.ids, taken, strict=True)
+        }
+        return derived | changed
 
 
 class ChangedFederation(Federation):
-    """`base`, some of whose clients hold something else. A change makes a new true group, unless another group is like that already."""
+    """`base` with other data for some clients.
 
-    def __init__(self, base: Federation, held: dict[int, Held]):
-        self._base, self._held = base, {client: one for client, one in held.items() if one != Held(client)}
+    A client whose data are no longer those of a group in `base` gets a new true group; clients with the same data
+    distribution share it.
+    """
+
+    def __init__(self, base: Federation, derived: dict[int, DerivedData]) -> None:
+        self._base = base
+        self._derived = {client: data for client, data in derived.items() if data != DerivedData(client)}
         self.shape, self.view, self.recipe, self.normalize = base.shape, base.view, base.recipe, base.normalize
 
     @property
     def _ids(self) -> np.ndarray:
-        return np.fromiter(self._held, np.int64, len(self._held))
+        return np.fromiter(self._derived, np.int64, len(self._derived))
 
     @property
     def _sources(self) -> np.ndarray:
-        return np.fromiter((one.source for one in self._held.values()), np.int64, len(self._held))
+        return np.fromiter((data.source for data in self._derived.values()), np.int64, len(self._derived))
 
     @cached_property
-    def size_N(self) -> np.ndarray:
+    def num_samples_N(self) -> np.ndarray:  # type: ignore[override]  # computed on first use, never assigned
         if (self._ids == self._sources).all():
-            return self._base.size_N
-        size_N = np.array(self._base.size_N)
-        size_N[self._ids] = self._base.size_N[self._sources]
-        return size_N
+            return self._base.num_samples_N
+        num_samples_N = np.array(self._base.num_samples_N)
+        num_samples_N[self._ids] = self._base.num_samples_N[self._sources]
+        return num_samples_N
 
     @cached_property
-    def group_N(self) -> np.ndarray | None:
-        if self._base.group_N is None or not self._held:
+    def group_N(self) -> np.ndarray | None:  # type: ignore[override]  # computed on first use, never assigned
+        if self._base.group_N is None or not self._derived:
             return self._base.group_N
         group_N = np.array(self._base.group_N)
-        number = {self._base.place_of(group): group for group in range(int(group_N.max()) + 1)}
-        for client, one in self._held.items():
-            group = int(self._base.group_N[one.source])
-            family, turns, offset = self._base.place_of(group)
-            place = (family, (turns + one.turns) % 4, (offset + one.offset) % self.shape.num_classes)
-            group_N[client] = -1 if group < 0 else number.setdefault(place, len(number))
+        number_of = {self._base.group_transform(group): group for group in range(int(group_N.max()) + 1)}
+        for client, data in self._derived.items():
+            group = int(self._base.group_N[data.source])
+            family, turns, offset = self._base.group_transform(group)
+            transform = GroupTransform(
+                family, (turns + data.turns) % 4, (offset + data.offset) % self.shape.num_classes
+            )
+            group_N[client] = -1 if group < 0 else number_of.setdefault(transform, len(number_of))
         return group_N
 
     @property
     def uri(self) -> str | None:
-        """Where the shards underneath are; None where there are none."""
+        """The folder of the shards of `base`; None where it has none."""
         return getattr(self._base, "uri", None)
 
     @property
     def digest(self) -> str | None:
         return self._base.digest
 
-    def place_of(self, group: int) -> tuple[int, int, int]:
-        return self._base.place_of(group)
+    def group_transform(self, group: int) -> GroupTransform:
+        return self._base.group_transform(group)
 
     def client_name(self, client: int) -> str:
         return self._base.client_name(client)
 
-    def train(self, client: int) -> Samples:
-        one = self._held.get(client)
-        return self._base.train(client) if one is None else self._changed(self._base.train(one.source), one)
+    def train(self, client: int) -> TensorSamples:
+        data = self._derived.get(client)
+        return self._base.train(client) if data is None else self._transform(self._base.train(data.source), data)
 
-    def holdout(self, client: int) -> Samples:
-        one = self._held.get(client)
-        return self._base.holdout(client) if one is None else self._changed(self._base.holdout(one.source), one)
+    def holdout(self, client: int) -> TensorSamples:
+        data = self._derived.get(client)
+        return self._base.holdout(client) if data is None else self._transform(self._base.holdout(data.source), data)
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> Samples:
-        one = self._held.get(client)
-        return self._base.test(client, max_images, seed) if one is None else self._changed(self._base.test(one.source, max_images, seed), one)
+    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+        data = self._derived.get(client)
+        if data is None:
+            return self._base.test(client, max_images, seed)
+        return self._transform(self._base.test(data.source, max_images, seed), data)
 
     @cached_property
-    def _variants(self) -> dict[tuple[int, int, int], int]:
-        """Number of each further test set by (test set of the base, turns, offset)."""
+    def _new_test_sets(self) -> dict[tuple[int, int, int], int]:
+        """Number of each test set that `base` lacks, by (test set of `base`, turns, offset)."""
         if self.view == "holdout":
             return {}
-        of = self._base.test_set_of(self._sources).tolist()
-        keys = sorted({(test_set, one.turns, one.offset) for test_set, one in zip(of, self._held.values()) if one.turns or one.offset})
-        return {key: self._base.num_test_sets() + number for number, key in enumerate(keys)}
+        test_set_of_source = self._base.test_set_of(self._sources).tolist()
+        keys = {
+            (test_set, data.turns, data.offset)
+            for test_set, data in zip(test_set_of_source, self._derived.values(), strict=True)
+            if data.turns or data.offset
+        }
+        return {key: self._base.num_test_sets() + number for number, key in enumerate(sorted(keys))}
 
     def num_test_sets(self) -> int:
-        return self._base.num_test_sets() + len(self._variants)
+        return self._base.num_test_sets() + len(self._new_test_sets)
 
-    def test_set(self, index: int) -> Samples:
+    def test_set(self, index: int) -> TensorSamples:
         if index < self._base.num_test_sets():
             return self._base.test_set(index)
-        for (test_set, turns, offset), number in self._variants.items():
+        for (test_set, turns, offset), number in self._new_test_sets.items():
             if number == index:
-                return self._changed(self._base.test_set(test_set), Held(-1, turns, offset))
+                return self._transform(self._base.test_set(test_set), DerivedData(-1, turns, offset))
         raise IndexError(f"test set {index} of {self.num_test_sets()}")
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
         found_M = np.array(self._base.test_set_of(clients))
-        for at, one in self._among(clients):
-            test_set = int(self._base.test_set_of(np.array([one.source]))[0])
-            found_M[at] = self._variants.get((test_set, one.turns, one.offset), test_set)
+        for position, data in self._changed_among(clients):
+            test_set = int(self._base.test_set_of(np.array([data.source]))[0])
+            found_M[position] = self._new_test_sets.get((test_set, data.turns, data.offset), test_set)
         return found_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
@@ -136,53 +152,59 @@ class ChangedFederation(Federation):
         if labels_MC is None:
             return None
         labels_MC = np.array(labels_MC)
-        for at, one in self._among(clients):
-            labels_MC[at] = np.roll(self._base.labels_of(np.array([one.source]))[0], one.offset)
+        for position, data in self._changed_among(clients):
+            of_source = self._base.labels_of(np.array([data.source]))
+            assert of_source is not None  # a federation has labels for all clients or for none
+            labels_MC[position] = np.roll(of_source[0], data.offset)
         return labels_MC
 
-    def _among(self, clients: np.ndarray) -> list[tuple[int, Held]]:
-        """Position and data of those of `clients` that changed."""
-        at_M = np.flatnonzero(np.isin(clients, self._ids))
-        return [(int(at), self._held[int(clients[at])]) for at in at_M]
+    def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:
+        """Returns the position in `clients` and the data of those that have changed."""
+        positions = np.flatnonzero(np.isin(clients, self._ids))
+        return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
-    def _changed(self, samples: Samples, one: Held) -> Samples:
+    def _transform(self, samples: TensorSamples, data: DerivedData) -> TensorSamples:
         x, y = samples
-        x = torch.rot90(x, one.turns, (-2, -1)).contiguous() if one.turns else x
-        return x, (y + one.offset) % self.shape.num_classes if one.offset else y
+        x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
+        return x, (y + data.offset) % self.shape.num_classes if data.offset else y
 
 
 class ChangingFederation(ChangedFederation):
-    """A federation with a schedule of changes: `at(round)` is what it is then, and it is itself what it is before the first."""
+    """`base` with a schedule of changes; the object itself is `base` before the first of them."""
 
-    def __init__(self, base: Federation, changes: Sequence[DataChange]):
+    def __init__(self, base: Federation, changes: Sequence[DataChange]) -> None:
         super().__init__(base, {})
         self.changes = tuple(sorted(changes, key=lambda change: change.round))
         for change in self.changes:
             _check(change, base)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return ChangingFederation, (self._base, self.changes)
 
     @cached_property
-    def _epochs(self) -> tuple[list[int], list[Federation]]:
-        """Rounds of change, and the federation from each on."""
-        rounds, views, held = [], [], {}
+    def _timeline(self) -> tuple[list[int], list[ChangedFederation]]:
+        """The rounds with a change, ascending, and the federation from each of them on."""
+        rounds: list[int] = []
+        federations: list[ChangedFederation] = []
+        derived: dict[int, DerivedData] = {}
         for change in self.changes:
-            held = change.apply(held, self.shape.num_classes)
+            derived = change.apply(derived, self.shape.num_classes)
             if rounds and rounds[-1] == change.round:
-                views.pop()
+                federations.pop()
             else:
                 rounds.append(change.round)
-            views.append(ChangedFederation(self._base, held))
-        return rounds, views
+            federations.append(ChangedFederation(self._base, derived))
+        return rounds, federations
 
     def at(self, round: int) -> Federation:
-        rounds, views = self._epochs
-        number = bisect_right(rounds, round)
-        return views[number - 1] if number else self._base
+        rounds, federations = self._timeline
+        begun = bisect_right(rounds, round)
+        return federations[begun - 1] if begun else self._base
 
     def changed(self, round: int) -> np.ndarray:
-        return np.unique(np.array([client for change in self.changes if change.round == round for client in change.ids], np.int64))
+        return np.unique(
+            np.array([client for change in self.changes if change.round == round for client in change.ids], np.int64)
+        )
 
 
 def _check(change: DataChange, base: Federation) -> None:
@@ -193,8 +215,12 @@ def _check(change: DataChange, base: Federation) -> None:
             raise DataError(f"{where}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
     if len(set(change.ids)) < len(change.ids):
         raise DataError(f"{where}: change.clients names a client twice")
-    if change.turns:
-        shape = base.shape.input
-        if len(shape) != 3 or (change.turns % 2 and shape[1] != shape[2]):
-            raise DataError(f"{where}: rotate by {90 * change.turns} degrees needs {'square ' * (change.turns % 2)}images (channels, height, width), "
-                            f"these samples have shape {tuple(shape)}; use relabel or data_of")  # fmt: skip
+    if not change.turns:
+        return
+    shape = base.shape.input
+    needs_square = change.turns % 2 == 1
+    if len(shape) != 3 or (needs_square and shape[1] != shape[2]):
+        raise DataError(
+            f"{where}: rotate by {90 * change.turns} degrees needs {'square ' if needs_square else ''}images "
+            f"(channels, height, width), these samples have shape {tuple(shape)}; use relabel or data_of"
+        )

@@ -1,80 +1,127 @@
-"""The federation: N clients, what each holds, and the test data that measures each."""
+"""The federation: N clients, the data of each, and the test data that measures each."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cfl_ray.core.rng import stream
 
+TensorSamples = tuple[torch.Tensor, torch.Tensor]  # x float32 or, for tokens, int64 (n, *input); y int64 (n,)
+
 
 @dataclass(frozen=True)
-class Shape:
-    """What every client's data have in common."""
+class DataShape:
+    """The shape that the data of all clients share."""
 
     input: tuple[int, ...]  # of one sample, channels first, e.g. (1, 28, 28)
     num_classes: int  # C
+    vocabulary: int | None = None  # inputs are token ids 0 .. vocabulary - 1; None: they are real numbers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the inputs: int64 for token ids, float32 otherwise."""
+        return torch.float32 if self.vocabulary is None else torch.int64
+
+
+class GroupTransform(NamedTuple):
+    """The distribution of a true group: groups of one family see the same samples, rotated and relabelled."""
+
+    family: int
+    turns: int = 0  # quarter turns counter-clockwise, 0..3
+    offset: int = 0  # s in y -> (y + s) mod C
+
+
+def tested_on(view: str, groups: int) -> str:
+    """Returns the test data of a client under a view, in words; `groups`: number of true groups, 0 where unknown."""
+    if view == "holdout":
+        return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
+    whole = "the test set of its true group" if groups > 1 else "the whole test set"
+    if view == "label":
+        return f"each client is tested on the images of its own labels in {whole} (data.test.view label)"
+    return f"each client is tested on {whole} (data.test.view cluster)"
 
 
 class Federation(ABC):
-    """Answers what client i holds. Instances pickle to a few bytes (a path or a recipe) plus arrays of a few bytes per client."""
+    """The data of every client, by client id.
 
-    shape: Shape
-    size_N: np.ndarray  # int64 (N,): training samples of each client
-    group_N: np.ndarray | None  # int32 (N,): true group of each client, None where no truth is known
+    Instances pickle to a few bytes (a path or a recipe) plus arrays of a few bytes per client.
+    """
+
+    shape: DataShape
+    num_samples_N: np.ndarray  # int64 (N,): training samples of each client
+    group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 where unknown; None where none is known
     view: str  # "cluster", "label" or "holdout"
-    recipe: dict  # JSON-able: everything that made this federation
-    normalize: list[list[float]] | None = None  # [means, stds] per channel that inputs went through; None: none
-    digest: str | None = None  # of files that all data are read from: equal in equal federations; None where there are none
+    recipe: dict[str, Any]  # JSON-able: everything that decides the content of this federation
+    normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
+
+    @property
+    def digest(self) -> str | None:
+        """Hash of the files that hold all data, equal in equal federations; None where there are no files."""
+        return None
 
     @property
     def num_clients(self) -> int:
         """N."""
-        return len(self.size_N)
+        return len(self.num_samples_N)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of true groups; 0 where none are known."""
+        return 0 if self.group_N is None else len(np.unique(self.group_N[self.group_N >= 0]))
+
+    @property
+    def tested_on(self) -> str:
+        """The test data of a client, in words."""
+        return tested_on(self.view, self.num_groups)
 
     def client_name(self, client: int) -> str:
-        """What the data's owner calls this client, e.g. a FEMNIST writer; the id itself where the data name nobody."""
+        """Returns the client's name in the data, e.g. a FEMNIST writer; the id itself where the data have no names."""
         return str(client)
 
     def at(self, round: int) -> "Federation":
-        """The federation as it is in a round; itself where no client's data change."""
+        """Returns the federation as it is in a round; itself where no client's data change."""
         return self
 
     def changed(self, round: int) -> np.ndarray:
-        """int64 ids, ascending: the clients whose data change before this round."""
+        """Returns int64 ids, ascending: the clients whose data change before this round."""
         return np.zeros(0, np.int64)
 
-    def place_of(self, group: int) -> tuple[int, int, int]:
-        """(family, quarter turns, label offset) of a true group: groups of one family see the same samples, turned and relabelled."""
-        return group, 0, 0
+    def group_transform(self, group: int) -> GroupTransform:
+        """Returns how a true group's samples derive from those of its family; by default, a family of its own."""
+        return GroupTransform(family=group)
 
     @abstractmethod
-    def train(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Training samples of a client: x float32 (n, *shape.input), normalised, and y int64 (n,)."""
+    def train(self, client: int) -> TensorSamples:
+        """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y int64 (n,)."""
 
     @abstractmethod
     def num_test_sets(self) -> int:
-        """S, the number of test sets that clients share; 0 under hold-out."""
+        """Returns S, the number of test sets that clients share; 0 under hold-out."""
 
     @abstractmethod
-    def test_set(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shared test set `index`: x float32, y int64. Raises IndexError outside 0..S-1."""
+    def test_set(self, index: int) -> TensorSamples:
+        """Returns shared test set `index`: x of shape.dtype, y int64. Raises IndexError outside 0..S-1."""
 
     @abstractmethod
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        """int32 (M,): the shared test set of each of these clients, -1 under hold-out."""
+        """Returns int32 (M,): the shared test set of each of these clients, -1 under hold-out."""
 
     @abstractmethod
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        """bool (M, C): the labels a client is tested on (label view); None where all labels count."""
+        """Returns bool (M, C): the labels each client is tested on (label view); None where all labels count."""
 
     @abstractmethod
-    def holdout(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Held-out samples of one client (hold-out view only)."""
+    def holdout(self, client: int) -> TensorSamples:
+        """Returns the held-out samples of one client (hold-out view only)."""
 
-    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The client's own test samples under its view, at most `max_images` drawn without replacement (the same ones in every call)."""
+    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+        """Returns the client's test samples under its view.
+
+        max_images: limit for a shared test set, drawn without replacement, the same images in every call; None: all.
+        """
         if self.view == "holdout":
             return self.holdout(client)
         x, y = self.test_set(int(self.test_set_of(np.array([client]))[0]))
@@ -82,7 +129,7 @@ class Federation(ABC):
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
     def _test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
-        """Sorted rows of the client's shared test set, whose labels are `y`, that measure this client."""
+        """Returns the sorted rows that measure this client in its shared test set, whose labels are `y`."""
         labels = self.labels_of(np.array([client]))
         keep = np.arange(len(y)) if labels is None else np.flatnonzero(labels[0][y])
         if max_images is not None and len(keep) > max_images:

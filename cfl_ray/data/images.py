@@ -1,4 +1,4 @@
-"""What a base data set is, before anybody holds any of it: images, labels and, where known, who made them."""
+"""Base data sets before their division: images or other inputs, labels and, where known, the client of each sample."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -7,64 +7,77 @@ from pathlib import Path
 
 import numpy as np
 
-from cfl_ray.config import Data
+from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
 
-Progress = Callable[[str, int, int], None]  # what is being done, how many are done, out of how many
+Progress = Callable[[str, int, int], None]  # (what is being done, how many are done, out of how many)
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data set in memory. Where only a summary is wanted, the pixels are a broadcast zero of the right shape."""
+    """A data set in memory. For a summary, which needs no pixels, they are a broadcast zero of the right shape."""
 
-    train_x: np.ndarray  # uint8 (n, C, H, W), values 0..scale
+    train_x: np.ndarray  # (n, *input): uint8 with values 0..scale, e.g. (n, C, H, W); float32; int32 for token ids
     train_y: np.ndarray  # int16 (n,)
-    test_x: np.ndarray | None  # uint8 (n_test, C, H, W); None where the data set has no test part
-    test_y: np.ndarray | None
+    test_x: np.ndarray | None  # likewise (n_test, *input); None where the data set has no test part
+    test_y: np.ndarray | None  # int16 (n_test,); None where the data set has no test part
     num_classes: int
     scale: int = 255  # the pixel value that means 1.0
-    client: np.ndarray | None = None  # str or int (n,): who made each training sample
-    group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of that client
-    test_group: np.ndarray | None = None  # int32 (n_test,)
+    client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
+    group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of that client; None: not known
+    test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
+    vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(C, H, W) of one image."""
+        """The shape of one sample, (C, H, W) of an image."""
         return self.train_x.shape[1:]
 
     def pooled(self) -> "Images":
-        """Everything as one training part, the test part last; the makers are forgotten, as the test part's are not known."""
-        if self.group is not None and self.test_group is None:
-            raise DataError("data.test.pool: the training files name a true group, the test files do not; set data.columns.group: null")
-        x, y = self._joined(self.train_x, self.test_x), np.concatenate([self.train_y, self.test_y])
-        group = None if self.group is None else np.concatenate([self.group, self.test_group])
-        return Images(x, y, None, None, self.num_classes, self.scale, group=group)
+        """Returns one training part with all samples, the test part last, and without clients.
 
-    def _joined(self, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+        The clients of the test part are not known. Raises DataError where only the training part has true groups.
+        """
+        assert self.test_x is not None and self.test_y is not None  # checked by the caller
+        group = None
+        if self.group is not None:
+            if self.test_group is None:
+                raise DataError(
+                    "data.test.pool: the training files name a true group, the test files do not; "
+                    "set data.columns.group: null"
+                )
+            group = np.concatenate([self.group, self.test_group])
+        x, y = self._join_pixels(self.train_x, self.test_x), np.concatenate([self.train_y, self.test_y])
+        return Images(x, y, None, None, self.num_classes, self.scale, group=group, vocabulary=self.vocabulary)
+
+    def _join_pixels(self, train: np.ndarray, test: np.ndarray) -> np.ndarray:
         if any(train.strides):
             return np.concatenate([train, test])
-        return np.broadcast_to(train[:1], (len(train) + len(test), *self.shape))  # pixels that nobody wanted
+        return np.broadcast_to(train[:1], (len(train) + len(test), *self.shape))  # a summary, without pixels
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that was found, not yet read."""
+    """A data set whose files were found and not yet read."""
 
     name: str
-    files: tuple[Path, ...]  # every file it is made of; empty for data that come with a library
-    read: Callable[[bool, Progress | None], Images]  # (pixels wanted, progress)
+    files: tuple[Path, ...]  # all its files; empty for data that come with a library
+    read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
+    digest: str | None = None  # hash of data that are in no file
 
 
-def roots(data: Data) -> list[Path]:
-    """The folders in which data sets are looked for, most wanted first."""
+def roots(data: DataConfig) -> list[Path]:
+    """Returns the folders in which data sets are looked for, in this order."""
     if data.root is not None:
         return [Path(data.root).expanduser()]
     named = os.environ.get("CFL_RAY_DATA")
     return ([Path(named).expanduser()] if named else []) + [Path("data")]
 
 
-def find(data: Data, subfolders: Iterable[str], patterns: Iterable[str], name: str, get: str) -> tuple[Path, list[Path]]:
-    """The first folder in which one of the glob patterns matches, and the sorted matches.
+def find(
+    data: DataConfig, subfolders: Iterable[str], patterns: Iterable[str], name: str, get: str
+) -> tuple[Path, list[Path]]:
+    """Returns the first folder in which one of the glob patterns matches, and the sorted matches.
 
     Raises DataError with every place looked at, followed by `get`: how to obtain the data.
     """

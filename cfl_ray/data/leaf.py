@@ -1,60 +1,196 @@
-"""FEMNIST in LEAF's own layout: train/*.json and test/*.json, {"users": [...], "num_samples": [...], "user_data": {user: {"x", "y"}}}."""
+"""FEMNIST, Shakespeare and Sentiment140 in LEAF's layout: train/*.json and test/*.json.
+
+Each file holds {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}.
+"""
 
 import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.images import Images, Progress
 
-SIDE = 28
+SIDE = 28  # pixels
 CLASSES = 62
 
 
 def read(train: list[Path], test: list[Path], progress: Progress | None) -> Images:
-    """LEAF's images as uint8, which is exact: LEAF divided 8-bit pixels by 255."""
-    train_x, train_y, client = _part(train, progress)
-    test_x, test_y, _ = _part(test, progress) if test else (None, None, None)
+    """Returns LEAF's images as uint8, which is exact: LEAF divided 8-bit pixels by 255."""
+    train_x, train_y, client = _part(train, _images_of, progress)
+    test_x, test_y, _ = _part(test, _images_of, progress) if test else (None, None, None)
     return Images(train_x, train_y, test_x, test_y, num_classes=CLASSES, client=client)
 
 
-def _part(files: list[Path], progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+Samples = tuple[np.ndarray, np.ndarray]  # x (n, *input), y int16 (n,)
+Parse = Callable[[Path, str, int, Any, Any], Samples]  # (file, user, count, the user's x, the user's y)
+
+
+def _part(files: list[Path], parse: Parse, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     xs, ys, names = [], [], []
     for done, file in enumerate(files, 1):
-        for user, x, y in _users(file):
+        for user, count, x_of_user, y_of_user in _users(file):
+            x, y = parse(file, user, count, x_of_user, y_of_user)
             xs.append(x)
             ys.append(y)
             names += [user] * len(y)
         if progress:
             progress("reading LEAF files", done, len(files))
     if not names:
-        raise DataError(f"{files[0].parent}: no user of its {len(files)} JSON files has a sample; run LEAF's preprocess.sh again")
+        raise DataError(
+            f"{files[0].parent}: no user of its {len(files)} JSON files has a sample; run LEAF's preprocess.sh again"
+        )
     return np.concatenate(xs), np.concatenate(ys), np.asarray(names, dtype=np.str_)
 
 
-def _users(file: Path):
-    """Yields (user, x uint8 (n, 1, 28, 28), y int16 (n,)) for every user of one file."""
+def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
+    """Yields (user, number of samples, x, y) for every user of one file who has samples."""
     try:
         content = json.loads(file.read_bytes())
         users, counts, user_data = content["users"], content["num_samples"], content["user_data"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"{file} is not a LEAF file (users, num_samples, user_data): {error!r}") from error
-    for user, count in zip(users, counts):
+    for user, count in zip(users, counts, strict=False):  # a user without a count is ignored
         try:
-            x, y = np.asarray(user_data[user]["x"], np.float64), np.asarray(user_data[user]["y"], np.int64)
-        except (ValueError, KeyError, TypeError) as error:
+            x, y = user_data[user]["x"], user_data[user]["y"]
+        except (KeyError, TypeError) as error:
             raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
-        if count == 0:
-            continue
-        _check(file, user, count, x, y)
-        yield str(user), np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
+        if count:
+            yield str(user), count, x, y
+
+
+def _images_of(file: Path, user: str, count: int, x_of_user: Any, y_of_user: Any) -> Samples:
+    """Returns x uint8 (n, 1, 28, 28) and y of one user."""
+    try:
+        x, y = np.asarray(x_of_user, np.float64), np.asarray(y_of_user, np.int64)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file}: data of user {user!r} cannot be read: {error!r}") from error
+    _check(file, user, count, x, y)
+    return np.rint(x * 255).astype(np.uint8).reshape(-1, 1, SIDE, SIDE), y.astype(np.int16)
 
 
 def _check(file: Path, user: str, count: int, x: np.ndarray, y: np.ndarray) -> None:
     if x.shape != (count, SIDE * SIDE) or y.shape != (count,):
-        raise DataError(f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), got {x.shape} and {y.shape}")
+        raise DataError(
+            f"{file}: user {user!r} needs x of shape ({count}, {SIDE * SIDE}) and y of ({count},), "
+            f"got {x.shape} and {y.shape}"
+        )
     if not (x.min() >= 0 and x.max() <= 1):
         raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], found {x.min()}..{x.max()}")
     if not 0 <= y.min() <= y.max() < CLASSES:
         raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, found {y.min()}..{y.max()}")
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+# LEAF's models/utils/language_utils.py: the characters of Shakespeare's plays; others have no number there either
+ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+LENGTH = 80  # characters before the one to predict
+MAX_WORDS = 25  # words of a tweet, as LEAF's stacked LSTM reads
+VOCABULARY = 10_000  # words of tweets, with the two tokens below
+FILL, UNKNOWN = 0, 1  # tokens after the last word, and of words outside the vocabulary
+TEXT_OF_TWEET = 4  # place of the text in [id, date, query, user, text, ...]
+
+
+class TextKind(ABC):
+    """How the text of a LEAF data set becomes tokens and labels."""
+
+    vocabulary: int
+    num_classes: int
+
+    def learn(self, files: list[Path]) -> None:
+        """Finds what depends on the training files; by default, nothing."""
+        del files
+
+    @abstractmethod
+    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+        """Returns token ids int32 (n, length) and labels int16 (n,) of one user. Raises DataError."""
+
+
+def read_text(train: list[Path], test: list[Path], kind: TextKind, progress: Progress | None) -> Images:
+    """Returns text as token ids int32 (n, length)."""
+    kind.learn(train)
+    train_x, train_y, client = _part(train, kind.samples, progress)
+    test_x, test_y, _ = _part(test, kind.samples, progress) if test else (None, None, None)
+    return Images(
+        train_x, train_y, test_x, test_y, kind.num_classes, scale=1, client=client, vocabulary=kind.vocabulary
+    )
+
+
+@dataclass
+class Characters(TextKind):
+    """Shakespeare: 80 characters, and the one that follows as the label. Unknown characters have the last token."""
+
+    vocabulary: int = len(ALPHABET) + 1
+    num_classes: int = len(ALPHABET) + 1
+
+    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+        _check_text(file, user, count, x, y)
+        for text, expected in (*((text, LENGTH) for text in x), *((text, 1) for text in y)):
+            if not isinstance(text, str) or len(text) != expected:
+                found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+                raise DataError(f"{file}: user {user!r} needs texts of {expected} characters, found {found}")
+        return np.array([self._tokens(text) for text in x], np.int32), np.array(
+            [self._tokens(text)[0] for text in y], np.int16
+        )
+
+    def _tokens(self, text: str) -> list[int]:
+        return [place if (place := ALPHABET.find(letter)) >= 0 else len(ALPHABET) for letter in text]
+
+
+@dataclass
+class Words(TextKind):
+    """Sentiment140: the first 25 words of a tweet; the label is its sentiment, 0 or 1.
+
+    The vocabulary is the most frequent words of the training files, ties in alphabetical order.
+    """
+
+    vocabulary: int
+    num_classes: int = 2
+
+    def learn(self, files: list[Path]) -> None:
+        counts = Counter(
+            word for file in files for _, _, x, _ in _users(file) for tweet in x for word in _words(_text(tweet))
+        )
+        frequent = sorted(counts, key=lambda word: (-counts[word], word))[: self.vocabulary - 2]
+        self.token_of = {word: number for number, word in enumerate(frequent, 2)}
+
+    def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
+        _check_text(file, user, count, x, y)
+        tokens = np.full((count, MAX_WORDS), FILL, np.int32)
+        for row, tweet in enumerate(x):
+            for place, word in enumerate(_words(_text(tweet))[:MAX_WORDS]):
+                tokens[row, place] = self.token_of.get(word, UNKNOWN)
+        try:
+            labels = np.array([int(value) for value in y])
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{file}: labels of user {user!r} must be 0 or 1: {error}") from error
+        labels = np.where(labels == 4, 1, labels)  # the original files say 4 for positive
+        if not 0 <= labels.min() <= labels.max() <= 1:
+            raise DataError(
+                f"{file}: labels of user {user!r} must lie in 0..1 (or be 4), found {labels.min()}..{labels.max()}"
+            )
+        return tokens, labels.astype(np.int16)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[\w']+|[.,!?;]", text.lower())
+
+
+def _text(tweet: Any) -> str:
+    """Returns the text of a tweet, which LEAF stores with its other fields."""
+    return str(tweet[TEXT_OF_TWEET]) if isinstance(tweet, list) and len(tweet) > TEXT_OF_TWEET else str(tweet)
+
+
+def _check_text(file: Path, user: str, count: int, x: Any, y: Any) -> None:
+    lengths = [len(part) if isinstance(part, list) else -1 for part in (x, y)]
+    if lengths != [count, count]:
+        raise DataError(
+            f"{file}: user {user!r} needs lists x and y of {count} entries, got {lengths[0]} and {lengths[1]}"
+        )

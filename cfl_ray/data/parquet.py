@@ -1,6 +1,7 @@
-"""Image parquet files as Hugging Face writes them: one row per image, PNG or JPEG bytes beside its label."""
+"""Image parquet files in the layout of Hugging Face: one row per image, its PNG or JPEG bytes and its label."""
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,30 +9,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
-from cfl_ray.config import Columns
-from cfl_ray.core.errors import DataError, nearest
+from cfl_ray.config import ColumnsConfig
+from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.data.images import Images, Progress
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 
 
-def read(train: list[Path], test: list[Path], columns: Columns, num_classes: int | None, pixels: bool, progress: Progress | None) -> Images:
-    """The images of these files in file order; with `pixels` false only the first is decoded, for its shape.
+def read(
+    train: list[Path],
+    test: list[Path],
+    columns: ColumnsConfig,
+    num_classes: int | None,
+    pixels: bool,
+    progress: Progress | None,
+) -> Images:
+    """Returns the images of these files in file order. Raises DataError naming the file and row of unusable data.
 
-    `num_classes` None: the largest label plus one. Raises DataError naming the file and row of what cannot be used.
+    num_classes: None for the largest label plus one. pixels: False decodes only the first image, for its shape.
     """
-    labels = [np.concatenate([_labels(file, columns.label) for file in part]) for part in (train, test) if part]
+    parts = [part for part in (train, test) if part]
+    labels = [np.concatenate([_labels(file, columns.label) for file in part]) for part in parts]
     limit = num_classes if num_classes is not None else max(int(y.max(initial=0)) for y in labels) + 1
-    for y, part in zip(labels, (train, test)):
-        if len(y) == 0 or y.max() >= limit:
-            found = "hold no row" if len(y) == 0 else f"hold label {y.max()} in column {columns.label!r}; labels run from 0 to {limit - 1}"
-            raise DataError(f"{', '.join(map(str, part))} {found}")
+    for y, part in zip(labels, parts, strict=True):
+        names = ", ".join(map(str, part))
+        if len(y) == 0:
+            raise DataError(f"{names} hold no row")
+        if y.max() >= limit:
+            raise DataError(
+                f"{names} hold label {y.max()} in column {columns.label!r}; labels run from 0 to {limit - 1}"
+            )
     shape = _first_shape(train[0], columns.image)
     train_x = _pixels(train, columns.image, shape, len(labels[0]), pixels, progress)
     test_x = _pixels(test, columns.image, shape, len(labels[1]), pixels, progress) if test else None
     client = np.concatenate([_client_ids(file, columns.client) for file in train]) if columns.client else None
     group, test_group = _groups(train, test, columns.group) if columns.group else (None, None)
-    return Images(train_x, labels[0], test_x, labels[1] if test else None, limit, client=client, group=group, test_group=test_group)
+    return Images(
+        train_x,
+        labels[0],
+        test_x,
+        labels[1] if test else None,
+        limit,
+        client=client,
+        group=group,
+        test_group=test_group,
+    )
 
 
 def _open(file: Path, column: str) -> pq.ParquetFile:
@@ -40,12 +62,14 @@ def _open(file: Path, column: str) -> pq.ParquetFile:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable parquet file: {error}") from error
     if column not in opened.schema_arrow.names:
-        raise DataError(f"{file} has no column {column!r}{nearest(column, opened.schema_arrow.names)}; set data.columns")
+        raise DataError(
+            f"{file} has no column {column!r}{did_you_mean(column, opened.schema_arrow.names)}; set data.columns"
+        )
     return opened
 
 
 def _column(file: Path, name: str) -> pa.ChunkedArray:
-    """A column without nulls. Raises DataError with the first row that is null."""
+    """Returns a column without nulls. Raises DataError with the first row that is null."""
     with _open(file, name) as opened:
         column = opened.read(columns=[name])[name]
     if column.null_count:
@@ -56,10 +80,14 @@ def _column(file: Path, name: str) -> pa.ChunkedArray:
 def _labels(file: Path, name: str) -> np.ndarray:
     column = _column(file, name)
     if not pa.types.is_integer(column.type):
-        raise DataError(f"{file}: label column {name!r} must hold integers, it holds {column.type}; set data.columns.label")
+        raise DataError(
+            f"{file}: label column {name!r} must hold integers, it holds {column.type}; set data.columns.label"
+        )
     y = column.to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= np.iinfo(np.int16).max:
-        raise DataError(f"{file}: labels in column {name!r} must lie in 0..{np.iinfo(np.int16).max}, found {y.min()}..{y.max()}")
+        raise DataError(
+            f"{file}: labels in column {name!r} must lie in 0..{np.iinfo(np.int16).max}, found {y.min()}..{y.max()}"
+        )
     return y.astype(np.int16)
 
 
@@ -69,11 +97,16 @@ def _client_ids(file: Path, name: str) -> np.ndarray:
         return column.to_numpy()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return np.asarray(column.to_pylist(), dtype=np.str_)
-    raise DataError(f"{file}: client column {name!r} must hold integers or strings, it holds {column.type}; set data.columns.client")
+    raise DataError(
+        f"{file}: client column {name!r} must hold integers or strings, it holds {column.type}; set data.columns.client"
+    )
 
 
 def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Group column of both parts, its values numbered 0.. in sorted order; None for the test part where it has no such column."""
+    """Returns the group column of both parts, its values numbered 0.. in sorted order.
+
+    None for the test part where one of its files has no such column.
+    """
     train_values = np.concatenate([_client_ids(file, name) for file in train])
     values, group = np.unique(train_values, return_inverse=True)
     group = group.astype(np.int32)
@@ -85,16 +118,19 @@ def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray,
     return group, np.searchsorted(values, test_values).astype(np.int32)
 
 
-# --- pixels -------------------------------------------------------------------------------------------------------------------------
+# --- pixels ------------------------------------------------------------------------------------
 
 
-def _encoded(file: Path, name: str, batch_rows: int):
-    """Yields the column's bytes, batch by batch, as Arrow binary arrays."""
+def _encoded(file: Path, name: str, batch_rows: int) -> Iterator[pa.Array]:
+    """Yields the column's encoded images, batch by batch, as Arrow binary arrays."""
     with _open(file, name) as opened:
         kind = opened.schema_arrow.field(name).type
         is_struct = pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
         if not (is_struct or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-            raise DataError(f"{file}: image column {name!r} must be bytes or a struct of bytes and path, it is {kind}; set data.columns.image")
+            raise DataError(
+                f"{file}: image column {name!r} must be bytes or a struct of bytes and path, it is {kind}; "
+                "set data.columns.image"
+            )
         for batch in opened.iter_batches(batch_rows, columns=[name]):
             yield batch.column(0).field("bytes") if is_struct else batch.column(0)
 
@@ -105,8 +141,10 @@ def _first_shape(file: Path, name: str) -> tuple[int, int, int]:
     return _channels(image), image.height, image.width
 
 
-def _pixels(files: list[Path], name: str, shape: tuple[int, int, int], rows: int, wanted: bool, progress: Progress | None) -> np.ndarray:
-    """uint8 (rows, *shape)."""
+def _pixels(
+    files: list[Path], name: str, shape: tuple[int, int, int], rows: int, wanted: bool, progress: Progress | None
+) -> np.ndarray:
+    """Returns uint8 (rows, *shape), a broadcast zero where pixels are not wanted."""
     if not wanted:
         return np.broadcast_to(np.uint8(0), (rows, *shape))
     x = np.empty((rows, *shape), np.uint8)
@@ -125,8 +163,11 @@ def _pixels(files: list[Path], name: str, shape: tuple[int, int, int], rows: int
 def _decode(value: pa.Scalar, shape: tuple[int, int, int], file: Path, row: int) -> np.ndarray:
     image = _open_image(value, file, row)
     found = (_channels(image), image.height, image.width)
-    if found[1:] != shape[1:]:  # looked at before decoding, so that a huge image costs nothing
-        raise DataError(f"{file}: the image in row {row} is {found[1]}x{found[2]}, the first one is {shape[1]}x{shape[2]}; resize them to one size")
+    if found[1:] != shape[1:]:  # checked before decoding, so that a huge image costs nothing
+        raise DataError(
+            f"{file}: the image in row {row} is {found[1]}x{found[2]}, the first one is {shape[1]}x{shape[2]}; "
+            "resize them to one size"
+        )
     try:
         pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
     except (OSError, ValueError, SyntaxError) as error:
@@ -136,7 +177,9 @@ def _decode(value: pa.Scalar, shape: tuple[int, int, int], file: Path, row: int)
 
 def _open_image(value: pa.Scalar, file: Path, row: int) -> Image.Image:
     if not value.is_valid:
-        raise DataError(f"{file}: row {row} has no image bytes; files that hold only paths are not supported, embed the images")
+        raise DataError(
+            f"{file}: row {row} has no image bytes; files that hold only paths are not supported, embed the images"
+        )
     try:
         return Image.open(io.BytesIO(value.as_buffer()), formats=("PNG", "JPEG"))
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -1,7 +1,8 @@
-"""Shards: a federation as Arrow files that every process of a machine maps and none copies.
+"""Shards: a federation as Arrow files, which all processes of a machine map into memory without a copy.
 
-`manifest.json` describes the folder, `clients.arrow` says where each client's rows are, `train-*.arrow` and `test-*.arrow` hold
-pixels as they were (uint8) with their labels. Each of those is one record batch, so a client is a slice of the mapped file.
+`manifest.json` describes the folder, `clients.arrow` says where each client's rows are, `train-*.arrow` and
+`test-*.arrow` hold the original pixels (or numbers, or token ids) with their labels. Each file is one record
+batch, so a client is a slice of the mapped file.
 """
 
 import functools
@@ -15,15 +16,15 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.data.federation import Shape
-from cfl_ray.data.indexed import Index, IndexedFederation, Samples, Scaling
-from cfl_ray.data.store import AGAIN, Folder
+from cfl_ray.data.federation import DataShape, GroupTransform
+from cfl_ray.data.folder import PREPARE_AGAIN, Folder
+from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 
 MANIFEST = "manifest.json"
 
 
-class File(BaseModel):
-    """One file of the folder. A manifest is not trusted: no name may lead out of the folder."""
+class ShardFile(BaseModel):
+    """One file of the folder. The pattern of names keeps a manifest from naming files outside its folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
@@ -32,8 +33,8 @@ class File(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Manifest(BaseModel):
-    """What stands in manifest.json."""
+class ShardManifest(BaseModel):
+    """The content of manifest.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["cfl_ray shards"] = "cfl_ray shards"
@@ -42,53 +43,69 @@ class Manifest(BaseModel):
     input: list[int] = Field(min_length=1)  # shape of one sample
     num_classes: int = Field(ge=1)
     scale: float = Field(gt=0)  # the pixel value that means 1.0
+    dtype: Literal["uint8", "float32", "int32"] = "uint8"  # of the stored inputs
+    vocabulary: int | None = Field(None, ge=1)  # of token ids; None: the inputs are not tokens
     normalize: list[list[float]] | None
-    index: File
-    train: list[File] = Field(min_length=1)
-    test: list[File]
+    index: ShardFile
+    train: list[ShardFile] = Field(min_length=1)
+    test: list[ShardFile]
     recipe: dict[str, Any]
 
 
-def sample_schema(input_shape: list[int] | tuple[int, ...]) -> pa.Schema:
-    """Columns of train and test files."""
-    return pa.schema([pa.field("x", pa.list_(pa.uint8(), math.prod(input_shape)), nullable=False),
-                      pa.field("y", pa.int16(), nullable=False)])
+def sample_schema(input_shape: list[int] | tuple[int, ...], dtype: str = "uint8") -> pa.Schema:
+    """Returns the columns of train and test files."""
+    return pa.schema(
+        [
+            pa.field("x", pa.list_(pa.from_numpy_dtype(dtype), math.prod(input_shape)), nullable=False),
+            pa.field("y", pa.int16(), nullable=False),
+        ]
+    )
 
 
 def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
-    """Columns of clients.arrow."""
-    numbers = {"file": pa.int32(), "offset": pa.int64(), "train": pa.int64(), "held_out": pa.int64(), "group": pa.int32(), "test_set": pa.int32()}
-    fields = [pa.field(name, kind, nullable=False) for name, kind in numbers.items()] + [pa.field("name", pa.string(), nullable=False)]
+    """Returns the columns of clients.arrow."""
+    columns = {
+        "file": pa.int32(),
+        "offset": pa.int64(),
+        "train": pa.int64(),
+        "held_out": pa.int64(),
+        "group": pa.int32(),
+        "test_set": pa.int32(),
+        "name": pa.string(),
+    }
     if label_view:
-        fields.append(pa.field("labels", pa.list_(pa.uint8(), num_classes), nullable=False))
-    return pa.schema(fields)
+        columns["labels"] = pa.list_(pa.uint8(), num_classes)
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
 
 
 def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
-    """The federation in a folder, local or any URI that pyarrow knows; `verify` reads every file once and checks its sha256.
+    """Returns the federation in a folder: a path, or any URI that pyarrow knows.
 
-    Sizes are always checked. Files of another filesystem are fetched on first use and kept by content in CFL_RAY_CACHE.
+    verify: read every file once and check its sha256; sizes are always checked. Files of another filesystem are fetched
+    on first use and kept in CFL_RAY_CACHE, named by their content.
     """
     return ShardFederation(str(path), verify)
 
 
-def read_manifest(folder: Folder) -> Manifest | None:
-    """None where the folder has no manifest. Raises DataError where it has a bad one."""
+def read_manifest(folder: Folder) -> ShardManifest | None:
+    """Returns the manifest of a folder, None where there is none. Raises DataError for an invalid one."""
     content = folder.read(MANIFEST)
     if content is None:
         return None
     try:
-        return Manifest.model_validate_json(content)
+        return ShardManifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "content"
-        raise DataError(f"{folder.uri}/{MANIFEST} is damaged or of another version: {where}: {first['msg']}; {AGAIN}") from error
+        raise DataError(
+            f"{folder.uri}/{MANIFEST} is damaged or of another version: {where}: {first['msg']}; {PREPARE_AGAIN}"
+        ) from error
 
 
 class ShardFederation(IndexedFederation):
-    """Opens again from its path wherever it is unpickled; maps a file when a client in it is first read."""
+    """A federation of shards. Pickles as its path; maps a file when a client in it is first read."""
 
-    def __init__(self, uri: str, verify: bool = False):
+    def __init__(self, uri: str, verify: bool = False) -> None:
         local = Folder(uri).local
         self._folder = Folder(uri if local is None else str(local))
         manifest = read_manifest(self._folder)
@@ -98,91 +115,110 @@ class ShardFederation(IndexedFederation):
         self._check_files(verify)
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
-        scaling = Scaling(manifest.scale, manifest.normalize).check(tuple(manifest.input))
-        super().__init__(Shape(tuple(manifest.input), manifest.num_classes), manifest.view, manifest.recipe, index, scaling)
+        scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
+        shape = DataShape(tuple(manifest.input), manifest.num_classes, manifest.vocabulary)
+        super().__init__(shape, manifest.view, manifest.recipe, index, scaling.check(shape.input))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return ShardFederation, (self._folder.uri,)
 
     @property
     def uri(self) -> str:
-        """The folder: an absolute path, or the URI."""
+        """The folder of the shards: an absolute path, or the URI."""
         return self._folder.uri
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the manifest, which holds those of all files: equal in equal federations, wherever they lie."""
+        """sha256 of the manifest, which holds those of all files: equal in equal federations, in any folder."""
         return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
     def client_name(self, client: int) -> str:
         return self._names[client].as_py()
 
-    def place_of(self, group: int) -> tuple[int, int, int]:
+    def group_transform(self, group: int) -> GroupTransform:
         shift = self.recipe.get("data", {}).get("shift", {})
         if shift.get("kind") == "rotated":
-            return 0, shift["angles"][group] // 90 % 4, 0
+            return GroupTransform(0, turns=shift["angles"][group] // 90 % 4)
         if shift.get("kind") == "shifted":
-            return 0, 0, shift["offsets"][group] % self.shape.num_classes
+            return GroupTransform(0, offset=shift["offsets"][group] % self.shape.num_classes)
         if shift.get("kind") == "rotated_labels":
             angle, labels = divmod(group, len(shift["label_sets"]))
-            return labels, shift["angles"][angle] // 90 % 4, 0
-        return super().place_of(group)
+            return GroupTransform(labels, turns=shift["angles"][angle] // 90 % 4)
+        return super().group_transform(group)
 
     def num_test_sets(self) -> int:
         return len(self.manifest.test)
 
-    def _file(self, number: int) -> Samples:
+    def _file(self, number: int) -> StoredSamples:
         return self._samples(self.manifest.train[number])
 
-    def _test_file(self, number: int) -> Samples:
+    def _test_file(self, number: int) -> StoredSamples:
         return self._samples(self.manifest.test[number])
 
     def _check_files(self, verify: bool) -> None:
-        """Local files are looked at now, so that a missing one ends the run before it starts; others when they are fetched."""
+        """Checks local files now, so that a missing one ends the run before it starts; others when they are fetched."""
         if verify or self._folder.local is not None:
             for file in (self.manifest.index, *self.manifest.train, *self.manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
 
 
-def _map(folder: Folder, file: File, schema: pa.Schema) -> pa.RecordBatch:
-    """The one record batch of a file, mapped: its buffers are the file's pages, which stay mapped after the file is closed."""
+def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
+    """Returns the record batch of a mapped file; the pages of the file stay mapped as long as the batch exists."""
     path = folder.get(file.name, file.bytes, file.sha256, verify=False)
     try:
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)
             if not reader.schema.equals(schema) or reader.num_record_batches != 1:
-                raise DataError(f"{path} has columns {reader.schema.names} in {reader.num_record_batches} batches, "
-                                f"expected {schema.names} in 1; {AGAIN}")
+                raise DataError(
+                    f"{path} has columns {reader.schema.names} in {reader.num_record_batches} batches, "
+                    f"expected {schema.names} in 1; {PREPARE_AGAIN}"
+                )
             batch = reader.get_batch(0)
             batch.validate()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}; {AGAIN}") from error
+        raise DataError(f"{path} is damaged: {error}; {PREPARE_AGAIN}") from error
     if batch.num_rows != file.rows:
-        raise DataError(f"{path} is damaged: expected {file.rows} rows, found {batch.num_rows}; {AGAIN}")
+        raise DataError(f"{path} is damaged: expected {file.rows} rows, found {batch.num_rows}; {PREPARE_AGAIN}")
     return batch
 
 
-def _map_samples(folder: Folder, manifest: Manifest, file: File) -> Samples:
-    batch = _map(folder, file, sample_schema(manifest.input))
+def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> StoredSamples:
+    batch = _map(folder, file, sample_schema(manifest.input, manifest.dtype))
     return batch["x"].flatten().to_numpy().reshape(-1, *manifest.input), batch["y"].to_numpy()
 
 
-def _map_index(folder: Folder, manifest: Manifest) -> tuple[pa.Array, Index]:
-    """The clients' names and where their rows are."""
+def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index]:
+    """Returns the names of the clients, and their rows."""
     label_view = manifest.view == "label"
     batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view))
-    columns = {name: batch[name].to_numpy() for name in batch.schema.names if name not in ("name", "labels")}
-    labels_NC = batch["labels"].flatten().to_numpy().reshape(-1, manifest.num_classes).view(bool) if label_view else None
-    index = Index(*(columns[name] for name in ("file", "offset", "train", "held_out", "group", "test_set")), labels_NC)
-    if not _fits(index, manifest):
-        raise DataError(f"{folder.uri}/{manifest.index.name} is damaged: it names rows or files that do not exist; {AGAIN}")
+    labels_NC = None
+    if label_view:
+        labels_NC = batch["labels"].flatten().to_numpy().reshape(-1, manifest.num_classes).view(bool)
+    index = Index(
+        file_N=batch["file"].to_numpy(),
+        offset_N=batch["offset"].to_numpy(),
+        train_N=batch["train"].to_numpy(),
+        held_out_N=batch["held_out"].to_numpy(),
+        group_N=batch["group"].to_numpy(),
+        test_set_N=batch["test_set"].to_numpy(),
+        labels_NC=labels_NC,
+    )
+    if not _is_valid(index, manifest):
+        raise DataError(
+            f"{folder.uri}/{manifest.index.name} is damaged: it names rows or files that do not exist; {PREPARE_AGAIN}"
+        )
     return batch["name"], index
 
 
-def _fits(index: Index, manifest: Manifest) -> bool:
-    rows = np.array([file.rows for file in manifest.train])
+def _is_valid(index: Index, manifest: ShardManifest) -> bool:
+    """Whether all rows, files and test sets of the index exist."""
+    rows = np.array([file.rows for file in manifest.train])  # of each file
     least = 0 if manifest.test else -1
-    return bool(((index.file_N >= 0) & (index.file_N < len(rows))).all()
-                and (index.offset_N >= 0).all() and (index.train_N >= 1).all() and (index.held_out_N >= 0).all()
-                and (index.offset_N + index.train_N + index.held_out_N <= rows[index.file_N]).all()
-                and ((index.test_set_N >= least) & (index.test_set_N < len(manifest.test))).all())
+    return bool(
+        ((index.file_N >= 0) & (index.file_N < len(rows))).all()
+        and (index.offset_N >= 0).all()
+        and (index.train_N >= 1).all()
+        and (index.held_out_N >= 0).all()
+        and (index.offset_N + index.train_N + index.held_out_N <= rows[index.file_N]).all()
+        and ((index.test_set_N >= least) & (index.test_set_N < len(manifest.test))).all()
+    )

@@ -1,31 +1,37 @@
-"""The base data sets by name: where each is looked for and how it is read."""
+"""The base data sets by name: where their files are looked for, and how they are read."""
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cfl_ray.config import Columns, Data
-from cfl_ray.core.errors import DataError, nearest
+from cfl_ray.config import ColumnsConfig, DataConfig
+from cfl_ray.config.sections import SOURCES, UNDIVIDED
+from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.rng import stream
-from cfl_ray.data import leaf, parquet
+from cfl_ray.data import image_folder as image_folder_files
+from cfl_ray.data import leaf, parquet, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 
 
-def locate(name: str, data: Data) -> Source:
-    """The named data set, found on disk. Raises DataError with the places looked at and the ways to get it."""
-    if name not in _LOCATE:
-        raise DataError(f"data set {name!r} has no images to divide{nearest(name, _LOCATE)}")
-    return _LOCATE[name](data)
+def locate(name: str, data: DataConfig) -> Source:
+    """Returns the named data set, found on disk. Raises DataError with the places looked at and how to obtain it."""
+    divided = [one for one in SOURCES if one not in UNDIVIDED]
+    if name not in divided:
+        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, divided)}")
+    found: Source = globals()[name](data)  # a source is a function of this module, by its name
+    return found
 
 
-# --- digits: 1,797 images of 8x8 that come with scikit-learn ------------------------------------------------------------------------
+# --- digits: 1,797 images of 8x8 that come with scikit-learn ------------------------------------
 
 
-def _digits(data: Data) -> Source:
+def digits(data: DataConfig) -> Source:
+    """Returns the data set of this name."""
     return Source("digits", (), _read_digits)
 
 
@@ -34,28 +40,32 @@ def _read_digits(pixels: bool, progress: Progress | None) -> Images:
 
     loaded = load_digits()
     x, y = loaded.images.astype(np.uint8)[:, None], loaded.target.astype(np.int16)
-    rng = stream(0, -1, -1, -1, "data/digits-split")  # seed 0 always: the test set belongs to the data set, not to the experiment
+    # Seed 0 for every experiment: the test set belongs to the data set.
+    rng = stream(0, -1, -1, -1, "data/digits-split")
     per_class = [rng.permutation(np.flatnonzero(y == label)) for label in range(10)]
     test = np.sort(np.concatenate([rows[: round(0.2 * len(rows))] for rows in per_class]))
     train = np.setdiff1d(np.arange(len(y)), test)
     return Images(x[train], y[train], x[test], y[test], num_classes=10, scale=16)
 
 
-# --- torchvision --------------------------------------------------------------------------------------------------------------------
+# --- torchvision --------------------------------------------------------------------------------
 
-_TORCHVISION = {  # our name: (torchvision's class, files below its root)
+_TORCHVISION = {  # name: (torchvision's class, its files below its root)
     "mnist": ("MNIST", "MNIST/raw/*-ubyte"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw/*-ubyte"),
     "cifar10": ("CIFAR10", "cifar-10-batches-py/*_batch*"),
 }
 
 
-def _torchvision(name: str) -> Callable[[Data], Source]:
-    def locate_one(data: Data) -> Source:
+def _torchvision(name: str) -> Callable[[DataConfig], Source]:
+    def locate_one(data: DataConfig) -> Source:
         kind, pattern = _TORCHVISION[name]
         get = f"set data.download: true, or point data.root at a folder where torchvision.datasets.{kind} has put it"
         if name == "cifar10":
-            get += "; for the parquet files of uoft-cs/cifar10 use data.source: images with data.columns: {image: img, label: label}"
+            get += (
+                "; for the parquet files of uoft-cs/cifar10 use data.source: images with "
+                "data.columns: {image: img, label: label}"
+            )
         try:
             root, files = find(data, ["", "torchvision"], [pattern], name, get)
         except DataError:
@@ -68,7 +78,10 @@ def _torchvision(name: str) -> Callable[[Data], Source]:
     return locate_one
 
 
-def _open_torchvision(name: str, root: Path, train: bool, download: bool = False):
+mnist, fashion_mnist, cifar10 = _torchvision("mnist"), _torchvision("fashion_mnist"), _torchvision("cifar10")
+
+
+def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
     from torchvision import datasets
 
     try:
@@ -85,83 +98,189 @@ def _read_torchvision(name: str, root: Path) -> Images:
         x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
         return x, np.asarray(loaded.targets, np.int16)
 
-    with warnings.catch_warnings():  # numpy's remark about the layout of torchvision's CIFAR files is no concern of the user
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
         return Images(*part(train=True), *part(train=False), num_classes=10)
 
 
-# --- MNIST with the names of its writers --------------------------------------------------------------------------------------------
+# --- MNIST with its writers ---------------------------------------------------------------------
 
 
-def _mnist_by_writer(data: Data) -> Source:
-    mnist = _torchvision("mnist")(data)
-    _, files = find(data, ["", "torchvision", "mnist"], ["mnist_writers.parquet"], "mnist_by_writer",
-                    "write mnist_writers.parquet (columns split, row, writer, hsf) from QMNIST's extended labels")
-    return Source("mnist_by_writer", (*mnist.files, files[0]), lambda pixels, progress: _join_writers(mnist.read(True, None), files[0]))
+def mnist_by_writer(data: DataConfig) -> Source:
+    """Returns the data set of this name."""
+    base = mnist(data)
+    _, files = find(
+        data,
+        ["", "torchvision", "mnist"],
+        ["mnist_writers.parquet"],
+        "mnist_by_writer",
+        "write mnist_writers.parquet (columns split, row, writer, hsf) from QMNIST's extended labels",
+    )
+    return Source(
+        "mnist_by_writer",
+        (*base.files, files[0]),
+        lambda pixels, progress: _join_writers(base.read(True, None), files[0]),
+    )
 
 
 def _join_writers(images: Images, file: Path) -> Images:
+    """Returns MNIST with the writer of each image as its client and the writer's NIST partition (hsf) as its group."""
     try:
         table = pq.read_table(file, columns=["split", "row", "writer", "hsf"])
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as a parquet file with columns split, row, writer, hsf: {error}") from error
+        raise DataError(
+            f"{file} cannot be read as a parquet file with columns split, row, writer, hsf: {error}"
+        ) from error
     split, row, writer, hsf = (table[name].to_numpy() for name in table.column_names)
-    _, group = np.unique(hsf, return_inverse=True)
+    group = np.unique(hsf, return_inverse=True)[1].astype(np.int32)
 
-    def of(part: str, values: np.ndarray, expected: int) -> np.ndarray:
+    def in_row_order(part: str, values: np.ndarray, expected: int) -> np.ndarray:
         mask = split == part
         order = np.argsort(row[mask])
         if not np.array_equal(row[mask][order], np.arange(expected)):
-            raise DataError(f"{file}: split {part!r} must name each of MNIST's rows 0..{expected - 1} once, it has {mask.sum()} entries")
+            raise DataError(
+                f"{file}: split {part!r} must name each of MNIST's rows 0..{expected - 1} once, "
+                f"it has {mask.sum()} entries"
+            )
         return values[mask][order]
 
+    assert images.test_y is not None  # MNIST has a test part
     n, n_test = len(images.train_y), len(images.test_y)
-    group = group.astype(np.int32)
-    return Images(images.train_x, images.train_y, images.test_x, images.test_y, images.num_classes,
-                  client=of("train", writer, n), group=of("train", group, n), test_group=of("test", group, n_test))
+    return Images(
+        images.train_x,
+        images.train_y,
+        images.test_x,
+        images.test_y,
+        images.num_classes,
+        client=in_row_order("train", writer, n),
+        group=in_row_order("train", group, n),
+        test_group=in_row_order("test", group, n_test),
+    )
 
 
-# --- parquet and LEAF ---------------------------------------------------------------------------------------------------------------
+# --- parquet and LEAF ---------------------------------------------------------------------------
 
 
-def _images(data: Data) -> Source:
+def images(data: DataConfig) -> Source:
+    """Returns the data set of this name."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
-    patterns = [data.train_files] if data.train_files else ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
+    patterns = (
+        [data.train_files]
+        if data.train_files
+        else ["train-*.parquet", "data/train-*.parquet", "plain_text/train-*.parquet"]
+    )
     return _parquet("images", data, [""], patterns, data.columns, None, get)
 
 
-def _femnist(data: Data) -> Source:
-    get = "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, or use source femnist_leaf for LEAF's JSON"
+def femnist(data: DataConfig) -> Source:
+    """Returns the data set of this name."""
+    get = (
+        "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
+        "or use source femnist_leaf for LEAF's JSON"
+    )
     patterns = [data.train_files] if data.train_files else ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
-    columns = Columns(**{"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)})
+    columns = ColumnsConfig(
+        **{"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
+    )
     return _parquet("femnist", data, ["", "femnist"], patterns, columns, 62, get)
 
 
-def _parquet(name: str, data: Data, subfolders: list[str], patterns: list[str], columns: Columns, num_classes: int | None, get: str) -> Source:
+def _parquet(
+    name: str,
+    data: DataConfig,
+    subfolders: list[str],
+    patterns: list[str],
+    columns: ColumnsConfig,
+    num_classes: int | None,
+    get: str,
+) -> Source:
     folder, train = find(data, subfolders, patterns, name, get)
+    train, test = _without_test(data, folder, train)
+    return Source(
+        name,
+        (*train, *test),
+        lambda pixels, progress: parquet.read(train, test, columns, num_classes, pixels, progress),
+    )
+
+
+def _without_test(data: DataConfig, folder: Path, train: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Returns the training files that are not test files, and the test files."""
     test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
     if data.test_files and not test:
         raise DataError(f"data.test_files: no file matches {data.test_files!r} in {folder.absolute()}")
     train = [path for path in train if path not in test]
     if not train:
-        raise DataError(f"data.train_files and data.test_files name the same files in {folder.absolute()}: {', '.join(p.name for p in test)}")
-    return Source(name, (*train, *test), lambda pixels, progress: parquet.read(train, test, columns, num_classes, pixels, progress))
+        names = ", ".join(path.name for path in test)
+        raise DataError(f"data.train_files and data.test_files name the same files in {folder.absolute()}: {names}")
+    return train, test
 
 
-def _femnist_leaf(data: Data) -> Source:
-    get = ("run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds train/*.json), "
-           "or use source femnist for the parquet files of flwrlabs/femnist")
-    subfolders = [data.train_files] if data.train_files else ["", "femnist/data", "data/femnist/data", "leaf/data/femnist/data"]
+def femnist_leaf(data: DataConfig) -> Source:
+    """Returns the data set of this name."""
+    get = (
+        "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
+        "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
+    )
+    subfolders = (
+        [data.train_files] if data.train_files else ["", "femnist/data", "data/femnist/data", "leaf/data/femnist/data"]
+    )
     folder, train = find(data, subfolders, ["train/*.json"], "femnist_leaf", get)
     test = sorted(folder.glob("test/*.json"))
     return Source("femnist_leaf", (*train, *test), lambda pixels, progress: leaf.read(train, test, progress))
 
 
-_LOCATE: dict[str, Callable[[Data], Source]] = {
-    "digits": _digits,
-    **{name: _torchvision(name) for name in _TORCHVISION},
-    "mnist_by_writer": _mnist_by_writer,
-    "images": _images,
-    "femnist": _femnist,
-    "femnist_leaf": _femnist_leaf,
-}
+def _text_leaf(name: str, folder: str, data: DataConfig, kind: leaf.TextKind) -> Source:
+    get = f"run LEAF's data/{folder}/preprocess.sh and point data.root at LEAF's data/{folder}/data"
+    usual = ["", f"{folder}/data", f"data/{folder}/data", f"leaf/data/{folder}/data"]
+    found, train = find(data, [data.train_files] if data.train_files else usual, ["train/*.json"], name, get)
+    test = sorted(found.glob("test/*.json"))
+    return Source(name, (*train, *test), lambda pixels, progress: leaf.read_text(train, test, kind, progress))
+
+
+def shakespeare_leaf(data: DataConfig) -> Source:
+    """Returns LEAF's Shakespeare: the next of 80 characters, one client per role."""
+    return _text_leaf("shakespeare_leaf", "shakespeare", data, leaf.Characters())
+
+
+def sent140_leaf(data: DataConfig) -> Source:
+    """Returns LEAF's Sentiment140: two classes of tweets, one client per user."""
+    return _text_leaf("sent140_leaf", "sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
+
+
+# --- the user's own files -----------------------------------------------------------------------
+
+
+def csv(data: DataConfig) -> Source:
+    """Returns the samples of CSV files."""
+    get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
+    folder, train = find(data, [""], [data.train_files or "*.csv"], "csv", get)
+    train, test = _without_test(data, folder, train)
+    return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns))
+
+
+def image_folder(data: DataConfig) -> Source:
+    """Returns images in a folder per class."""
+    root = roots(data)[0]
+    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
+    listed = train / image_folder_files.CLIENTS_FILE
+    files += [listed] if listed.is_file() else []
+
+    def read(pixels: bool, progress: Progress | None) -> Images:
+        inside = test is not None and test.is_relative_to(train)
+        return image_folder_files.read(train, test, inside, pixels, progress)
+
+    return Source("image_folder", tuple(files), read)
+
+
+def hf_disk(data: DataConfig) -> Source:
+    """Returns a data set that Hugging Face's `save_to_disk` has written."""
+    root = roots(data)[0]
+    train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
+    for key, folder in (("root or data.train_files", train), ("test_files", test)):
+        if folder is not None and not folder.is_dir():
+            raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
+    files = [file for folder in (train, test) if folder is not None for file in sorted(folder.glob("*.arrow"))]
+    return Source(
+        "hf_disk", tuple(files), lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary)
+    )

@@ -1,61 +1,79 @@
-"""A federation of any size that is made while it is read: a client's samples follow from its id and the seed."""
+"""A federation of any size that is generated while it is read: a client's samples follow from its id and the seed."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 
 from cfl_ray.core.rng import stream
-from cfl_ray.data.federation import Federation, Shape
+from cfl_ray.data.federation import DataShape, Federation, GroupTransform, TensorSamples
 
 TEST_SAMPLES = 1000  # of each group's test set
-SPREAD = 0.25  # standard deviation of prototypes and of the noise around them: inputs of the size of scaled images
+SPREAD = 0.25  # standard deviation of the prototypes, and of the noise: inputs of the size of scaled images
 
 
 class SyntheticFederation(Federation):
-    """Client i belongs to group i mod G. Its samples of label y are
+    """Synthetic clients; client i belongs to true group i mod G.
+
+    With C classes, a sample with label y of group g is
 
         x = prototype[g div C, (y + g) mod C] + noise
 
-    so up to C groups see the same inputs and disagree about every label: one model cannot serve them all. Further groups see others.
+    Up to C groups see the same inputs under different labels, so one model cannot serve them all; each further C groups
+    have prototypes of their own.
     """
 
     view = "cluster"
 
-    def __init__(self, clients: int, *, input: tuple[int, ...] = (1, 28, 28), classes: int = 10, groups: int = 4, samples: int = 50, seed: int = 0):
-        self.shape = Shape(tuple(input), classes)
-        self.recipe = {"source": "synthetic", "clients": clients, "input": list(input), "classes": classes, "groups": groups,
-                       "samples": samples, "seed": seed}
+    def __init__(
+        self,
+        clients: int,
+        *,
+        input: tuple[int, ...] = (1, 28, 28),
+        classes: int = 10,
+        groups: int = 4,
+        samples: int = 50,
+        seed: int = 0,
+    ) -> None:
+        self.shape = DataShape(tuple(input), classes)
+        self.recipe = {
+            "source": "synthetic",
+            "clients": clients,
+            "input": list(input),
+            "classes": classes,
+            "groups": groups,
+            "samples": samples,
+            "seed": seed,
+        }
+        self.num_samples_N = np.broadcast_to(np.int64(samples), clients)
         self._clients, self._groups, self._samples, self._seed = clients, groups, samples, seed
-        self._test_sets: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._test_sets: dict[int, TensorSamples] = {}
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         options = {name: value for name, value in self.recipe.items() if name != "source"}
         return _make, (options,)
 
-    @property
-    def size_N(self) -> np.ndarray:
-        return np.broadcast_to(np.int64(self._samples), self._clients)
-
     @functools.cached_property
-    def group_N(self) -> np.ndarray:
+    def group_N(self) -> np.ndarray:  # type: ignore[override]  # computed on first use, never assigned
         return np.arange(self._clients, dtype=np.int32) % np.int32(self._groups)
 
-    def place_of(self, group: int) -> tuple[int, int, int]:
+    def group_transform(self, group: int) -> GroupTransform:
         block, offset = divmod(group, self.shape.num_classes)
-        return block, 0, -offset % self.shape.num_classes
+        return GroupTransform(block, offset=-offset % self.shape.num_classes)
 
-    def train(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def train(self, client: int) -> TensorSamples:
         return self._draw(client % self._groups, self._samples, stream(self._seed, -1, -1, client, "synthetic/train"))
 
     def num_test_sets(self) -> int:
         return self._groups
 
-    def test_set(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def test_set(self, index: int) -> TensorSamples:
         if not 0 <= index < self._groups:
             raise IndexError(f"test set {index} of {self._groups}")
-        if index not in self._test_sets:  # G sets at most; clients of a group ask for the same one again and again
-            self._test_sets[index] = self._draw(index, TEST_SAMPLES, stream(self._seed, -1, -1, index, "synthetic/test"))
+        if index not in self._test_sets:  # kept, as every client of the group is tested on it
+            rng = stream(self._seed, -1, -1, index, "synthetic/test")
+            self._test_sets[index] = self._draw(index, TEST_SAMPLES, rng)
         return self._test_sets[index]
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
@@ -64,17 +82,20 @@ class SyntheticFederation(Federation):
     def labels_of(self, clients: np.ndarray) -> None:
         return None
 
-    def holdout(self, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def holdout(self, client: int) -> TensorSamples:
         raise ValueError(f"client {client} has no held-out samples: a synthetic federation has one test set per group")
 
     @functools.cached_property
     def _prototypes(self) -> list[np.ndarray]:
-        """One array (C, *input) for every C groups."""
+        """One array (C, *input) for each C groups."""
         shape = (self.shape.num_classes, *self.shape.input)
         blocks = range(-(-self._groups // self.shape.num_classes))
-        return [SPREAD * stream(self._seed, -1, -1, block, "synthetic/prototypes").standard_normal(shape, np.float32) for block in blocks]
+        return [
+            SPREAD * stream(self._seed, -1, -1, block, "synthetic/prototypes").standard_normal(shape, np.float32)
+            for block in blocks
+        ]
 
-    def _draw(self, group: int, n: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(self, group: int, n: int, rng: np.random.Generator) -> TensorSamples:
         y = rng.integers(self.shape.num_classes, size=n)
         x = rng.standard_normal((n, *self.shape.input), np.float32)
         x *= SPREAD
@@ -83,5 +104,5 @@ class SyntheticFederation(Federation):
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def _make(options: dict) -> SyntheticFederation:
+def _make(options: dict[str, Any]) -> SyntheticFederation:
     return SyntheticFederation(**options)

@@ -1,22 +1,28 @@
-"""Errors in what a user brought - data, model, method - that name the client they happened on. They end the run."""
+"""Errors in a user's data, model or method, with the client at which they occurred. They end the run."""
 
 import traceback
+from types import TracebackType
+from typing import Self
 
 
 class ClientFailure(Exception):
-    """Work on one client failed: says which client and at what."""
+    """Work on one client failed. The message names the client and the stage."""
 
 
-class named:
-    """Names the client and the stage in whatever goes wrong inside."""
+class naming_client:
+    """Context manager that raises any exception of its block as a `ClientFailure` with this client and stage."""
 
     def __init__(self, client: int, stage: str):
         self.client, self.stage = client, stage
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, trace):
-        if error is not None and isinstance(error, Exception) and not isinstance(error, ClientFailure):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ClientFailure):
             where = traceback.extract_tb(trace)[-1]
-            raise ClientFailure(f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})") from error
+            raise ClientFailure(
+                f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})"
+            ) from error

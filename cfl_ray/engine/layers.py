@@ -1,38 +1,62 @@
-"""Layers that the engine puts in place of PyTorch's: dropout with addressed draws, and pooling that does not dawdle."""
+"""Replacements for layers of PyTorch: dropout with addressed random draws, and faster max pooling on a CPU."""
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 
 class AddressedDropout(nn.Module):
-    """Dropout whose mask is drawn by the engine, so that every client's draws have an address."""
+    """Dropout whose mask is drawn by the engine, so that every client's draws have an address (`core.rng`).
+
+    whole_channels: drop whole channels, as Dropout1d, Dropout2d and Dropout3d do.
+    A mask has one row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have one
+    size in all calls: see `regular`.
+    """
+
+    mask: Tensor
 
     def __init__(self, p: float, whole_channels: bool = False):
         super().__init__()
         self.p, self.whole_channels = p, whole_channels
-        self.sample_shape: tuple[int, ...] = ()  # activations of one sample, found by a trial forward pass
+        self.sample_shape: tuple[int, ...] = ()  # shape of one sample's activations, from a trial
+        self.trial: list[tuple[int, ...]] | None = None  # shapes of the inputs since the trial began; None: no trial
         self.register_buffer("mask", torch.ones((), dtype=torch.float32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            self.sample_shape = tuple(x.shape[1:])
+        if self.trial is not None:
+            self.trial.append(tuple(x.shape))
             return x
-        return x * self.mask
+        return x * self.mask if self.training else x
+
+    def regular(self, batches: list[int]) -> bool:
+        """Whether all inputs of the trials with these batch sizes begin with the batch and agree in their other axes.
+
+        True as well for a layer that has no call.
+        """
+        shapes = self.trial or []
+        return {shape[:1] for shape in shapes} <= {(batch,) for batch in batches} and (
+            len({shape[1:] for shape in shapes}) <= 1 and len({shape[:1] for shape in shapes}) in (0, len(batches))
+        )
 
     def draw(self, batch: int, generator: torch.Generator) -> Tensor:
-        shape = (self.sample_shape[0], *[1] * (len(self.sample_shape) - 1)) if self.whole_channels else self.sample_shape
+        """A mask (batch, *sample shape) of 0 and 1 / (1 - p). Where whole channels drop: (batch, channels, 1, ...)."""
+        shape = self.sample_shape
+        if self.whole_channels:
+            shape = (shape[0], *[1] * (len(shape) - 1))
         keep = torch.rand(batch, *shape, generator=generator) >= self.p
         return keep.float().div_(1 - self.p)
 
 
 class HalvingMaxPool(nn.MaxPool2d):
-    """Max pooling of 2 x 2 that is done by two elementwise maxima when a model is tested on a CPU.
+    """Max pooling with kernel and stride 2: in inference on a CPU, two elementwise maxima instead of PyTorch's kernel.
 
-    The same values bit for bit. PyTorch's own kernel looks at one element after another there: testing a LeNet-5, it took more time
-    than the convolutions, and 6 to 9 times as long as this.
+    The output is equal bit for bit. PyTorch's CPU kernel handles one element at a time: in the evaluation of a LeNet-5
+    it takes more time than the convolutions, and 6 to 9 times as long as two maxima. With gradients, and on other
+    devices, PyTorch's kernel is used.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,17 +67,23 @@ class HalvingMaxPool(nn.MaxPool2d):
         return torch.maximum(x[..., 0:columns:2], x[..., 1:columns:2])
 
 
-def replace_layers(module: nn.Module) -> None:
-    """Puts the engine's layers in place of PyTorch's, in the whole tree under `module`."""
+def replace_layers(module: nn.Module, keep: Collection[str] = (), path: str = "") -> None:
+    """Replaces dropout and 2 x 2 max pooling in the whole tree under `module`, in place.
+
+    keep: full names of layers that stay as they are. path: full name of `module`, with a dot at its end.
+    """
     for name, child in module.named_children():
+        if path + name in keep:
+            continue
         if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
             setattr(module, name, AddressedDropout(child.p, whole_channels=not isinstance(child, nn.Dropout)))
         elif type(child) is nn.MaxPool2d and _halves(child):
             setattr(module, name, HalvingMaxPool())
         else:
-            replace_layers(child)
+            replace_layers(child, keep, f"{path}{name}.")
 
 
 def _halves(pool: nn.MaxPool2d) -> bool:
+    """Whether a pooling layer is what `HalvingMaxPool` computes."""
     pairs = ((pool.kernel_size, 2), (pool.stride, 2), (pool.padding, 0), (pool.dilation, 1))
     return all(value in (want, (want, want)) for value, want in pairs) and not (pool.ceil_mode or pool.return_indices)

@@ -1,6 +1,7 @@
-"""One network, built once per process, that any row of parameters can be poured into."""
+"""One network per process, whose parameters any row (P,) can be loaded into."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,17 @@ from cfl_ray.core.rng import torch_stream
 from cfl_ray.engine.layers import AddressedDropout, replace_layers
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
-_TESTED_AT_ONCE, _TESTED_AT_ONCE_CPU = 1024, 256  # samples: on a CPU, activations of few stay in the cache (twice as fast on a LeNet-5)
+_TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch
+_TEST_BATCH = 1024
+_TEST_BATCH_CPU = 256  # activations of a small batch stay in the cache (twice as fast on a LeNet-5)
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """A copy with channels-last strides, also for one channel, where `contiguous` would leave them and kernels go by them."""
+    """A copy with channels-last strides.
+
+    Also for one channel, where `Tensor.contiguous` keeps the strides because both layouts are the same in memory, while
+    kernels are selected by strides.
+    """
     return torch.empty_like(x, memory_format=torch.channels_last).copy_(x)
 
 
@@ -22,42 +29,85 @@ class Network:
     """A module whose parameters and float buffers are views into one flat row.
 
     factory:      builds the module; called once per independent initialisation.
-    input_shape:  of one sample.
+    input_shape:  shape of one sample.
+    dtype:        of the inputs: float32, or int64 for token ids.
     """
 
-    def __init__(self, factory: Callable[[], nn.Module], input_shape: tuple[int, ...], device: str = "cpu"):
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        input_shape: tuple[int, ...],
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), torch.device(device)
+        self.dtype = dtype
+        self._kept: set[str] = set()  # dropout layers that are not replaced
         self.module = self._build(seed=0, index=0)
         self.spec = ParamSpec.of(self.module)
+        row_P = self.spec.row_of(self.module)
+        # integer buffers are not part of a row: `load` resets them to these values
+        self.counters = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
         self._trial_forward()
-        self.module.to(self.device)
-        self.flat = self.spec.row_of(self.module).to(self.device)
-        self.params = [p for p in self.module.parameters() if p.requires_grad]
-        self.counters = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}  # not in a row: clients begin anew
-        self.channels_last = self.device.type == "cpu" and any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in self.module.modules())
-        self.reordered: list[tuple[nn.Parameter, Tensor]] = []  # parameters kept in another memory order, with their place in `flat`
-        self._pour()
+        self.module.eval().to(self.device)
+        self.counters = {name: initial.to(self.device) for name, initial in self.counters.items()}
+        self.flat = row_P.to(self.device)
+        self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
+        self.channels_last = self.device.type == "cpu" and any(
+            isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in self.module.modules()
+        )
+        # parameters in another memory layout, with their view into `flat`
+        self.reordered: list[tuple[nn.Parameter, Tensor]] = []
+        self._bind_to_flat()
+        self.load(row_P)
 
     def _build(self, seed: int, index: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn know no other source
+        with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn draw from the global generator
             torch.manual_seed(torch_stream(seed, -1, -1, index, "init").initial_seed())
             module = self.factory()
-        replace_layers(module)
+        replace_layers(module, self._kept)
         return module
 
     def new_model(self, seed: int, index: int) -> Tensor:
         """Row (P,) of the `index`-th independent initialisation under `seed`."""
         return self.spec.row_of(self._build(seed, index))
 
+    @torch.no_grad()
     def _trial_forward(self) -> None:
-        self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, AddressedDropout)}
-        self.module.eval()
-        with torch.no_grad():
-            self.num_outputs = self.module(torch.zeros(2, *self.input_shape)).shape[-1]
-        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+        """Finds what the engines have to know, by forward passes in training mode. They change buffers of the module.
 
-    def _pour(self) -> None:
-        """Makes every parameter and float buffer a view into `flat`; weights that kernels want channels-last are copies."""
+        num_outputs:      number of outputs.
+        random_forward:   whether a forward pass in training draws from PyTorch's global generator: functional dropout,
+                          that of attention and recurrent layers, noise. Dropout layers that masks by sample do not
+                          suit (their inputs begin with another axis than the batch, or differ in shape) are among them.
+        batch_statistics: whether there are batch statistics.
+        """
+        dropouts = self._dropouts_of(self.module)
+        for layer in dropouts.values():
+            layer.trial = []
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            for batch in _TRIAL_BATCHES:
+                self.num_outputs = self.module.train()(torch.zeros(batch, *self.input_shape, dtype=self.dtype)).shape[
+                    -1
+                ]
+            draws = not torch.equal(before, torch.get_rng_state())
+        self._kept = {name for name, layer in dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
+        self.random_forward = draws or bool(self._kept)
+        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+        if self._kept:
+            self.module = self._build(seed=0, index=0)
+        self.dropouts = self._dropouts_of(self.module)
+        for name, layer in self.dropouts.items():
+            shapes, layer.trial = dropouts[name].trial, None
+            layer.sample_shape = shapes[0][1:] if shapes else ()
+
+    @staticmethod
+    def _dropouts_of(module: nn.Module) -> dict[str, AddressedDropout]:
+        return {name: m for name, m in module.named_modules() if isinstance(m, AddressedDropout)}
+
+    def _bind_to_flat(self) -> None:
+        """Makes every parameter and float buffer a view into `flat`; weights in channels-last layout are copies."""
         views = self.spec.tensors(self.flat)
         for name, parameter in self.module.named_parameters():
             if self.channels_last and parameter.ndim == 4:
@@ -73,29 +123,29 @@ class Network:
 
     @torch.no_grad()
     def load(self, row_P: Tensor) -> None:
-        """Makes the network the one with these parameters and buffers."""
+        """Copies a row (P,) into the parameters and buffers, and resets integer buffers."""
         self.flat.copy_(row_P)
         for parameter, view in self.reordered:
             parameter.copy_(view)
-        for name, first in self.counters.items():
-            self.module.get_buffer(name).copy_(first)
+        for name, initial in self.counters.items():
+            self.module.get_buffer(name).copy_(initial)
 
     @torch.no_grad()
     def load_trained(self, trained: Tensor) -> None:
-        """Replaces the trained parameters (trained columns,) and leaves buffers as they are."""
+        """Copies trained parameters (trained columns,) into the network; buffers keep their values."""
         self.flat[: self.spec.trained].copy_(trained)
         for parameter, view in self.reordered:
             parameter.copy_(view)
 
     @torch.no_grad()
     def row(self) -> Tensor:
-        """The row (P,) of the network as it is now: valid until it changes again."""
+        """The present row (P,) of the network, not a copy."""
         for parameter, view in self.reordered:
             view.copy_(parameter)
         return self.flat
 
     def views(self, row_P: Tensor, columns: Columns | None = None) -> list[Tensor]:
-        """Views into a row, tensor by tensor in the order of the trained parameters; only those inside `columns`."""
+        """Views into a row, one per trained tensor in the order of `params`; only those inside `columns`."""
         tensors = list(self.spec.tensors(row_P).values())[: self.spec.num_params]
         return [tensors[i] for i in self.tensors_in(columns)]
 
@@ -104,21 +154,27 @@ class Network:
         starts = (0, *self.spec.ends)[: self.spec.num_params]
         if columns is None:
             return list(range(self.spec.num_params))
-        inside = [i for i, start in enumerate(starts) if any(a <= start < b for a, b in columns.ranges)]
-        return inside
+        return [i for i, start in enumerate(starts) if any(a <= start < b for a, b in columns.ranges)]
 
     def input(self, x: Tensor) -> Tensor:
-        """Samples on the network's device, in the memory layout that its kernels like."""
+        """Samples on the network's device, in the memory layout of its weights."""
         x = x.to(self.device, non_blocking=True)
         return _channels_last(x) if self.channels_last and x.ndim == 4 else x
 
-    def set_noise(self, batch: int, generator: torch.Generator | None) -> None:
-        """Draws the dropout masks of the next training step."""
+    def draw_dropout_masks(self, batch: int, generator: torch.Generator) -> None:
+        """Draws the masks of all dropout layers for a training step on `batch` samples."""
         for layer in self.dropouts.values():
             layer.mask = layer.draw(batch, generator).to(self.device)
 
+    @contextmanager
+    def draws_from(self, seed: int) -> Iterator[None]:
+        """Within it, PyTorch's global generators draw from this seed; afterwards they are as before."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
+
     def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
-        """Outputs (n, C) of a row that is loaded for it."""
+        """Outputs (n, C) of a row in evaluation mode. The row stays loaded."""
         self.load(row_P)
         return self.logits(x)
 
@@ -126,5 +182,5 @@ class Network:
     def logits(self, x: Tensor) -> Tensor:
         """Outputs (n, C) of the loaded row in evaluation mode."""
         self.module.eval()
-        at_once = _TESTED_AT_ONCE_CPU if self.device.type == "cpu" else _TESTED_AT_ONCE
-        return torch.cat([self.module(self.input(part)) for part in x.split(at_once)])
+        batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH
+        return torch.cat([self.module(self.input(part)) for part in x.split(batch)])

@@ -1,4 +1,4 @@
-"""What becomes of many rows where they were trained: weighted sums, and functions of all rows by ranges of columns."""
+"""Reductions of training results on their hosts: weighted sums, and functions of all rows by ranges of columns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,67 +6,115 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core import exact
-from cfl_ray.core.work import Combine, Mix, Train
+from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Train
+from cfl_ray.engine import exact
 
-_BLOCK = 1 << 22  # values of pending results that are in memory at a time
+_BLOCK = 1 << 22  # values of deferred results that are stacked at a time
 
 
 class PieceSums:
-    """Sums of one piece in float32: a piece is always done whole and in order, so its rounding is always the same."""
+    """Weighted sums of the changes W - w of one piece, float32, with w the model that the client was sent.
 
-    def __init__(self, mix: Mix):
-        self.by_client: dict[int, list[tuple[int, float]]] = {}
-        for out, client, weight in zip(mix.out_E.tolist(), mix.client_E.tolist(), mix.weight_E.tolist()):
-            self.by_client.setdefault(client, []).append((out, weight))
-        self.rows: dict[int, Tensor] = {}
-        self.mass: dict[int, float] = {}
+    The clients of a piece are always added in the same order, so the rounding is always the same.
+    """
 
-    def add(self, client: int, row_P: Tensor) -> None:
-        for out, weight in self.by_client.get(client, ()):
-            if out in self.rows:
-                self.rows[out].add_(row_P, alpha=weight)
+    def __init__(self, averaging: Averaging):
+        self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
+        entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
+        for out, client, weight in entries:
+            self.terms_of.setdefault(client, []).append((out, weight))
+        self.changes: dict[int, Tensor] = {}  # (P,) by output row
+
+    def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
+        """Adds the change of the client at this position in the piece."""
+        terms = self.terms_of.get(client)
+        if not terms:
+            return
+        change_P = upload_P - sent_P.to(upload_P.device)
+        for out, weight in terms:
+            if out in self.changes:
+                self.changes[out].add_(change_P, alpha=weight)
             else:
-                self.rows[out] = row_P * weight
-            self.mass[out] = self.mass.get(out, 0.0) + weight
+                self.changes[out] = change_P * weight
+
+    def add_change(self, out: int, change_P: Tensor) -> None:
+        """Adds the weighted sum of the changes of several clients to an output row."""
+        self.changes[out] = self.changes[out].add_(change_P) if out in self.changes else change_P
 
 
 class HostSums:
-    """Exact sums of all pieces that one host has done of one exchange: float64 (P,) and a mass by output row."""
+    """Exact sums of the changes of pieces of one exchange, on a host or of all hosts: `exact` totals by output row."""
 
-    def __init__(self):
-        self.rows: dict[int, Tensor] = {}
-        self.mass: dict[int, Tensor] = {}
+    def __init__(self, totals: Mapping[int, Tensor] | None = None) -> None:
+        self.totals: dict[int, Tensor] = dict(totals or {})  # float64 (2, P)
 
-    def add(self, rows: dict[int, Tensor], mass: dict[int, float | Tensor]) -> None:
-        """Adds the sums of a piece, or of another host."""
-        for out, row in rows.items():
-            row = row.cpu()
-            if out not in self.rows:
-                self.rows[out] = torch.zeros(len(row), dtype=torch.float64)
-                self.mass[out] = torch.zeros((), dtype=torch.float64)
-            exact.add_(self.rows[out], row)
-            exact.add_(self.mass[out], torch.as_tensor(mass[out], dtype=torch.float64))
+    def add(self, piece: PieceSums) -> None:
+        """Adds the sums of a piece."""
+        for out, change_P in piece.changes.items():
+            change_P = change_P.cpu()
+            total_2P = self.totals.setdefault(out, exact.zeros(len(change_P)))
+            exact.add_(total_2P, change_P)
 
-    @property
-    def bytes(self) -> int:
-        return sum(row.nbytes for row in self.rows.values())
+    def values(self) -> dict[int, Tensor]:
+        """The sums, float32 (P,) by output row."""
+        return {out: exact.value(total_2P) for out, total_2P in self.totals.items()}
+
+    def merge(self, totals: Mapping[int, Tensor]) -> None:
+        """Adds the totals of another host."""
+        for out, total_2P in totals.items():
+            self.totals[out] = self.totals[out] + total_2P if out in self.totals else total_2P
 
 
-def combined(work: Combine, memory: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:
-    """What the function makes of one range of columns, (1, ...)."""
+def weighted_means(
+    work: Train | AverageDeferred, changes: Mapping[int, Tensor], valid_M: np.ndarray
+) -> tuple[dict[int, Tensor], np.ndarray]:
+    """Weighted means of the valid clients' models, float32 (P,) by output row, and the weight of each row that arrived.
+
+    For the clients i of a row, with weights p_i and the models w_i that they were sent:
+
+        mean = w + sum_i (p_i / p) (w_i - w) + sum_i p_i (W_i - w_i) / p        p = sum_i p_i, the weight that arrived
+
+    with w the first of the models w_i. `changes` are the last sums before the division, float32 (P,) by output row. The
+    weights are added up here, in the order of the clients, and never rounded.
+    """
+    assert work.averaging is not None
+    averaging = work.averaging.subset(valid_M[work.averaging.client_E])
+    arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
+    table_KP, row_E = work.tables[work.start.table], work.start.row_M[averaging.client_E]
+    pairs, which_E = np.unique(averaging.out_E * len(table_KP) + row_E, return_inverse=True)
+    weights = np.bincount(which_E, averaging.weight_E, len(pairs))
+    shares: dict[int, list[tuple[int, float]]] = {}  # by output row: (row of the table, its share of the weight)
+    for pair, weight in zip(pairs.tolist(), weights.tolist(), strict=True):
+        out, row = divmod(pair, len(table_KP))
+        if arrived_R[out] > 0:
+            shares.setdefault(out, []).append((row, weight / arrived_R[out]))
+    means: dict[int, Tensor] = {}
+    for out, ((first, _), *others) in shares.items():
+        first_P = table_KP[first].double()
+        mean_P = first_P.clone()
+        for row, share in others:
+            mean_P.add_(table_KP[row] - first_P, alpha=share)
+        means[out] = mean_P.add_(changes[out], alpha=1 / arrived_R[out]).float()
+    return means, arrived_R
+
+
+def combine_columns(work: CombineColumns, deferred: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:
+    """The value (1, ...) of the work's function for one range of columns."""
     (start,), (stop,), count = work.ids_M.tolist(), work.stop_M.tolist(), len(work.members)
-    wide = max(_BLOCK // count, 1)
-    blocks = (np.stack([memory[i][at : min(at + wide, stop)].numpy() for i in range(count)]) for at in range(start, stop, wide))
+    width = max(_BLOCK // count, 1)
+    blocks = (
+        np.stack([deferred[i][at : min(at + width, stop)].numpy() for i in range(count)])
+        for at in range(start, stop, width)
+    )
     return work.function(blocks)[None]
 
 
-def length(work: Train, upload_P: Tensor, sent_P: Tensor) -> float:
-    """How far an upload is from the model that was sent, without private columns."""
+def upload_distance(client_state: ClientState | None, upload_P: Tensor, sent_P: Tensor) -> float:
+    """Euclidean distance of an upload to the model that the client received, without private columns."""
     change_P = upload_P.cpu() - sent_P
-    if work.own is not None and work.own.private:
-        columns = work.own.columns
-        change_P = change_P[:0] if columns is None else change_P
-        if columns is not None:
-            columns.put(change_P, torch.zeros(columns.count))
+    if client_state is not None and client_state.private:
+        columns = client_state.columns
+        if columns is None:
+            return 0.0
+        columns.put(change_P, torch.zeros(columns.count))
     return change_P.double().norm().item()

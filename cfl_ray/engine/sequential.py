@@ -1,113 +1,149 @@
-"""One client after another: the definition of local training, against which every faster way is tested."""
+"""The sequential engine: one client after another.
+
+It is the definition of local training; the tests compare the other engines with it.
+"""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.core.local import LocalSGD, Rule
+from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import Pulled, Task, Trained
+from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 
 
-def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
+def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains each task in turn, from its own start."""
     for index, task in enumerate(tasks):
-        offset_BC = offsets(network, task)
+        frozen_BC = frozen_logits(network, task)
         network.load(task.start_P)
-        pulls = [ProximalTerm(network, pull) for pull in task.pulls]
-        update = Update(task.local, None if task.velocity is None else [v.clone() for v in network.views(task.velocity.to(network.device))])
-        loss = _train_loaded(network, task, update, pulls, offset_BC)
-        row_P = network.row()
-        velocity = torch.cat([v.reshape(-1) for v in update.velocity]) if task.local.persist else None
-        yield Trained(index, row_P, loss, next((pull.moved(row_P) for pull in pulls if pull.pull.follow), None), velocity)
+        proximal = [ProximalGradient(network, term) for term in task.proximal]
+        update = SGDUpdate(task.local, _initial_velocity(network, task))
+        loss = _train_loaded(network, task, update, proximal, frozen_BC)
+        row_P, velocity = network.row(), None
+        anchor_P = next((term.moved(row_P) for term in proximal if term.term.follow), None)
+        if task.local.persist and update.velocity is not None:
+            velocity = torch.cat([v.reshape(-1) for v in update.velocity])
+        yield TrainingResult(index, row_P, loss, anchor_P, velocity)
 
 
-def offsets(network: Network, task: Task) -> Tensor | None:
-    """Logits (n, C) of the frozen model beside the trained one: they do not change during training."""
-    return None if task.beside_P is None else network.logits_of(task.beside_P, task.x)
+def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:
+    """Logits (n, C) of the frozen model, which do not change during training; None without one."""
+    return None if task.frozen_P is None else network.logits_of(task.frozen_P, task.x)
 
 
-def _train_loaded(network: Network, task: Task, update: "Update", pulls: list["ProximalTerm"], offset_BC: Tensor | None) -> float:
+def _initial_velocity(network: Network, task: TrainingTask) -> list[Tensor] | None:
+    """The stored momentum buffer, tensor by tensor; None without one."""
+    if task.velocity is None:
+        return None
+    return [v.clone() for v in network.views(task.velocity.to(network.device))]
+
+
+def _train_loaded(
+    network: Network,
+    task: TrainingTask,
+    update: "SGDUpdate",
+    proximal: list["ProximalGradient"],
+    frozen_BC: Tensor | None,
+) -> float:
     """SGD on the loaded row. Returns the mean loss over the last local epoch."""
     params = network.params
-    gradient = _Gradient(network, task, offset_BC)
+    gradient = _Gradient(network, task, frozen_BC)
     network.module.train()
     batches = task.batches()
     for number in range(task.steps):
-        gradient.begin([next(batches) for _ in range(task.parts)])
-        step = gradient.tensors(0) if task.rule is None else gradient.by(task.rule)
+        gradient.begin([next(batches) for _ in range(task.batches_per_step)])
+        step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
         with torch.no_grad():
             update.decay(step, params)
-            for pull in pulls:
-                pull.add_to(step)
+            for term in proximal:
+                term.add_to(step)
             update.apply(params, step)
-            for pull in pulls:
-                if pull.pull.moves_after(number, task.steps):
-                    pull.move()
+            for term in proximal:
+                if term.term.moves_after(number, task.steps):
+                    term.move()
     return torch.stack(gradient.losses[-task.tail :]).mean().item()
 
 
 class _Gradient:
-    """Gradients of one client's loss on the batches of the present step."""
+    """Gradients of one client's loss on the batches of the current step."""
 
-    def __init__(self, network: Network, task: Task, offset_BC: Tensor | None):
-        self.network, self.offset_BC = network, offset_BC
+    def __init__(self, network: Network, task: TrainingTask, frozen_BC: Tensor | None):
+        self.network, self.frozen_BC = network, frozen_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
-        self.noise = task.noise() if network.dropouts else None
+        self.noise = task.noise() if network.dropouts or network.random_forward else None
         self.losses: list[Tensor] = []  # one per step
+        self.batches: list[np.ndarray | None] = []  # of the current step
+        self.masks: dict[int, list[Tensor]] = {}  # dropout masks of the current step, by batch and layer
+        self.seeds: dict[int, int] = {}  # seeds of further random draws in the current step, by batch
 
-    def begin(self, batches: list) -> None:
-        """The next step uses these batches."""
-        self.batches, self.masks = batches, {}
+    def begin(self, batches: list[np.ndarray | None]) -> None:
+        """Begins a step that uses these batches."""
+        self.batches, self.masks, self.seeds = batches, {}, {}
 
-    def tensors(self, batch: int) -> list[Tensor]:
-        """At the loaded row, tensor by tensor."""
-        chosen = self.batches[batch]
-        x_B, y_B, offset_BC = (v if chosen is None or v is None else v[chosen] for v in (self.x, self.y, self.offset_BC))
+    def of_batch(self, batch: int) -> list[Tensor]:
+        """Gradient at the loaded row, tensor by tensor, on one batch of the step."""
+        index_B = self.batches[batch]
+        x_B, y_B, frozen_BC = self.x, self.y, self.frozen_BC
+        if index_B is not None:
+            x_B, y_B = x_B[index_B], y_B[index_B]
+            frozen_BC = None if frozen_BC is None else frozen_BC[index_B]
         if self.noise is not None:
-            self._mask(batch, len(y_B))
-        logits_BC = self.network.module(x_B)
-        loss = cross_entropy(logits_BC if offset_BC is None else logits_BC + offset_BC, y_B)
+            self._set_dropout_masks(batch, len(y_B), self.noise)
+        with self.network.draws_from(self._seed(batch)) if self.network.random_forward else nullcontext():
+            logits_BC = self.network.module(x_B)
+        loss = cross_entropy(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y_B)
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())
         return grads
 
-    def _mask(self, batch: int, size: int) -> None:
-        """One dropout mask per batch and step: gradients of one batch at several points are of one function."""
+    def _set_dropout_masks(self, batch: int, size: int, generator: torch.Generator) -> None:
+        """Sets the masks of this batch: the same in all its gradients of a step, so that these are of one function."""
         layers = self.network.dropouts.values()
         if batch not in self.masks:
-            self.network.set_noise(size, self.noise)
+            self.network.draw_dropout_masks(size, generator)
             self.masks[batch] = [layer.mask for layer in layers]
-        for layer, mask in zip(layers, self.masks[batch]):
+        for layer, mask in zip(layers, self.masks[batch], strict=True):
             layer.mask = mask
 
-    def by(self, rule: Rule) -> list[Tensor]:
-        """The direction that a rule makes of them; the loss noted is that of its first gradient."""
-        w, known = self.network.row()[: self.network.spec.trained].clone(), len(self.losses)
+    def _seed(self, batch: int) -> int:
+        """Seed of the forward passes on this batch: as with masks, the same in all its gradients of a step."""
+        if batch not in self.seeds:
+            self.seeds[batch] = int(torch.randint(2**62, (), generator=self.noise))
+        return self.seeds[batch]
 
-        def at(row: Tensor, batch: int) -> Tensor:
+    def direction_of(self, local_step: LocalStep) -> list[Tensor]:
+        """The direction of a local step, tensor by tensor. The loss of the step is that of its first gradient."""
+        w, past = self.network.row()[: self.network.spec.trained].clone(), len(self.losses)
+
+        def gradient(row: Tensor, batch: int) -> Tensor:
             self.network.load_trained(row)
-            return torch.cat([g.reshape(-1) for g in self.tensors(batch)])
+            return torch.cat([g.reshape(-1) for g in self.of_batch(batch)])
 
-        direction = rule(at, w)
-        del self.losses[known + 1 :]
+        direction = local_step(gradient, w)
+        del self.losses[past + 1 :]
         self.network.load_trained(w)
         return self.network.views(direction)
 
 
-class Update:
-    """SGD with momentum and weight decay, from a fresh momentum buffer or a given one: PyTorch's rule, over lists of tensors."""
+class SGDUpdate:
+    """SGD with momentum and weight decay over lists of tensors, as `torch.optim.SGD` computes it.
+
+    velocity: initial momentum buffer; None: an empty one.
+    """
 
     def __init__(self, local: LocalSGD, velocity: list[Tensor] | None = None):
         self.local, self.velocity = local, velocity
 
-    def decay(self, step: list[Tensor], params: list[Tensor], leave_out: int | None = None) -> None:
-        """Adds weight decay to the gradients, in place; not to that of tensor `leave_out`."""
+    def decay(self, step: list[Tensor], params: list[Tensor], skip: int | None = None) -> None:
+        """Adds weight decay to the gradients, in place, except to that of tensor `skip`."""
         if self.local.weight_decay:
-            kept = [index for index in range(len(params)) if index != leave_out]
-            torch._foreach_add_([step[i] for i in kept], [params[i] for i in kept], alpha=self.local.weight_decay)
+            chosen = [index for index in range(len(params)) if index != skip]
+            torch._foreach_add_([step[i] for i in chosen], [params[i] for i in chosen], alpha=self.local.weight_decay)
 
     def apply(self, params: list[Tensor], step: list[Tensor]) -> None:
         """Moves the parameters, in place."""
@@ -121,30 +157,31 @@ class Update:
         torch._foreach_add_(params, step, alpha=-self.local.lr)
 
 
-class ProximalTerm:
-    """Gradient of (weight / 2) * ||w - anchor||^2, tensor by tensor."""
+class ProximalGradient:
+    """Gradient of (weight / 2) ||w - anchor||^2, tensor by tensor."""
 
-    def __init__(self, network: Network, pull: Pulled):
-        self.pull, self.weight = pull, pull.weight
-        self.inside, self.trained = network.tensors_in(pull.columns), network.spec.trained
+    def __init__(self, network: Network, term: ProximalTask):
+        self.term, self.weight = term, term.weight
+        self.inside, self.trained = network.tensors_in(term.columns), network.spec.trained  # indices of tensors
         self.params = [network.params[i].detach() for i in self.inside]
-        self.anchor_P = pull.anchor_P.to(network.device, copy=pull.follow > 0)
-        self.anchors = network.views(self.anchor_P, pull.columns)
+        self.anchor_P = term.anchor_P.to(network.device, copy=term.follow > 0)
+        self.anchors = network.views(self.anchor_P, term.columns)
 
     def anchor_of(self, tensor: int) -> Tensor:
+        """The part of the anchor that belongs to this tensor."""
         return self.anchors[self.inside.index(tensor)]
 
-    def add_to(self, step: list[Tensor], leave_out: int | None = None) -> None:
-        """Adds the gradient to `step`, in place; not to that of tensor `leave_out`."""
-        kept = [at for at, tensor in enumerate(self.inside) if tensor != leave_out]
-        mine = [step[self.inside[at]] for at in kept]
-        torch._foreach_add_(mine, [self.params[at] for at in kept], alpha=self.weight)
-        torch._foreach_sub_(mine, [self.anchors[at] for at in kept], alpha=self.weight)
+    def add_to(self, step: list[Tensor], skip: int | None = None) -> None:
+        """Adds the gradient to `step`, in place, except to that of tensor `skip`."""
+        chosen = [at for at, tensor in enumerate(self.inside) if tensor != skip]
+        parts = [step[self.inside[at]] for at in chosen]
+        torch._foreach_add_(parts, [self.params[at] for at in chosen], alpha=self.weight)
+        torch._foreach_sub_(parts, [self.anchors[at] for at in chosen], alpha=self.weight)
 
     def move(self) -> None:
-        """anchor <- anchor - follow * weight * (anchor - w)."""
-        torch._foreach_lerp_(self.anchors, self.params, self.pull.follow * self.weight)
+        """Moves the anchor: anchor <- anchor - follow * weight * (anchor - w)."""
+        torch._foreach_lerp_(self.anchors, self.params, self.term.follow * self.weight)
 
     def moved(self, row_P: Tensor) -> Tensor:
-        """The anchor as it is now, with the buffers of `row_P`."""
+        """The present anchor (P,), with the buffers of `row_P`."""
         return torch.cat([self.anchor_P[: self.trained], row_P[self.trained :]])

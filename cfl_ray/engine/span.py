@@ -1,32 +1,55 @@
-"""An exact shortcut for full-batch training of networks that begin with a linear layer.
+"""The span engine: an exact shortcut for full-batch training of networks that begin with a linear layer.
 
-The gradient of the first layer's weights is dZ^T X, with the client's n inputs X (n, D) and dZ (n, H) the gradient at the layer's
-outputs. So whatever the number of steps, the weights stay in the span of the start, the anchors of proximal terms and X:
+The gradient of the first layer's weights is dZ^T X, with X (n, D) the client's inputs and dZ (n, H) the gradient at the
+layer's outputs. After any number of steps the weights are therefore a combination of the start, the anchors of proximal
+terms and X:
 
     W = sum_j a_j W_j + C^T X           W_0 the start, W_j the anchors; C (n, H)
     Z = sum_j a_j (X W_j^T) + (X X^T) C
 
-Only the scalars a and C change from step to step; X W_j^T and the Gram matrix X X^T are made once. With n much smaller than D a
-step then costs H n^2 instead of H n D, and the weights are touched once instead of in every step. Equal to `sequential` up to
-rounding; momentum, weight decay and proximal terms are linear in the same terms.
+A step changes only the scalars a and the matrix C; X W_j^T and the Gram matrix X X^T are computed once. For n much
+smaller than D, a step costs H n^2 instead of H n D, and the weights are computed once instead of in every step.
+Momentum, weight decay and proximal terms are linear in the same terms. The result equals that of `sequential` up to
+rounding.
+
+Several clients share two products (`Stack`). With N the samples of all clients, X W_0^T is one product for all that
+start from one model. A weighted sum of their changes is another, without the weights of any single client:
+
+    sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
+
+The steps between them are made one client after another, on arrays that fit into the cache. Where the manual engine
+supports the network, its passes compute the layers after the first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.engine import sequential
+from cfl_ray.engine import manual, sequential
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import Task, Trained
+from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason, invalid_value_reason
 
-_MOST = 0.5  # of n / D up to which the shortcut can pay
+_MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
+_STACKED_SAMPLES = 2048  # samples of all clients of a stack; more make no product faster
 
 
 def first_linear(network: Network) -> int | None:
-    """Position of the linear layer that sees the flattened input, in a Sequential; None where the network does not begin with one."""
-    if not isinstance(network.module, nn.Sequential) or network.dropouts or not all(p.requires_grad for p in network.module.parameters()):
+    """Position, in a Sequential, of the linear layer whose input is the flattened sample.
+
+    None where the network does not begin with one, draws at random, or has frozen parameters.
+    """
+    if (
+        not isinstance(network.module, nn.Sequential)
+        or network.dropouts
+        or network.random_forward
+        or not all(p.requires_grad for p in network.module.parameters())
+    ):
         return None
     for position, layer in enumerate(network.module):
         if isinstance(layer, nn.Linear):
@@ -36,88 +59,309 @@ def first_linear(network: Network) -> int | None:
     return None
 
 
-def applies(network: Network, task: Task) -> bool:
-    """Whether this task is full-batch, with few enough samples, on a network that begins with a linear layer."""
-    batch = task.local.batch_size or len(task.y)
-    inputs = task.x[0].numel()
-    if task.rule is not None or task.local.persist or any(pull.follow for pull in task.pulls):
+def applies(network: Network, task: TrainingTask) -> bool:
+    """Whether this task is full-batch SGD of several steps on few samples, and the network begins with a linear layer.
+
+    Local steps of several gradients, persistent momentum and moving anchors are not supported.
+    """
+    if task.local_step is not None or task.local.persist or any(term.follow for term in task.proximal):
         return False
-    return batch >= len(task.y) and len(task.y) <= _MOST * inputs and task.steps > 1 and first_linear(network) is not None
+    size = len(task.y)
+    full_batch = (task.local.batch_size or size) >= size
+    few_samples = size <= _MAX_SAMPLES_PER_INPUT * task.x[0].numel()
+    return full_batch and few_samples and task.steps > 1 and first_linear(network) is not None
 
 
-def train_one(engine: str, network: Network, task: Task) -> Trained:
-    """Trains one client: by the shortcut where `engine` is "span" and it applies, else by the definition."""
-    train_tasks = train if engine == "span" and applies(network, task) else sequential.train
-    return next(train_tasks(network, [task]))
+def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
+    """Trains each task, from its own start. All tasks must satisfy `applies`."""
+    if not stackable(network):
+        for index, task in enumerate(tasks):
+            frozen_BC = sequential.frozen_logits(network, task)
+            network.load(task.start_P)
+            loss = _train_loaded(network, task, frozen_BC)
+            yield TrainingResult(index, network.row(), loss)
+        return
+    for first, stack in stacks(network, tasks):
+        for index in range(len(stack.tasks)):
+            yield TrainingResult(first + index, stack.row(index), stack.losses[index])
 
 
-def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
-    """Trains each task in turn. Every one of them must satisfy `applies`."""
+# ---- many clients
+
+
+def stackable(network: Network) -> bool:
+    """Whether the clients of such a network can share products: the manual engine supports the layers."""
+    return first_linear(network) is not None and manual.supports(network)
+
+
+def stacks(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
+    """Trains all tasks, some at a time. Yields the number of the first task of a stack, and the stack."""
+    first, samples = 0, 0
     for index, task in enumerate(tasks):
-        offset_BC = sequential.offsets(network, task)
-        network.load(task.start_P)
-        loss = _train_loaded(network, task, offset_BC)
-        yield Trained(index, network.row(), loss)
+        if index > first and samples + len(task.y) > _STACKED_SAMPLES:
+            yield first, Stack(network, tasks[first:index])
+            first, samples = index, 0
+        samples += len(task.y)
+    if first < len(tasks):
+        yield first, Stack(network, tasks[first:])
+
+
+class Stack:
+    """Trained clients. The first layer's weights of each are coefficients, and computed only on request.
+
+    Arrays are transposed in comparison with the formulas above: the samples are the last axis, as in the manual engine.
+    """
+
+    def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
+        self.tasks, self.spec = tasks, network.spec
+        self.shape = network.spec.shapes[0]  # (H, D)
+        self.size = self.shape[0] * self.shape[1]  # the first layer's weights are the first columns of a row
+        self.x_ND = torch.cat([task.x.flatten(1) for task in tasks])
+        ends = np.cumsum([len(task.y) for task in tasks]).tolist()
+        self.slices = [slice(end - len(task.y), end) for end, task in zip(ends, tasks, strict=True)]
+        self.c_HN = torch.empty(self.shape[0], len(self.x_ND))
+        self.others_mP = torch.empty(len(tasks), network.spec.trained - self.size)  # parameters after the first weights
+        self.terms = [_terms(network, task) for task in tasks]
+        self.a: list[Tensor] = []
+        self.losses: list[float] = []
+        self.largest: dict[int, Tensor] = {}  # absolute values, by address of a row
+        passes, outputs = manual.passes_of(network), self._outputs()
+        with np.errstate(all="ignore"), torch.no_grad():
+            for index, task in enumerate(tasks):
+                frozen_BC = sequential.frozen_logits(network, task)
+                self._train(index, passes, network, frozen_BC, outputs)
+
+    def _first(self, row_P: Tensor) -> Tensor:
+        """The first layer's weights (H, D) in a row."""
+        return row_P[: self.size].view(self.shape)
+
+    def _outputs(self) -> dict[tuple[int, int], Tensor]:
+        """The first layer's outputs (H, n) of every client under its start and anchors, by client and row.
+
+        A row is identified by its address in memory. One that several clients use is multiplied once.
+        """
+        rows: dict[int, Tensor] = {}
+        users: dict[int, list[int]] = defaultdict(list)
+        for index, terms in enumerate(self.terms):
+            mine = {row_P.data_ptr(): row_P for row_P, _ in terms}
+            rows |= mine
+            for address in mine:
+                users[address].append(index)
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for address, indices in users.items():
+            parts = [self.x_ND[self.slices[index]] for index in indices]
+            all_HN = product(self._first(rows[address]), self._stacked(parts))
+            split = all_HN.split([len(part) for part in parts], 1)
+            outputs |= {(index, address): output for index, output in zip(indices, split, strict=True)}
+        return outputs
+
+    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
+        """The samples of some clients, without a copy where they are all."""
+        return self.x_ND if len(parts) == len(self.tasks) else torch.cat(list(parts))
+
+    def _train(
+        self,
+        index: int,
+        passes: manual.Passes,
+        network: Network,
+        frozen_BC: Tensor | None,
+        outputs: Mapping[tuple[int, int], Tensor],
+    ) -> None:
+        """Trains one client: computes its coefficients and its other parameters."""
+        task, part, terms = self.tasks[index], self.slices[index], self.terms[index]
+        layers = passes.layers[passes.first + 1 :]
+        outputs_Hn = [outputs[index, row_P.data_ptr()].contiguous() for row_P, _ in terms]
+        x_nD = self.x_ND[part]
+        gram_nn = product(x_nD, x_nD)
+        w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
+        w_P.copy_(task.start_P[self.size :])
+        proximal = [manual.FlatProximalGradient(network, term, self.size) for term in task.proximal]
+        decay = task.local.weight_decay + sum(weight for _, weight in terms)
+        a = torch.tensor([1.0] + [0.0] * (len(terms) - 1))
+        c_Hn = torch.zeros_like(outputs_Hn[0])
+        moving = [a, c_Hn, w_P]
+        velocity = [torch.zeros_like(values) for values in moving] if task.local.momentum else None
+        update = sequential.SGDUpdate(task.local, velocity)
+        y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.T.numpy()
+        for number in range(task.steps):
+            z_Hn = product(c_Hn, gram_nn) if number else torch.zeros_like(c_Hn)  # the matrix is symmetric
+            for a_j, output_Hn in zip(a.tolist(), outputs_Hn, strict=True):
+                z_Hn.add_(output_Hn, alpha=a_j)
+            loss, grad_Hn = _loss_and_gradient(layers, z_Hn.numpy(), y, frozen)
+            update.decay([g_P], [w_P])
+            for term in proximal:
+                term.add_to(g_P, w_P)
+            step_a, step_Hn = a * decay, torch.from_numpy(grad_Hn)
+            for j, (_, weight) in enumerate(terms[1:], 1):
+                step_a[j] -= weight
+            if decay:
+                step_Hn.add_(c_Hn, alpha=decay)
+            update.apply(moving, [step_a, step_Hn, g_P])
+        self.c_HN[:, part] = c_Hn
+        self.others_mP[index] = w_P
+        self.a.append(a)
+        self.losses.append(float(loss))
+
+    def row(self, index: int) -> Tensor:
+        """The row (P,) of one client."""
+        row_P = torch.empty(self.spec.trained)
+        first_HD = self._first(row_P)
+        part = self.slices[index]
+        first_HD.copy_(product(self.c_HN[:, part].contiguous(), self.x_ND[part].T))
+        for a_j, (term_P, _) in zip(self.a[index].tolist(), self.terms[index], strict=True):
+            first_HD.add_(self._first(term_P), alpha=a_j)
+        row_P[self.size :] = self.others_mP[index]
+        return row_P
+
+    def invalid_reason(self, index: int) -> str | None:
+        """Reason why the update of one client is not valid; None for a valid one.
+
+        The first layer's weights are computed only where a bound on them is not below the limit:
+        |W| <= sum_j |a_j| max |W_j| + max_h sum_n |C_nh| max |X|.
+        """
+        part = self.slices[index]
+        bound = self.c_HN[:, part].abs().sum(1).max() * self.x_ND[part].abs().max()
+        for a_j, (row_P, _) in zip(self.a[index], self.terms[index], strict=True):
+            bound += a_j.abs() * self._largest(row_P)
+        if bound.item() < 2**WEIGHT_POWER:  # not where it is NaN
+            return invalid_value_reason(self.others_mP[index], WEIGHT_POWER)
+        return invalid_update_reason(self.row(index), self.spec.trained)
+
+    def _largest(self, row_P: Tensor) -> Tensor:
+        """The largest absolute value of the first layer's weights in a row."""
+        if row_P.data_ptr() not in self.largest:
+            low, high = torch.aminmax(row_P[: self.size])
+            self.largest[row_P.data_ptr()] = torch.maximum(-low, high)
+        return self.largest[row_P.data_ptr()]
+
+    def change(self, weights: Mapping[int, float]) -> Tensor:
+        """Sum (P,) of w_i (W_i - start_i) over some clients, given as the weight w_i of each."""
+        indices = sorted(weights)
+        weight_m = torch.tensor([weights[index] for index in indices])
+        parts = [self.slices[index] for index in indices]
+        c_HN = self.c_HN if len(parts) == len(self.slices) else torch.cat([self.c_HN[:, part] for part in parts], 1)
+        x_ND = torch.cat([self.x_ND[part] * weights[index] for part, index in zip(parts, indices, strict=True)])
+        change_P = torch.empty(self.spec.trained)
+        first_HD = self._first(change_P)
+        first_HD.copy_(product(c_HN, x_ND.T))
+        for row_P, coefficient in self._coefficients(weights):
+            first_HD.add_(self._first(row_P), alpha=coefficient)
+        starts_mP = torch.stack([self.tasks[index].start_P[self.size :] for index in indices])
+        change_P[self.size :] = weight_m @ (self.others_mP[indices] - starts_mP)
+        return change_P
+
+    def _coefficients(self, weights: Mapping[int, float]) -> list[tuple[Tensor, float]]:
+        """Starts and anchors with their coefficients in the weighted sum of changes, without those of 0."""
+        rows: dict[int, Tensor] = {}
+        coefficients: dict[int, float] = defaultdict(float)
+        for index, weight in weights.items():
+            for number, (row_P, _) in enumerate(self.terms[index]):
+                rows[row_P.data_ptr()] = row_P
+                coefficients[row_P.data_ptr()] += weight * (self.a[index][number].item() - (number == 0))
+        return [(rows[address], value) for address, value in coefficients.items() if value]
+
+
+def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
+    """The start and the anchors of the first layer's weights, with the weights of their proximal terms."""
+    anchors = [(term.anchor_P, term.weight) for term in task.proximal if 0 in network.tensors_in(term.columns)]
+    return [(task.start_P, 0.0), *anchors]
+
+
+def _loss_and_gradient(
+    layers: Sequence[manual.Layer], z: manual.Array, y: manual.Array, frozen_Cn: manual.Array | None
+) -> tuple[Any, manual.Array]:
+    """Mean loss and gradient at the first layer's outputs `z` (H, n), which are overwritten."""
+    for layer in layers:
+        z = layer.forward(z)
+    if frozen_Cn is not None:
+        z += frozen_Cn
+    loss, grad = manual.mean_cross_entropy(z, y)
+    for layer in reversed(layers):
+        grad = layer.backward(grad, needs_input=True)
+    return loss, grad
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """The product a @ b.T, by oneDNN where PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors."""
+    return torch.mm(a, b.T) if _linear is None else _linear(a, b, None, "none", [], "")
+
+
+def _onednn_linear() -> Any:
+    """The operation of PyTorch that multiplies by oneDNN; None where there is none."""
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return torch.ops.mkldnn._linear_pointwise if available else None
+
+
+_linear = _onednn_linear()
+
+
+# ---- one client, with any layers after the first
 
 
 class _Span:
-    """The first layer's weights of one client, as coefficients of what they are a combination of."""
+    """The first layer's weights of one client, as coefficients of the start, the anchors and the inputs.
+
+    anchors: each with the weight of its proximal term.
+    """
 
     def __init__(self, x: Tensor, start: Tensor, anchors: list[tuple[Tensor, float]]):
         self.x, self.start, self.anchors = x, start, anchors
         self.outputs = [x @ weight.T for weight in (start, *(anchor for anchor, _ in anchors))]
         self.gram = x @ x.T
-        self.share = torch.tensor([1.0] + [0.0] * len(anchors), device=x.device)  # a
-        self.inner = torch.zeros_like(self.outputs[0])  # C
+        self.a = torch.tensor([1.0] + [0.0] * len(anchors), device=x.device)
+        self.c = torch.zeros_like(self.outputs[0])
 
     def z(self) -> Tensor:
         """The layer's outputs (n, H) without bias, a leaf for autograd."""
-        z = torch.addmm(self.outputs[0] * self.share[0], self.gram, self.inner)
-        for amount, output in zip(self.share[1:], self.outputs[1:]):
-            z.add_(output * amount)
+        z = torch.addmm(self.outputs[0] * self.a[0], self.gram, self.c)
+        for a_j, output in zip(self.a[1:], self.outputs[1:], strict=True):
+            z.add_(output * a_j)
         return z.requires_grad_(True)
 
     def gradient(self, grad_z: Tensor, weight_decay: float) -> list[Tensor]:
-        """Gradient as coefficients, like `share` and `inner`, with weight decay and the proximal terms."""
+        """The gradient as changes of a and C, with weight decay and the proximal terms."""
         decay = weight_decay + sum(weight for _, weight in self.anchors)
-        share = self.share * decay
+        grad_a = self.a * decay
         for number, (_, weight) in enumerate(self.anchors, 1):
-            share[number] -= weight
-        return [share, torch.add(grad_z, self.inner, alpha=decay)]
+            grad_a[number] -= weight
+        return [grad_a, torch.add(grad_z, self.c, alpha=decay)]
 
     def weight(self) -> Tensor:
-        """The weights (H, D) themselves."""
-        weight = torch.addmm(self.start * self.share[0], self.inner.T, self.x)
-        for amount, (anchor, _) in zip(self.share[1:], self.anchors):
-            weight.add_(anchor * amount)
+        """The weights W (H, D)."""
+        weight = torch.addmm(self.start * self.a[0], self.c.T, self.x)
+        for a_j, (anchor, _) in zip(self.a[1:], self.anchors, strict=True):
+            weight.add_(anchor * a_j)
         return weight
 
 
-def _train_loaded(network: Network, task: Task, offset_BC: Tensor | None) -> float:
-    """SGD on the loaded row. Returns the loss of the last step, which is the last epoch."""
+def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None) -> float:
+    """SGD on the loaded row. Returns the loss of the last step, which is the last local epoch."""
     position = first_linear(network)
+    assert position is not None and isinstance(network.module, nn.Sequential)
     linear, rest = network.module[position], network.module[position + 1 :]
+    assert isinstance(linear, nn.Linear)
     network.module.train()
     first = network.params.index(linear.weight)
     x, y = task.x.to(network.device).flatten(1), task.y.to(network.device)
-    pulls = [sequential.ProximalTerm(network, pull) for pull in task.pulls]
+    proximal = [sequential.ProximalGradient(network, term) for term in task.proximal]
     with torch.no_grad():
-        span = _Span(x, linear.weight, [(pull.anchor_of(first), pull.weight) for pull in pulls if first in pull.inside])
+        anchors = [(term.anchor_of(first), term.weight) for term in proximal if first in term.inside]
+        span = _Span(x, linear.weight, anchors)
     others = [p for index, p in enumerate(network.params) if index != first]
-    update = sequential.Update(task.local)
+    update = sequential.SGDUpdate(task.local)
     for _ in range(task.steps):
         with torch.no_grad():
             z = span.z()
         logits_BC = rest(z if linear.bias is None else z + linear.bias)
-        loss = cross_entropy(logits_BC if offset_BC is None else logits_BC + offset_BC, y)
+        loss = cross_entropy(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y)
         grad_z, *step = torch.autograd.grad(loss, [z, *others], materialize_grads=True)
         with torch.no_grad():
-            step.insert(first, torch.zeros(()))  # the place of the first layer's weights, whose step is in the span
-            update.decay(step, network.params, leave_out=first)
-            for pull in pulls:
-                pull.add_to(step, leave_out=first)
+            step.insert(first, torch.zeros(()))  # a placeholder: `span` computes the step of the first layer's weights
+            update.decay(step, network.params, skip=first)
+            for term in proximal:
+                term.add_to(step, skip=first)
             del step[first]
-            update.apply([span.share, span.inner, *others], [*span.gradient(grad_z, task.local.weight_decay), *step])
+            update.apply([span.a, span.c, *others], [*span.gradient(grad_z, task.local.weight_decay), *step])
     with torch.no_grad():
         linear.weight.copy_(span.weight())
     return loss.item()

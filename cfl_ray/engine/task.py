@@ -1,4 +1,4 @@
-"""The local training of one client, as both engines take it."""
+"""Input and output of an engine: the local training of one client, and its result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.local import LocalSGD, Rule
+from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.work import Address
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """(weight / 2) * ||w - anchor||^2 over some columns; the anchor may move (`core.clients.Pull`)."""
+class ProximalTask:
+    """(weight / 2) ||w - anchor||^2 over some columns, of one client. `core.clients.Proximal` explains the fields."""
 
     weight: float
     anchor_P: Tensor
@@ -24,13 +24,13 @@ class Pulled:
     every: int = 1
 
     def moves_after(self, step: int, steps: int) -> bool:
-        """Whether the anchor moves after step number `step` (from 0) of `steps`."""
+        """Whether the anchor moves after step `step` (counted from 0) of `steps`."""
         return self.follow > 0 and ((step + 1) % self.every == 0 or step + 1 == steps)
 
 
 @dataclass(frozen=True)
-class Task:
-    """One client: where it starts, its samples, and the addresses of its draws."""
+class TrainingTask:
+    """Local training of one client: its start, its samples, and the address of its random draws."""
 
     client: int
     start_P: Tensor
@@ -39,42 +39,43 @@ class Task:
     steps: int
     local: LocalSGD
     address: Address
-    pulls: tuple[Pulled, ...] = ()
-    rule: Rule | None = None
-    beside_P: Tensor | None = None  # a frozen model whose logits are added
-    velocity: Tensor | None = None  # momentum buffer (trained columns,) from which it goes on; None: a fresh one
+    proximal: tuple[ProximalTask, ...] = ()
+    local_step: LocalStep | None = None
+    frozen_P: Tensor | None = None  # a frozen model whose logits are added
+    velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one
 
     @property
-    def parts(self) -> int:
-        """Batches of one step."""
-        return self.rule.batches if self.rule else 1
+    def batches_per_step(self) -> int:
+        """Number of batches of one step."""
+        return self.local_step.batches_per_step if self.local_step else 1
 
     @property
     def tail(self) -> int:
-        """Steps of the last local epoch: the train loss is their mean."""
-        per_epoch = -(-len(self.y) // int(self.local.batch_of(len(self.y), self.parts)))
-        return min(self.steps, max(per_epoch // self.parts, 1))
+        """Number of steps of one local epoch, at most all; the train loss is the mean over the last ones."""
+        per_epoch = -(-len(self.y) // int(self.local.batch_of(len(self.y), self.batches_per_step)))
+        return min(self.steps, max(per_epoch // self.batches_per_step, 1))
 
     def batches(self) -> Iterator[np.ndarray | None]:
-        """Sample indices of the batches, `parts` of them for each step; None: all samples."""
+        """Sample indices of the batches, `batches_per_step` of them per step; None stands for all samples."""
         draw = stream(self.address.seed, self.address.round, self.address.exchange, self.client, "batches")
-        return self.local.batches(len(self.y), self.steps * self.parts, draw, self.parts)
+        return self.local.batches(len(self.y), self.steps * self.batches_per_step, draw, self.batches_per_step)
 
     def noise(self) -> torch.Generator:
-        """Source of this client's dropout masks."""
+        """Random generator of this client's dropout masks."""
         return torch_stream(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The result of task `index`: the row is valid until the next result is asked for."""
+class TrainingResult:
+    """The result of task `index`. Engines reuse the memory of `row_P` for the next result."""
 
     index: int
     row_P: Tensor
     train_loss: float
-    anchor_P: Tensor | None = None  # what the client uploads instead: an anchor that moved along, or an attacker's forgery
-    velocity: Tensor | None = None  # its momentum buffer (trained columns,), where that persists
+    replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
+    velocity: Tensor | None = None  # momentum buffer (trained columns,), where it persists
 
     @property
     def upload_P(self) -> Tensor:
-        return self.row_P if self.anchor_P is None else self.anchor_P
+        """The row (P,) that the client uploads."""
+        return self.row_P if self.replacement_P is None else self.replacement_P

@@ -1,4 +1,7 @@
-"""Many clients at once: their rows stacked, one `torch.func.vmap` over them. Equal to `sequential` up to rounding."""
+"""The vectorised engine: many clients at once, with their rows stacked and one `torch.func.vmap` over them.
+
+The result equals that of `sequential` up to rounding.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import Pulled, Task, Trained
+from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 
 
-def refusal(network: Network, tasks: Sequence[Task]) -> str | None:
-    """Why these tasks cannot be stacked, or None. Batch statistics would see the padding of unequal batches."""
+def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why these tasks cannot be stacked; None where they can.
+
+    Batch statistics of unequal batches would include the padding. A forward pass that draws from PyTorch's generator
+    draws for one client at a time.
+    """
+    if network.random_forward:
+        return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
     if not network.batch_statistics:
         return None
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in network.module.modules()):
@@ -24,26 +33,33 @@ def refusal(network: Network, tasks: Sequence[Task]) -> str | None:
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
 
 
-def train(network: Network, tasks: Sequence[Task]) -> Iterator[Trained]:
+def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains all tasks together. Clients with fewer steps or smaller batches are padded and masked."""
     plan = _Plan(network, tasks)
     rows_mP = torch.stack([task.start_P for task in tasks]).to(network.device)
-    pulls = [_StackedPull(network, [task.pulls[which] for task in tasks]) for which in range(len(tasks[0].pulls))]
-    velocity = _velocity(network, tasks) if tasks[0].local.momentum else None
-    loss_m = _train_rows(network, tasks, plan, rows_mP, velocity, pulls)
-    anchor_mP = next((moved for pull in pulls if (moved := pull.moved(rows_mP)) is not None), None)
+    proximal = [
+        _StackedProximalGradient(network, [task.proximal[which] for task in tasks])
+        for which in range(len(tasks[0].proximal))
+    ]
+    velocity_mP = _stacked_velocity(network, tasks) if tasks[0].local.momentum else None
+    loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal)
+    anchor_mP = next((moved for term in proximal if (moved := term.moved(rows_mP)) is not None), None)
     rows_mP = rows_mP.cpu()
-    for index in range(len(tasks)):
-        anchor_P, kept = None if anchor_mP is None else anchor_mP[index], velocity[index] if tasks[index].local.persist else None
-        yield Trained(index, rows_mP[index], loss_m[index].item(), anchor_P, kept)
+    for index, task in enumerate(tasks):
+        anchor_P = None if anchor_mP is None else anchor_mP[index]
+        velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
+        yield TrainingResult(index, rows_mP[index], loss_m[index].item(), anchor_P, velocity)
 
 
 class _Plan:
-    """Padded samples (m, n, ...) and, for every batch, sample indices (m, B) with their weights: 1 / batch size, 0 for padding."""
+    """Padded samples (m, n, ...) and, for every batch, sample indices (m, B) and weights (m, B).
 
-    def __init__(self, network: Network, tasks: Sequence[Task]):
+    A weight is 1 / batch size, or 0 for padding.
+    """
+
+    def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
         most = max(len(task.y) for task in tasks)
-        self.x = torch.zeros(len(tasks), most, *network.input_shape)
+        self.x = torch.zeros(len(tasks), most, *network.input_shape, dtype=network.dtype)
         self.y = torch.zeros(len(tasks), most, dtype=torch.long)
         for index, task in enumerate(tasks):
             self.x[index, : len(task.y)] = task.x
@@ -55,26 +71,31 @@ class _Plan:
         self.steps = torch.tensor([task.steps for task in tasks], device=network.device)
         self.noise = [task.noise() for task in tasks] if network.dropouts else None
         self.device = network.device
-        self.offset = self._offsets(network, tasks, most)
+        self.frozen = self._frozen_logits(network, tasks, most)
 
-    def _offsets(self, network: Network, tasks: Sequence[Task], most: int) -> Tensor | None:
-        """Logits (m, n, C) of the frozen models beside the trained ones."""
-        if tasks[0].beside_P is None:
+    def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask], most: int) -> Tensor | None:
+        """Logits (m, n, C) of the frozen models; None without one."""
+        if tasks[0].frozen_P is None:
             return None
-        offset = torch.zeros(len(tasks), most, network.num_outputs, device=network.device)
+        frozen = torch.zeros(len(tasks), most, network.num_outputs, device=network.device)
         for index, task in enumerate(tasks):
-            offset[index, : len(task.y)] = sequential.offsets(network, task)
-        return offset
+            logits_nC = sequential.frozen_logits(network, task)
+            assert logits_nC is not None
+            frozen[index, : len(task.y)] = logits_nC
+        return frozen
 
     def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Samples, labels, weights and offsets of one batch of every client."""
+        """Samples, labels, weights and frozen logits of one batch of every client."""
         index = torch.from_numpy(self.index[number]).to(self.device)
         weight = torch.from_numpy(self.weight[number]).to(self.device)
-        offset = None if self.offset is None else self.offset[self.client, index]
-        return self.x[self.client, index], self.y[self.client, index], weight, offset
+        frozen = None if self.frozen is None else self.frozen[self.client, index]
+        return self.x[self.client, index], self.y[self.client, index], weight, frozen
 
     def masks(self, network: Network, number: int, batch: int) -> dict[str, Tensor]:
-        """Dropout masks of one step: each client draws for its own batch, as it would alone, layer by layer."""
+        """Dropout masks of one batch, by buffer.
+
+        Each client draws for its own batch, layer by layer, as with the sequential engine.
+        """
         drawn: dict[str, list[Tensor]] = {name: [] for name in network.dropouts}
         for client, generator in enumerate(self.noise or ()):
             size = int((self.weight[number][client] > 0).sum())
@@ -86,7 +107,8 @@ class _Plan:
         return {f"{name}.mask": torch.stack(masks).to(network.device) for name, masks in drawn.items()}
 
 
-def _indices(tasks: Sequence[Task]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+def _indices(tasks: Sequence[TrainingTask]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """For every batch: sample indices (m, B), their weights (m, B), and which clients have such a batch, bool (m,)."""
     per_client = [[np.arange(len(task.y)) if batch is None else batch for batch in task.batches()] for task in tasks]
     steps = max(map(len, per_client))
     width = max(len(batch) for batches in per_client for batch in batches)
@@ -104,98 +126,130 @@ def _indices(tasks: Sequence[Task]) -> tuple[list[np.ndarray], list[np.ndarray],
     return index, weight, active
 
 
-def _velocity(network: Network, tasks: Sequence[Task]) -> Tensor:
-    """Momentum buffers (m, trained columns) to begin with."""
+def _stacked_velocity(network: Network, tasks: Sequence[TrainingTask]) -> Tensor:
+    """Initial momentum buffers (m, trained columns)."""
     fresh = torch.zeros(network.spec.trained)
     return torch.stack([fresh if task.velocity is None else task.velocity for task in tasks]).to(network.device)
 
 
-def _train_rows(network: Network, tasks: Sequence[Task], plan: _Plan, rows_mP: Tensor, velocity: Tensor | None, pulls: list["_StackedPull"]) -> Tensor:
-    """SGD on all rows, and their momentum buffers, in place. Returns the mean loss (m,) over each client's last local epoch."""
-    local, trained, rule, parts = tasks[0].local, network.spec.trained, tasks[0].rule, tasks[0].parts
+def _train_rows(
+    network: Network,
+    tasks: Sequence[TrainingTask],
+    plan: _Plan,
+    rows_mP: Tensor,
+    velocity: Tensor | None,
+    proximal: list["_StackedProximalGradient"],
+) -> Tensor:
+    """SGD on all rows and momentum buffers, in place. Returns the mean loss (m,) over the last local epochs."""
+    local, trained, local_step, batches_per_step = (
+        tasks[0].local,
+        network.spec.trained,
+        tasks[0].local_step,
+        tasks[0].batches_per_step,
+    )
     network.module.train()
     gradient = _Gradient(network, plan, rows_mP)
     total_m = torch.zeros(len(tasks), device=network.device)
-    for number in range(len(plan.index) // parts):
-        gradient.begin(number * parts)
+    for number in range(len(plan.index) // batches_per_step):
+        gradient.begin(number * batches_per_step)
         now_mP = rows_mP[:, :trained]
-        step = gradient(now_mP, 0) if rule is None else rule(gradient, now_mP)
+        step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP)
         if local.weight_decay:
             step = step.add(now_mP, alpha=local.weight_decay)
-        for pull in pulls:
-            pull.add_to(step, rows_mP)
-        active = torch.from_numpy(plan.active[number * parts]).to(network.device)
+        for term in proximal:
+            term.add_to(step, rows_mP)
+        active = torch.from_numpy(plan.active[number * batches_per_step]).to(network.device)
         if velocity is not None:
-            if local.persist:  # clients that are done keep theirs
+            if local.persist:  # the buffer of a client that has no further step stays
                 step = velocity.copy_(torch.where(active[:, None], local.momentum * velocity + step, velocity))
             else:
                 step = velocity.mul_(local.momentum).add_(step)
         now_mP.sub_(step.mul(local.lr).mul_(active[:, None]))
-        for pull in pulls:
-            pull.move(rows_mP, number, plan.steps)
+        for term in proximal:
+            term.move(rows_mP, number, plan.steps)
         in_tail = active & (number >= plan.steps - plan.tail)
+        assert gradient.loss_m is not None
         total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
     return total_m
 
 
 class _Gradient:
-    """Gradients of all clients' losses on the batches of the present step, by one `vmap`."""
+    """Gradients of all clients' losses on the batches of the current step, by one `vmap`."""
 
     def __init__(self, network: Network, plan: _Plan, rows_mP: Tensor):
         self.network, self.plan, self.spec = network, plan, network.spec
-        self.buffers = dict(list(network.spec.tensors(rows_mP).items())[network.spec.num_params :])  # views: kept up to date
-        self.counters = {name: first.repeat(len(rows_mP), *[1] * first.ndim) for name, first in network.counters.items()}
-        self.gradient = vmap(grad_and_value(self._loss, has_aux=True), in_dims=(0, 0, 0, 0, 0, None if plan.offset is None else 0))
-        self.loss_m: Tensor | None = None
+        tensors = list(network.spec.tensors(rows_mP).items())
+        self.buffers = dict(tensors[network.spec.num_params :])  # views into the rows
+        self.counters = {
+            name: initial.repeat(len(rows_mP), *[1] * initial.ndim) for name, initial in network.counters.items()
+        }
+        in_dims = (0, 0, 0, 0, 0, None if plan.frozen is None else 0)
+        self.gradient = vmap(grad_and_value(self._loss, has_aux=True), in_dims=in_dims)
+        self.first = 0  # number of the first batch of the current step
+        self.loss_m: Tensor | None = None  # of the first gradient of the current step
+        self.masks: dict[int, dict[str, Tensor]] = {}  # dropout masks of the current step, by batch
 
-    def _loss(self, params, buffers, x_B, y_B, weight_B, offset_BC):
-        buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates them in place
+    def _loss(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        x_B: Tensor,
+        y_B: Tensor,
+        weight_B: Tensor,
+        frozen_BC: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one client on one batch, and the buffers after it."""
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates buffers in place
         logits_BC = functional_call(self.network.module, (params, buffers), (x_B,))
-        logits_BC = logits_BC if offset_BC is None else logits_BC + offset_BC
+        logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         return (cross_entropy(logits_BC, y_B, reduction="none") * weight_B).sum(), buffers
 
     def begin(self, first: int) -> None:
-        """The next step uses the batches from number `first` on."""
+        """Begins a step that uses the batches from number `first` on."""
         self.first, self.loss_m, self.masks = first, None, {}
 
     def __call__(self, trained_mP: Tensor, batch: int) -> Tensor:
-        """(m, trained columns) at these rows."""
-        x, y, weight, offset = self.plan.batch(self.first + batch)
-        if batch not in self.masks:  # one per batch and step, as in `sequential`
+        """Gradients (m, trained columns) at these rows on one batch of the step."""
+        x, y, weight, frozen = self.plan.batch(self.first + batch)
+        if batch not in self.masks:  # the same in all gradients of a batch in a step, as in `sequential`
             self.masks[batch] = self.plan.masks(self.network, self.first + batch, x.shape[1])
         buffers = self.buffers | self.counters | self.masks[batch]
-        grads, (loss_m, updated) = self.gradient(self.spec.tensors(trained_mP), buffers, x, y, weight, offset)
+        grads, (loss_m, updated) = self.gradient(self.spec.tensors(trained_mP), buffers, x, y, weight, frozen)
         for name, buffer in self.buffers.items():
             buffer.copy_(updated[name])
         self.loss_m = loss_m if self.loss_m is None else self.loss_m
         return torch.cat([g.flatten(1) for g in grads.values()], 1)
 
 
-class _StackedPull:
+class _StackedProximalGradient:
     """Gradient of one proximal term of every client."""
 
-    def __init__(self, network: Network, pulls: Sequence[Pulled]):
-        self.pull, self.weight = pulls[0], pulls[0].weight
-        self.anchor_mP = torch.stack([pull.anchor_P for pull in pulls]).to(network.device)
+    def __init__(self, network: Network, terms: Sequence[ProximalTask]):
+        self.term, self.weight = terms[0], terms[0].weight
+        self.anchor_mP = torch.stack([term.anchor_P for term in terms]).to(network.device)
         whole = ((0, network.spec.trained),)
-        self.ranges = whole if pulls[0].columns is None else pulls[0].columns.ranges
+        self.ranges = whole if terms[0].columns is None else terms[0].columns.ranges
         self.trained = network.spec.trained
 
     def add_to(self, step: Tensor, rows_mP: Tensor) -> None:
+        """Adds the gradient to `step` (m, trained columns), in place."""
         for start, stop in self.ranges:
             stop = min(stop, step.shape[1])
             step[:, start:stop] += self.weight * (rows_mP[:, start:stop] - self.anchor_mP[:, start:stop])
 
     def move(self, rows_mP: Tensor, number: int, steps_m: Tensor) -> None:
-        """Moves the anchors of the clients for which it is time."""
-        now = torch.tensor([number < steps and self.pull.moves_after(number, steps) for steps in steps_m.tolist()], device=rows_mP.device)
+        """Moves the anchors of the clients whose anchor moves after step `number`."""
+        moves = [number < steps and self.term.moves_after(number, steps) for steps in steps_m.tolist()]
+        now = torch.tensor(moves, device=rows_mP.device)
         if not now.any():
             return
         for start, stop in self.ranges:
             stop = min(stop, self.trained)
-            moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.pull.follow * self.weight)
+            moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.term.follow * self.weight)
             self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
 
     def moved(self, rows_mP: Tensor) -> Tensor | None:
-        """The anchors as they are now, with the buffers of `rows_mP`; None where they do not move."""
-        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1).cpu() if self.pull.follow else None
+        """The present anchors (m, P), with the buffers of `rows_mP`; None where they do not move."""
+        if not self.term.follow:
+            return None
+        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1).cpu()

@@ -1,6 +1,9 @@
-"""Does pieces of exchanges: the same code in this process and inside a client host."""
+"""Carries out pieces of exchanges; the same code runs in `simulate` and on a client host.
 
-from collections.abc import Callable, Iterator
+`Worker` has one method per kind of work; `core.work` defines the kinds and the form of their results.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,38 +13,81 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.sketch import sketch
-from cfl_ray.core.work import Combine, Describe, Keep, LeftOut, Losses, MixPending, PieceResult, Rows, TestClients, TestShared, Train, Work
+from cfl_ray.core.work import (
+    AverageDeferred,
+    CombineColumns,
+    Describe,
+    EvaluateClients,
+    EvaluateShared,
+    Exclusion,
+    Losses,
+    PieceResult,
+    Rows,
+    Train,
+    UpdateFeatures,
+    Work,
+)
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import span, testing, vectorised
+from cfl_ray.engine import manual, scoring, sequential, span, vectorised
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.failure import named
+from cfl_ray.engine.client_state import client_state_value, stored_velocity, with_client_state
+from cfl_ray.engine.client_view import ClientView
+from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.oneclient import OneClient
-from cfl_ray.engine.owned import owned_value, owned_velocity, with_owned
-from cfl_ray.engine.reduce import HostSums, PieceSums, combined, length
-from cfl_ray.engine.sound import ANY, blank, data_flaw, update_flaw, value_flaw
-from cfl_ray.engine.task import Pulled, Task, Trained
+from cfl_ray.engine.reduce import HostSums, PieceSums, combine_columns, upload_distance
+from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.validation import ANY_POWER, invalid_data_reason, invalid_update_reason, invalid_value_reason
 
-Lookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
+RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
 Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
-Memory = dict[int, Tensor]  # position in the piece -> what the client has: columns it owns, or its result until it is mixed
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a piece leaves behind per client."""
+class KeptByClients:
+    """Client states and deferred results of a piece, by position in the piece."""
 
-    owned: Memory = field(default_factory=dict)
-    pending: Memory = field(default_factory=dict)
-    out: dict[int, LeftOut] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
+    deferred: dict[int, Tensor] = field(default_factory=dict)  # results that a later exchange averages
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece while it is carried out: the work, access to its models, and its clients' stored values."""
+
+    work: Work
+    row: RowLookup
+    stored: Mapping[int, Tensor] | Sequence[Tensor]  # by position: client state, or deferred results
+    kept: KeptByClients = field(default_factory=KeptByClients)
+    excluded: dict[int, Exclusion] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.work.ids_M)
+
+    def client(self, index: int) -> int:
+        return int(self.work.ids_M[index])
+
+    def model(self, rows: Rows, index: int) -> Tensor:
+        """The model (P,) of one client under this use of a table."""
+        return self.row(rows.table, int(rows.row_M[index]))
+
+    def frozen(self, index: int) -> Tensor | None:
+        return None if self.work.frozen_model is None else self.model(self.work.frozen_model, index)
+
+    def value_of(self, index: int) -> Tensor | None:
+        """The stored value of one client, if it has one."""
+        return self.stored.get(index) if isinstance(self.stored, Mapping) else self.stored[index]
+
+    def exclude(self, index: int, reason: str) -> None:
+        self.excluded[index] = Exclusion(reason)
 
 
 @dataclass
 class Worker:
-    """Holds a network and the federation; does one piece at a time.
+    """Carries out one piece at a time with a network and the federation.
 
-    engine: "sequential", "vectorised" (the clients of a piece together) or "span"; where the named one does not apply to a
-            piece, the sequential one does it.
+    engine: "sequential", "manual", "vectorised" (the clients of a piece together) or "span". Where it does not apply,
+        the sequential engine is used.
     """
 
     network: Network
@@ -49,233 +95,333 @@ class Worker:
     engine: str = "sequential"
     attack: Attack = Attack()
 
-    def __post_init__(self):
-        self.data = self.federation  # as it is in the round at work
+    def __post_init__(self) -> None:
+        self.data = self.federation  # as of the current round
 
-    def run(self, work: Work, index_m: np.ndarray, row: Lookup, memory: Memory, sums: HostSums) -> tuple[PieceResult, Left]:
-        """Does a piece: what it found, and what its clients keep of it. Weighted sums are added to `sums`.
+    def run(
+        self,
+        work: Work,
+        index_m: np.ndarray,
+        row: RowLookup,
+        stored: Mapping[int, Tensor] | Sequence[Tensor],
+        sums: HostSums,
+    ) -> tuple[PieceResult, KeptByClients]:
+        """Carries out a piece. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
 
-        memory: what the clients own, or, where the work mixes pending results, those.
+        stored: client states or, where the work uses deferred results, those; by position.
         """
-        left = Left()
+        piece = _Piece(work, row, stored)
         self.data = self.federation.at(work.address.round)
-        if isinstance(work, Train):
-            arrays = self._train(work, row, memory, left, sums)
-        elif isinstance(work, MixPending):
-            arrays = self._mix_pending(work, memory, sums)
-        elif isinstance(work, Combine):
-            arrays = {"combined": combined(work, memory)}
-        else:
-            do = {Losses: self._losses, Describe: self._describe, TestClients: self._test_clients, TestShared: self._test_shared}
-            arrays = do[type(work)](work, row, memory, left)
-        return PieceResult(index_m, arrays, left.out), left
+        match work:
+            case Train():
+                arrays = self._train(work, piece, sums)
+            case AverageDeferred():
+                arrays = self._average_deferred(work, piece, sums)
+            case CombineColumns():
+                arrays = {"combined": combine_columns(work, stored)}
+            case Losses():
+                arrays = self._losses(work, piece)
+            case Describe():
+                arrays = self._describe(work, piece)
+            case EvaluateClients():
+                arrays = self._evaluate_clients(work, piece)
+            case EvaluateShared():
+                arrays = self._evaluate_shared(work, piece)
+            case _:
+                raise TypeError(f"no worker method for {type(work).__name__}")
+        return PieceResult(index_m, arrays, piece.excluded), piece.kept
 
     # ---- training
 
-    def _train(self, work: Train, row: Lookup, memory: Memory, left: Left, sums: HostSums) -> dict[str, np.ndarray]:
-        arrays = self._blank(work)
-        piece = PieceSums(work.mix) if work.mix is not None else None
-        for trained in self._trained(work, row, memory, left):
-            index, row_P, upload_P = trained.index, trained.row_P, trained.upload_P
-            if flaw := self._flaw(trained):
-                left.out[index] = LeftOut(flaw)
+    def _train(self, work: Train, piece: _Piece, sums: HostSums) -> Arrays:
+        arrays = self._empty(work)
+        averages = PieceSums(work.averaging) if work.averaging is not None else None
+        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays)
+        for result in self._results(work, piece, summed):
+            index, row_P, upload_P = result.index, result.row_P, result.upload_P
+            if reason := self._invalid_reason(result):
+                piece.exclude(index, reason)
                 continue
-            arrays["ok"][index], arrays["train_loss"][index] = True, trained.train_loss
-            if piece is not None:
-                piece.add(index, upload_P)
-            if work.keep is not None:
-                start_P = _sent(work, index, row) if work.keep.change else None
-                arrays["kept"][index], arrays["norm"][index] = _kept(work.keep, upload_P, start_P, work.address.seed)
-            if work.lengths:
-                arrays["length"][index] = length(work, upload_P, _sent(work, index, row))
-            if work.own is not None:
-                left.owned[index] = owned_value(work.own, trained)
-            if work.mix_later:
-                left.pending[index] = upload_P.cpu().clone()
-            if work.measure:  # last: it may load another row into the network
-                arrays["held"][index] = self._test_one(work, index, row, row_P, work.measure, Left())[:2]  # evaluation says what is wrong
-        if piece is not None:
-            sums.add(piece.rows, piece.mass)
+            arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
+            if averages is not None:
+                averages.add(index, upload_P, piece.model(work.start, index))
+            if work.features is not None:
+                start_P = piece.model(work.start, index) if work.features.change else None
+                seed = work.address.seed
+                arrays["features"][index], arrays["norm"][index] = _features(work.features, upload_P, start_P, seed)
+            if work.upload_distances:
+                sent_P = piece.model(work.start, index)
+                arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
+            if work.client_state is not None:
+                piece.kept.states[index] = client_state_value(work.client_state, result)
+            if work.defer_aggregation:
+                piece.kept.deferred[index] = upload_P.cpu().clone()
+            if work.local_test_samples:  # last: it may load another row into the network
+                logits = scoring.additive_logits(self.network, row_P, piece.frozen(index))
+                scores, _ = self._scores(piece.client(index), logits, work.local_test_samples)
+                arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
+        if averages is not None:
+            sums.add(averages)
         return arrays
 
-    def _blank(self, work: Work) -> dict[str, np.ndarray]:
-        return blank(work, self.federation.shape.num_classes)
+    def _train_sums(self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays) -> set[int]:
+        """Trains the clients whose results are only summed, where the span engine sums them without their rows.
 
-    def _flaw(self, trained: Trained) -> str | None:
-        """What is wrong with a result: it is left out then."""
-        rows = [trained.row_P] if trained.anchor_P is None else [trained.row_P, trained.anchor_P]
-        flaw = next((flaw for row_P in rows if (flaw := update_flaw(row_P, self.network.spec.trained))), None)
-        if flaw is None and not np.isfinite(trained.train_loss):
-            flaw = "a loss that is not finite"
-        return flaw and f"its update has {flaw}"
+        Returns their positions.
+        """
+        needs_rows = work.features or work.client_state or work.upload_distances or work.defer_aggregation
+        if self.engine != "span" or needs_rows or work.local_test_samples or work.chained:
+            return set()
+        honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
+        tasks = self._span_tasks(work, piece, honest)
+        positions = list(tasks)
+        for first, stack in span.stacks(self.network, list(tasks.values())):
+            weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
+            for number, task in enumerate(stack.tasks):
+                index = positions[first + number]
+                reason = stack.invalid_reason(number) or _invalid_loss_reason(stack.losses[number])
+                if reason:
+                    piece.exclude(index, f"its update has {reason}")
+                    continue
+                arrays["valid"][index], arrays["train_loss"][index] = True, stack.losses[number]
+                for out, weight in averages.terms_of.get(index, ()):
+                    weights.setdefault((out, task.start_P.data_ptr()), {})[number] = weight
+            for (out, _), weight_of in weights.items():
+                averages.add_change(out, stack.change(weight_of))
+        return set(tasks)
 
-    def _trained(self, work: Train, row: Lookup, memory: Memory, left: Left) -> Iterator[Trained]:
-        if self.engine == "vectorised" and not work.in_order:
-            tasks = {i: task for i in range(len(work.ids_M)) if (task := self._task(work, i, row, memory, left))}
+    def _span_tasks(self, work: Train, piece: _Piece, indices: Iterable[int]) -> dict[int, TrainingTask]:
+        """The tasks, by position, that the span engine trains together."""
+        if self.engine != "span" or work.chained or not span.stackable(self.network):
+            return {}
+        tasks = {i: task for i in indices if (task := self._training_task(work, piece, i))}
+        return {i: task for i, task in tasks.items() if span.applies(self.network, task)}
+
+    def _empty(self, work: Work) -> Arrays:
+        return work.empty_result(self.federation.shape.num_classes)
+
+    def _invalid_reason(self, result: TrainingResult) -> str | None:
+        """Reason why a result is not valid; None for a valid one."""
+        rows = [result.row_P] if result.replacement_P is None else [result.row_P, result.replacement_P]
+        trained = self.network.spec.trained
+        reason = next((found for row_P in rows if (found := invalid_update_reason(row_P, trained))), None)
+        reason = reason or _invalid_loss_reason(result.train_loss)
+        return reason and f"its update has {reason}"
+
+    def train_one(self, task: TrainingTask) -> TrainingResult:
+        """Trains one client, with the span or manual engine where it is configured and applies, else sequentially."""
+        engine = {"span": span, "manual": manual}.get(self.engine)
+        if engine is None or not engine.applies(self.network, task):
+            return next(sequential.train(self.network, [task]))
+        return next(engine.train(self.network, [task]))
+
+    def _results(self, work: Train, piece: _Piece, skip: set[int]) -> Iterator[TrainingResult]:
+        """Trains the clients of a piece except those to skip. Engines reuse the memory of a result for the next one."""
+        if self.engine == "vectorised" and not work.chained:
+            tasks = {i: task for i in range(len(piece)) if (task := self._training_task(work, piece, i))}
             positions, stack = list(tasks), list(tasks.values())
             if len(stack) > 1 and vectorised.refusal(self.network, stack) is None:
-                found = vectorised.train(self.network, stack)
-                yield from (self._forged(work, replace(trained, index=positions[trained.index]), row) for trained in found)
+                for result in vectorised.train(self.network, stack):
+                    yield self._attacked(work, piece, replace(result, index=positions[result.index]))
                 return
+        indices = [index for index in range(len(piece)) if index not in skip]
+        stacked = self._span_tasks(work, piece, indices)
+        positions = list(stacked)
+        for result in span.train(self.network, list(stacked.values())):
+            yield self._attacked(work, piece, replace(result, index=positions[result.index]))
         before_P = None
-        for index in range(len(work.ids_M)):
-            task = self._task(work, index, row, memory, left)
+        for index in indices:
+            if index in stacked:
+                continue
+            task = self._training_task(work, piece, index)
             if task is None:
                 continue
             if before_P is not None:
                 task = replace(task, start_P=before_P)
-            with named(task.client, "training"):
-                trained = span.train_one(self.engine, self.network, task)
-            trained = self._forged(work, replace(trained, index=index), row)
-            if work.in_order and update_flaw(trained.upload_P, self.network.spec.trained) is None:
-                before_P = trained.upload_P.clone()
-            yield trained
+            with naming_client(task.client, "training"):
+                result = self.train_one(task)
+            result = self._attacked(work, piece, replace(result, index=index))
+            if work.chained and invalid_update_reason(result.upload_P, self.network.spec.trained) is None:
+                before_P = result.upload_P.clone()
+            yield result
 
-    def _forged(self, work: Train, trained: Trained, row: Lookup) -> Trained:
-        """With what an attacker uploads in place of its result."""
-        client = int(work.ids_M[trained.index])
-        if not self.attack.of(client, work.address):
-            return trained
-        return replace(trained, anchor_P=self.attack.upload(client, trained.upload_P, _sent(work, trained.index, row), work.address))
+    def _attacked(self, work: Train, piece: _Piece, result: TrainingResult) -> TrainingResult:
+        """The result; of an attacker, with its forged upload."""
+        client = piece.client(result.index)
+        if not self.attack.attacks(client, work.address):
+            return result
+        sent_P = piece.model(work.start, result.index)
+        return replace(result, replacement_P=self.attack.upload(client, result.upload_P, sent_P, work.address))
 
-    def _task(self, work: Train | TestClients, index: int, row: Lookup, memory: Memory, left: Left) -> Task | None:
-        client, samples = int(work.ids_M[index]), self._samples(work, index, left)
+    def _training_task(self, work: Train, piece: _Piece, index: int) -> TrainingTask | None:
+        """The task of one client; None, and the client is excluded, where its data are not valid."""
+        samples = self._samples(piece, index)
         if samples is None:
             return None
-        x, y = samples
-        mine, beside_P = memory.get(index), _beside(work, index, row)
-        start_P = with_owned(row(work.start.table, int(work.start.row_M[index])), work.own, mine)
-        if isinstance(work, TestClients):
-            return Task(client, start_P, x, y, int(work.steps_M[index]), work.tune, work.address, beside_P=beside_P)
-        pulls = tuple(
-            Pulled(pull.weight, row(pull.anchor.table, int(pull.anchor.row_M[index])), pull.columns, pull.follow, pull.every) for pull in work.pulls
+        value, state = piece.value_of(index), work.client_state
+        start_P = with_client_state(piece.model(work.start, index), state, value)
+        return TrainingTask(
+            piece.client(index),
+            start_P,
+            *samples,
+            steps=int(work.steps_M[index]),
+            local=work.local,
+            address=work.address,
+            proximal=tuple(
+                ProximalTask(term.weight, piece.model(term.anchor, index), term.columns, term.follow, term.every)
+                for term in work.proximal
+            ),
+            local_step=work.local_step,
+            frozen_P=piece.frozen(index),
+            velocity=stored_velocity(value, state, start_P) if work.local.persist and state is not None else None,
         )
-        velocity = owned_velocity(mine, work.own, start_P) if work.local.persist else None
-        return Task(client, start_P, x, y, int(work.steps_M[index]), work.local, work.address, pulls, work.rule, beside_P, velocity)
 
-    def _samples(self, work: Work, index: int, left: Left) -> Samples | None:
-        """Training data of a client, with the labels that it takes for true; None, and it is left out, where they are not sound."""
-        client = int(work.ids_M[index])
-        with named(client, "reading its data"):
+    def _samples(self, piece: _Piece, index: int) -> Samples | None:
+        """Training samples of a client, with the labels it trains on; None, and the client is excluded, if invalid."""
+        client = piece.client(index)
+        with naming_client(client, "reading its data"):
             x, y = self.data.train(client)
-            flaw = data_flaw(x, y, self.federation.shape)
-        if flaw:
-            left.out[index] = LeftOut(f"its data have {flaw}")
+            reason = invalid_data_reason(x, y, self.federation.shape)
+        if reason:
+            piece.exclude(index, f"its data have {reason}")
             return None
-        return x, self.attack.labels(client, y, self.federation.shape.num_classes, work.address)
+        return x, self.attack.labels(client, y, self.federation.shape.num_classes, piece.work.address)
 
-    def _mix_pending(self, work: MixPending, memory: Memory, sums: HostSums) -> dict[str, np.ndarray]:
-        piece = PieceSums(work.mix)
-        for index in sorted(memory):
-            piece.add(index, memory[index])
-        sums.add(piece.rows, piece.mass)
-        return {"ok": np.isin(np.arange(len(work.ids_M)), list(memory))}
+    def _average_deferred(self, work: AverageDeferred, piece: _Piece, sums: HostSums) -> Arrays:
+        assert work.averaging is not None and isinstance(piece.stored, Mapping)
+        averages = PieceSums(work.averaging)
+        for index in sorted(piece.stored):
+            averages.add(index, piece.stored[index], piece.model(work.start, index))
+        sums.add(averages)
+        return {"valid": np.isin(np.arange(len(piece)), list(piece.stored))}
 
-    # ---- looking
+    # ---- losses and signatures
 
     @torch.no_grad()
-    def _losses(self, work: Losses, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
-        arrays = self._blank(work)
-        data = {i: samples for i in range(len(work.ids_M)) if (samples := self._samples(work, i, left))}
-        if not data:
-            return arrays
-        sound = list(data)
-        data = [(x[: work.max_samples], y[: work.max_samples]) for x, y in data.values()]
-        x, y = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-        sizes = [len(y) for _, y in data]
-        offset = None if work.beside is None else self._beside_logits(Rows(work.beside.table, work.beside.row_M[sound]), row, [x for x, _ in data])
-        for model in range(work.num_models):
-            logits = self.network.logits_of(row(0, model), x)
-            logits = logits if offset is None else logits + offset
-            loss_B = cross_entropy(logits, y.to(logits.device), reduction="none").cpu()
-            arrays["losses"][sound, model] = [part.mean().item() for part in loss_B.split(sizes)]
+    def _losses(self, work: Losses, piece: _Piece) -> Arrays:
+        """A client's data are read once for all models, and a model is loaded once for all clients.
+
+        Clients share no batch: the result of one does not depend on the others in the piece.
+        """
+        arrays, parts = self._empty(work), {}
+        for index in range(len(piece)):
+            if samples := self._samples(piece, index):
+                parts[index] = tuple(part[: work.max_samples] for part in samples)
+        frozen = self._frozen_logits(piece, {index: x for index, (x, _) in parts.items()})
+        for model in range(work.num_models if parts else 0):
+            self.network.load(piece.row(0, model))
+            for index, (x, y) in parts.items():
+                logits_BC = self.network.logits(x)
+                if index in frozen:
+                    logits_BC = logits_BC + frozen[index]
+                loss_B = cross_entropy(logits_BC, y.to(logits_BC.device), reduction="none")
+                arrays["losses"][index, model] = loss_B.cpu().mean().item()
         return arrays
 
-    def _beside_logits(self, beside: Rows, row: Lookup, parts: list[Tensor]) -> Tensor:
-        """Logits of the models beside, each on its own client's samples; clients that share one are done together."""
-        if len(np.unique(beside.row_M)) == 1:
-            return self.network.logits_of(row(beside.table, int(beside.row_M[0])), torch.cat(parts))
-        return torch.cat([self.network.logits_of(row(beside.table, int(model)), x) for model, x in zip(beside.row_M, parts)])
+    def _frozen_logits(self, piece: _Piece, x_of: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Logits of the frozen model of each client on its samples, by position in the piece; empty without any."""
+        frozen = piece.work.frozen_model
+        logits: dict[int, Tensor] = {}
+        if frozen is not None:
+            for row in np.unique(frozen.row_M[list(x_of)]).tolist():
+                self.network.load(piece.row(frozen.table, row))
+                logits |= {i: self.network.logits(x) for i, x in x_of.items() if frozen.row_M[i] == row}
+        return logits
 
-    def _describe(self, work: Describe, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
-        arrays = self._blank(work)
-        features = [torch.zeros(0)] * len(work.ids_M)
-        for index, client in enumerate(map(int, work.ids_M)):
-            samples = self._samples(work, index, left)
+    def _describe(self, work: Describe, piece: _Piece) -> Arrays:
+        arrays = self._empty(work)
+        features = [torch.zeros(0)] * len(piece)
+        for index in range(len(piece)):
+            samples, client = self._samples(piece, index), piece.client(index)
             if samples is None:
                 continue
-            with named(client, "describing itself"):
-                one = OneClient(client, *samples, self.network, work.address, work.local, self.engine)
-                anchor = None if work.anchor is None else row(work.anchor.table, int(work.anchor.row_M[index]))
-                vector = torch.as_tensor(work.function(one, anchor)).float().reshape(-1)
+            with naming_client(client, "describing itself"):
+                view = ClientView(client, *samples, self.network, work.address, work.local, self.train_one)
+                anchor_P = None if work.anchor is None else piece.model(work.anchor, index)
+                vector = torch.as_tensor(work.function(view, anchor_P)).float().reshape(-1)
                 vector = self.attack.upload(client, vector, torch.zeros_like(vector), work.address)
             arrays["floats"][index] = len(vector)
             features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
-            if flaw := value_flaw(vector, ANY):
-                left.out[index] = LeftOut(f"its signature has {flaw}")
+            if reason := invalid_value_reason(vector, ANY_POWER):
+                piece.exclude(index, f"its signature has {reason}")
             else:
-                arrays["ok"][index] = True
+                arrays["valid"][index] = True
         return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
 
-    # ---- testing
+    # ---- evaluation
 
-    def _test_clients(self, work: TestClients, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
-        arrays = self._blank(work)
-        for index in range(len(work.ids_M)):
+    def _evaluate_clients(self, work: EvaluateClients, piece: _Piece) -> Arrays:
+        arrays = self._empty(work)
+        for index in range(len(piece)):
+            start_P = with_client_state(piece.model(work.start, index), work.client_state, piece.value_of(index))
             if work.tune is not None:
-                task = self._task(work, index, row, memory, left)
+                task = self._tuning_task(work, piece, index, start_P)
                 if task is None:
                     continue
-                row_P = span.train_one(self.engine, self.network, task).row_P
-            else:
-                row_P = with_owned(row(work.start.table, int(work.start.row_M[index])), work.own, memory.get(index))
-            arrays["scores"][index] = self._test_one(work, index, row, row_P, work.images, left)
+                start_P = self.train_one(task).row_P
+            logits = self._predictor(work, piece, index, start_P)
+            arrays["scores"][index], reason = self._scores(piece.client(index), logits, work.max_test_samples)
+            if reason:
+                piece.exclude(index, f"its test data have {reason}")
         return arrays
 
-    def _test_one(self, work: Work, index: int, row: Lookup, row_P: Tensor, images: int | None, left: Left) -> tuple[float, float, float]:
-        """Accuracy, macro-F1 and mean loss of one model on one client's own test data; NaN where those are not sound."""
-        client = int(work.ids_M[index])
-        with named(client, "testing"):
-            logits = self._predictor(work, index, row, row_P)
-            x, y = self.data.test(client, images)
-            if flaw := data_flaw(x, y, self.federation.shape, least=0):
-                left.out[index] = LeftOut(f"its test data have {flaw}")
-                return (np.nan,) * 3
-            confusion_CC, loss_C = testing.confusion(logits, x, y, self.federation.shape.num_classes)
-        return testing.scores(confusion_CC, loss_C)
+    def _tuning_task(self, work: EvaluateClients, piece: _Piece, index: int, start_P: Tensor) -> TrainingTask | None:
+        samples = self._samples(piece, index)
+        if samples is None:
+            return None
+        assert work.tune is not None and work.steps_M is not None
+        steps, frozen_P = int(work.steps_M[index]), piece.frozen(index)
+        return TrainingTask(
+            piece.client(index),
+            start_P,
+            *samples,
+            steps=steps,
+            local=work.tune,
+            address=work.address,
+            frozen_P=frozen_P,
+        )
 
-    def _predictor(self, work: Work, index: int, row: Lookup, row_P: Tensor) -> testing.Logits:
-        """How the client predicts: one model, one with another's logits added, or several that vote."""
-        if vote := getattr(work, "vote", 0):
-            return testing.vote(self.network, [row(0, model) for model in range(vote)])
-        return testing.added(self.network, row_P, _beside(work, index, row))
+    def _predictor(
+        self, work: EvaluateClients | EvaluateShared, piece: _Piece, index: int, row_P: Tensor
+    ) -> scoring.Logits:
+        """Predictor of a client: one model, the sum of its logits and a frozen model's, or a soft vote of several."""
+        if work.vote:
+            return scoring.soft_vote(self.network, [piece.row(0, model) for model in range(work.vote)])
+        return scoring.additive_logits(self.network, row_P, piece.frozen(index))
 
-    def _test_shared(self, work: TestShared, row: Lookup, memory: Memory, left: Left) -> dict[str, np.ndarray]:
-        arrays = self._blank(work)
+    def _scores(
+        self, client: int, logits: scoring.Logits, max_samples: int | None
+    ) -> tuple[tuple[float, float, float], str | None]:
+        """Accuracy, macro-F1 and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
+        with naming_client(client, "testing"):
+            x, y = self.data.test(client, max_samples)
+            if reason := invalid_data_reason(x, y, self.federation.shape, least=0):
+                return (np.nan, np.nan, np.nan), reason
+            confusion_CC, loss_C = scoring.confusion(logits, x, y, self.federation.shape.num_classes)
+        return scoring.scores(confusion_CC, loss_C), None
+
+    def _evaluate_shared(self, work: EvaluateShared, piece: _Piece) -> Arrays:
+        arrays, shape = self._empty(work), self.federation.shape
         for index, test_set in enumerate(work.ids_M.tolist()):
             x, y = self.data.test_set(test_set)
-            if flaw := data_flaw(x, y, self.federation.shape, least=0):
-                left.out[index] = LeftOut(f"its test set {test_set} has {flaw}")
+            if reason := invalid_data_reason(x, y, shape, least=0):
+                piece.exclude(index, f"its test set {test_set} has {reason}")
                 continue
-            logits = self._predictor(work, index, row, row(work.start.table, int(work.start.row_M[index])))
-            arrays["confusion"][index], arrays["loss"][index] = testing.confusion(logits, x, y, self.federation.shape.num_classes)
+            logits = self._predictor(work, piece, index, piece.model(work.start, index))
+            arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits, x, y, shape.num_classes)
         return arrays
 
 
-def _beside(work: Work, index: int, row: Lookup) -> Tensor | None:
-    return None if work.beside is None else row(work.beside.table, int(work.beside.row_M[index]))
+def _invalid_loss_reason(loss: float) -> str | None:
+    return None if np.isfinite(loss) else "a loss that is not finite"
 
 
-def _sent(work: Train, index: int, row: Lookup) -> Tensor:
-    """The model that the server sent for a training, whatever the client owns."""
-    return row(work.start.table, int(work.start.row_M[index]))
-
-
-def _kept(keep: Keep, upload_P: Tensor, start_P: Tensor | None, seed: int) -> tuple[np.ndarray, float]:
-    """What comes back of one client, and its length before any projection."""
-    values = keep.columns.of(upload_P).cpu()
+def _features(
+    features: UpdateFeatures, upload_P: Tensor, start_P: Tensor | None, seed: int
+) -> tuple[np.ndarray, float]:
+    """The features of one client, and their norm before any projection."""
+    values = features.columns.of(upload_P).cpu()
     if start_P is not None:
-        values = values - keep.columns.of(start_P)
+        values = values - features.columns.of(start_P)
     norm = values.double().norm().item()
-    return (values if keep.sketch is None else sketch(values, keep.sketch, seed)).numpy(), norm
-
+    return (values if features.sketch is None else sketch(values, features.sketch, seed)).numpy(), norm

@@ -6,81 +6,97 @@ import pkgutil
 import re
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError, nearest
+from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.method import Method
-from cfl_ray.core.plugin import load_plugin
+from cfl_ray.core.plugins import load_plugin
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-REGISTRY: dict[str, type[Method]] = {name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)}
+REGISTRY: dict[str, type[Method[Any]]] = {
+    name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)
+}
 
 
-def resolve(entries: list[Any]) -> dict[str, Method]:
+def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
     """Methods by label, in order. An entry is a name, {name: {option: value}}, `file.py:Class`, a class or a Method.
 
-    Labels are unique: a method that occurs twice is labelled with its options. Raises ConfigError.
+    `all` stands for every published method. Labels are unique: a method that occurs twice is labelled with its options.
+    Raises ConfigError.
     """
-    methods = [method for entry in entries for method in _all(entry)]
-    labels = [method.name for method in methods]
-    named = [label if labels.count(label) == 1 else _label(method) for label, method in zip(labels, methods)]
-    if len(set(named)) < len(named):
-        raise ConfigError(f"methods: {next(label for label in named if named.count(label) > 1)!r} is listed twice with the same options")
-    return dict(zip(named, methods))
+    methods = [method for entry in entries for method in _methods(entry)]
+    names = [method.name for method in methods]
+    labels = [
+        name if names.count(name) == 1 else full_label(method) for name, method in zip(names, methods, strict=True)
+    ]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"methods: {label!r} is listed twice with the same options")
+    return dict(zip(labels, methods, strict=True))
 
 
-def _all(entry: Any) -> list[Method]:
-    return [cls() for _, cls in sorted(REGISTRY.items())] if entry == "all" else [_one(entry)]
+def _methods(entry: Any) -> list[Method[Any]]:
+    return [cls() for _, cls in sorted(REGISTRY.items())] if entry == "all" else [_method(entry)]
 
 
-def _one(entry: Any) -> Method:
+def _method(entry: Any) -> Method[Any]:
     if isinstance(entry, Method):
         return entry
-    options = {}
+    options: dict[str, Any] = {}
     if isinstance(entry, dict):
         if len(entry) != 1:
-            raise ConfigError(f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}")
+            raise ConfigError(
+                f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}"
+            )
         entry, options = next(iter(entry.items()))
-    cls = _named(entry) if isinstance(entry, type) else find(str(entry))
+    cls = _require_name(entry) if isinstance(entry, type) else find(str(entry))
     return construct(cls, options or {})
 
 
-def find(name: str) -> type[Method]:
-    """The method of that name, or that `file.py:Class` holds. A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError."""
+def find(name: str) -> type[Method[Any]]:
+    """The registered method `name`, or the class that `file.py:Class` names. Raises ConfigError.
+
+    A name may be written as in its paper: FL+HC, FedAvg+.
+    """
     plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
     found = load_plugin(name, "method") if ":" in name else REGISTRY.get(plain)
     if found is None:
-        raise ConfigError(f"unknown method {name!r}{nearest(name, REGISTRY)}")
+        raise ConfigError(f"unknown method {name!r}{did_you_mean(name, REGISTRY)}")
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"method {name!r} is a {type(found).__name__}, not a subclass of cfl_ray.Method")
-    return _named(found)
+    return _require_name(found)
 
 
-def _named(cls: type[Method]) -> type[Method]:
-    """The class itself. Raises ConfigError where it has no name of its own."""
+def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
+    """The class itself. Raises ConfigError where it is not registered under a name."""
     if "name" not in vars(cls):
-        raise ConfigError(f"{cls.__name__} has no name; write `class {cls.__name__}({cls.__base__.__name__}, name=\"{cls.__name__.lower()}\")`")
+        definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
+        raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
     return cls
 
 
-def construct(cls: type[Method], options: dict[str, Any]) -> Method:
-    """A method with these options. Raises ConfigError for an unknown one or a value out of range."""
+def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
+    """A method with these options. Raises ConfigError for an unknown option and for a value out of range."""
     valid = [item.name for item in dataclasses.fields(cls)]
     for name in options:
         if name not in valid:
-            raise ConfigError(f"method {cls.name} has no option {name!r}{nearest(name, valid)}")
+            raise ConfigError(f"method {cls.name} has no option {name!r}{did_you_mean(name, valid)}")
     try:
-        return cls(**{name: _plain(value) for name, value in options.items()})
+        return cls(**{name: _parse_number(value) for name, value in options.items()})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"methods: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """A number such as 1e-3, which YAML 1.1 takes for text, as a number."""
+def _parse_number(value: Any) -> Any:
+    """The value, but text such as 1e-3 as a number: YAML 1.1 reads it as text."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
-def _label(method: Method) -> str:
+def full_label(method: Method[Any]) -> str:
     """The name with every option that is not at its default."""
-    changed = [f"{item.name}={getattr(method, item.name)}" for item in dataclasses.fields(method) if getattr(method, item.name) != item.default]
+    changed = [
+        f"{item.name}={getattr(method, item.name)}"
+        for item in dataclasses.fields(method)
+        if getattr(method, item.name) != item.default
+    ]
     return re.sub(r"[^A-Za-z0-9_.=-]+", "-", "-".join([method.name, *changed]))

@@ -1,138 +1,206 @@
-"""AutoCFL: B. Gong, T. Xing, Z. Liu, W. Xi, X. Chen. Adaptive Client Clustering for Efficient Federated Learning over Non-IID and Imbalanced
-Data. IEEE Transactions on Big Data 2022, doi:10.1109/TBDATA.2022.3167994, Equations 1 to 7 and Algorithm 1.
+"""AutoCFL: B. Gong, T. Xing, Z. Liu, W. Xi, X. Chen. Adaptive Client Clustering for Efficient Federated Learning over
+Non-IID and Imbalanced Data. IEEE Transactions on Big Data 2022, doi:10.1109/TBDATA.2022.3167994, Equations 1 to 7 and
+Algorithm 1.
 
     first phase, all clients:  W_m <- E_m epochs of SGD_m(w);  L_m its last loss, C_m <- C_m + L_m;  w <- Avg(W_m)
-    E_m <- E_m + (alpha |D_s| / |D_m|)^min(1, L_m / L_s)  if C_m > C_s                        s: the client with most samples
-    until Var_m(C_m) rises;  then dist(m, n) = ||h_m - h_n||_2 / |h|                           h: last layer
+    E_m <- E_m + (alpha |D_s| / |D_m|)^min(1, L_m / L_s)  if C_m > C_s         s: the client with most samples
+    until Var_m(C_m) rises;  then dist(m, n) = ||h_m - h_n||_2 / |h|            h: last layer
     P_m = m and all whose distance to m is below the largest gap of row m;  rep(m) = the largest client of P_m
-    every m votes that the members of P_m follow rep(m);  n follows the representative with most votes, then its representative's
+    every m votes that the members of P_m follow rep(m);  n follows the representative with most votes, or the one that
+        this representative follows itself
     theta_k <- Avg of W_m over the cluster;  later  theta_k <- Avg of SGD_i(theta_k) over its participants
 
-The first phase needs every client online in each round: who cannot be reached in the clustering round is placed as newcomers are, and a
-round that a client misses counts in its C_m with the mean loss of the others. With E_0 (`local.epochs`) = 1 rounding doubles the steps of some
-clients and makes clusters of its own: use 2 or more.
+The first phase needs every client online in each round. A client that is not reachable in the clustering round is
+placed as newcomers are, and a round that a client misses counts in its C_m with the mean loss of the others. With
+E_0 (`local.epochs`) = 1, rounding doubles the steps of some clients, which then form clusters of their own: use 2 or
+more.
 
-Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of row m weigh |D_m|
-(`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is looked at from round 3 on. Fractional epochs become
-floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored w and follow the nearest representative.
+Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
+row m weigh |D_m| (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is compared from round
+3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored
+w and join the nearest representative.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import scipy
 import torch
 
-from cfl_ray.core.clients import Keep
-from cfl_ray.core.grouping import by_cluster, everyone
-from cfl_ray.core.hierarchy import by_lowest_member, distances
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.clustering.agglomerative import by_lowest_member, distances
+from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
+from cfl_ray.core.clients import Clients, LocalTraining, Updates
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
-from cfl_ray.core.signatures import CentreState, placed_by_training, unplaced
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.weights import cluster_weights, global_weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AutoCFLState(CentreState):
-    more_N: np.ndarray = None  # E_m - E_0
-    loss_N: np.ndarray = None  # C_m, with everybody's mean for what was not heard
+    """The clients' progress in phase "adjust"; in phase "federate" the last layers of representatives as centres."""
+
+    more_N: np.ndarray  # float64: E_m - E_0
+    loss_N: np.ndarray  # float64: C_m, with the mean loss of the others for rounds that a client missed
     variance: float = float("nan")  # of C_m after the last round
 
-    def forget(self, ids):
-        """Without the assignment and the progress of clients that left."""
+    def forget(self, ids: np.ndarray) -> Self:
+        """Without the assignment and the progress of clients that left; C_m becomes the mean of the others."""
         gone_N = np.isin(np.arange(len(self.loss_N)), ids)
         mean = self.loss_N[~gone_N].mean() if not gone_N.all() else 0.0
-        return super().forget(ids).advance(more_N=np.where(gone_N, 0.0, self.more_N), loss_N=np.where(gone_N, mean, self.loss_N))
+        more_N, loss_N = np.where(gone_N, 0.0, self.more_N), np.where(gone_N, mean, self.loss_N)
+        return super().forget(ids).advance(more_N=more_N, loss_N=loss_N)
 
-    def grown(self, num_clients):
-        """With newcomers of mean progress."""
-        state, more = super().grown(num_clients), num_clients - len(self.loss_N)
-        return state.advance(loss_N=np.append(self.loss_N, np.full(more, self.loss_N.mean())))
-
-
-def representatives(distance_MM: np.ndarray, size_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:
-    """The client (M,) that each client follows in the end, by the votes of all rows. Ties go to the lowest number."""
-    count = len(size_M)
-    score_MM, gap_M = np.zeros((count, count)), np.zeros(count)  # score of client n for representative r
-    for m in range(count):
-        order = np.argsort(distance_MM[m] + np.where(np.arange(count) == m, np.inf, 0), kind="stable")[: count - 1]
-        steps = np.diff(distance_MM[m, order])
-        near = order[: steps.argmax() + 1] if steps.any() else order  # no gap: nobody is cut off
-        gap_M[m] = steps.max(initial=0) / max(np.median(distance_MM[m, order]), 1e-300) if len(steps) else 0
-        party = np.sort(np.append(near, m))
-        weight = {"row": size_M[m], "literal": size_M[party] / size_M[party].sum(), "unweighted": 1}[vote]
-        score_MM[party, party[size_M[party].argmax()]] += weight
-    if count and np.median(gap_M) < min_gap:
-        return np.zeros(count, np.int64)
-    follows = score_MM.argmax(1) if count else np.zeros(0, np.int64)
-    for _ in range(count.bit_length()):
-        follows = follows[follows]  # ends at one that follows itself: a representative is larger than who follows it, or lower on ties
-    return follows
+    def grown(self, num_clients: int) -> Self:
+        """With newcomers, whose C_m is the mean of the others."""
+        new_losses = np.full(num_clients - len(self.loss_N), self.loss_N.mean())
+        return super().grown(num_clients).advance(loss_N=np.append(self.loss_N, new_losses))
 
 
 @dataclass(frozen=True)
-class AutoCFL(Method, name="autocfl"):
+class AutoCFL(Method[AutoCFLState], name="autocfl"):
     """Training progress is evened out by epochs per client; then one clustering by votes on last-layer distances."""
 
     alpha: float = option(0.5, "alpha: how fast clients with few samples get more epochs", source="paper", low=0)
-    vote: str = option("row", "weight of a vote: samples of the voting row, the printed formula, or 1", source="ours: the printed formula splits IID data", choices=("row", "literal", "unweighted"))
-    max_rounds: int = option(6, "rounds of the first phase at most", source="paper: clustering happened in rounds 3 to 6", low=1)
-    min_rounds: int = option(3, "rounds of the first phase at least", source="as max_rounds: earlier, every variance rises", low=1)
-    min_gap: float = option(0.0, "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); 0: off", source="ours", low=0)
-    keep_epochs: bool = option(False, "clients keep their epochs E_m after clustering; false: E_0", source="ours: the paper is silent")
-    weights: str = weighting()
+    vote: str = option(
+        "row",
+        "weight of a vote: samples of the voting row, the printed formula, or 1",
+        source="ours: the printed formula splits IID data",
+        choices=("row", "literal", "unweighted"),
+    )
+    max_rounds: int = option(
+        6, "rounds of the first phase at most", source="paper: clustering happened in rounds 3 to 6", low=1
+    )
+    min_rounds: int = option(
+        3, "rounds of the first phase at least", source="as max_rounds: earlier, every variance rises", low=1
+    )
+    min_gap: float = option(
+        0.0,
+        "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); "
+        "0: off",
+        source="ours",
+        low=0,
+    )
+    keep_epochs: bool = option(
+        False, "clients keep their epochs E_m after clustering; false: E_0", source="ours: the paper is silent"
+    )
+    weights: str = weights_option()
 
-    State = AutoCFLState
-
-    def init(self, start):
+    def init(self, start: Start) -> AutoCFLState:
         first_KP, zero_N = start.new_model(0)[None], np.zeros(start.num_clients)
         return AutoCFLState(
-            models_KP=first_KP, assign_N=start.unassigned(), phase="adjust", start_KP=first_KP, centre_KF=first_KP[:0],
-            more_N=zero_N, loss_N=zero_N,
-        )  # fmt: skip
+            models_KP=first_KP,
+            assign_N=start.unassigned(),
+            phase="adjust",
+            start_KP=first_KP,
+            centre_KF=first_KP[:0],
+            more_N=zero_N,
+            loss_N=zero_N,
+        )
 
-    def round(self, state, clients, rng):
+    def round(self, state: AutoCFLState, clients: Clients, rng: Draws) -> AutoCFLState:
         if state.phase == "adjust":
-            return self.adjust(state, clients.all())
+            return self.adjust(state, clients.all_reachable())
         state = self.join(state, unplaced(state, clients))
-        return fedavg_per_cluster(state, clients, self.weights, self.steps(state, clients) if self.keep_epochs else None)
+        steps_M = self.steps(state, clients) if self.keep_epochs else None
+        return fedavg_per_cluster(state, clients, self.weights, steps_M)
 
-    def steps(self, state, clients):
-        local, size_M = clients.local, clients.size_M
-        epochs = local.epochs if local.steps is None else local.steps / -(-size_M // local.batch_of(size_M))  # E_0, also where steps are given
-        return local.steps_of(size_M, epochs + state.more_N[clients.ids_M])
-
-    def adjust(self, state, clients):
-        """A round of FedAvg with all clients, each with its own epochs; the last one ends in clusters."""
-        mix = everyone(clients.weights(self.weights))
-        keep = Keep(clients.spec.head)
-        updates = clients.train(clients.send(state.models_KP), keep=keep, mix=mix, mix_later=True, steps_M=self.steps(state, clients))
-        clients.upload(2)  # |D_m|, L_m
-        ok_M = updates.ok_M
-        ids_M, size_M, loss_M = clients.ids_M[ok_M], clients.size_M[ok_M], updates.train_loss_M[ok_M]
-        if not len(ids_M):
+    def adjust(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
+        """The state after a round of FedAvg with each client's own epochs; after the last such round, the clusters."""
+        # W_m <- E_m epochs of SGD_m(w)
+        updates = clients.train(
+            clients.send(state.models_KP),
+            how=LocalTraining(steps_M=self.steps(state, clients)),
+            features=clients.spec.head,  # h_m
+            average=global_weights(clients.weights(self.weights)),
+            defer_aggregation=True,
+        )
+        clients.count_upload(2)  # |D_m|, L_m
+        valid_M = updates.valid_M
+        if not valid_M.any():
             return state
-        loss_N, more_N, s = state.loss_N + loss_M.mean(), state.more_N.astype(np.float64), size_M.argmax()
-        loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M
-        more_N[ids_M] += np.where(total_M > total_M[s], (self.alpha * size_M[s] / size_M) ** np.minimum(1, loss_M / max(loss_M[s], 1e-12)), 0)
-        before, variance = state.variance, float(total_M.var())
-        state = state.advance(loss_N=loss_N, more_N=more_N, variance=variance)
-        if clients.number >= self.max_rounds or (clients.number >= self.min_rounds and variance > before):
+        previous_variance = state.variance
+        state = self.count_progress(
+            state, clients.ids_M[valid_M], clients.num_samples_M[valid_M], updates.train_loss_M[valid_M]
+        )
+        variance_rises = state.variance > previous_variance
+        if clients.round >= self.max_rounds or (clients.round >= self.min_rounds and variance_rises):
             return self.cluster(state, clients, updates)
-        return state.advance(models_KP=updates.mixed(empty=state.models_KP))
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)
 
-    def cluster(self, state, clients, updates):
-        ok_M = updates.ok_M
-        head_MF = updates.sound_MF
-        follows = representatives(scipy.spatial.distance.squareform(distances(head_MF, "l2") / head_MF.shape[1]), clients.size_M[ok_M], self.vote, self.min_gap)
-        found = by_lowest_member(follows)
-        centre_KF = torch.stack([head_MF[follows[found == k][0]] for k in range(found.max() + 1)])
-        assign_N = state.place(clients.ids_M[ok_M], found)
-        mix = by_cluster(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
-        models_KP = clients.mix(updates, mix).mixed(empty=state.models_KP.repeat(len(centre_KF), 1))
-        return state.advance(models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate")
+    def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:
+        """int64 (M,): floor(E_m ceil(n / B) + 1/2) local steps. Where steps are configured, E_0 follows from them."""
+        local, num_samples_M = clients.local, clients.num_samples_M
+        first_epochs: int | np.ndarray = local.epochs  # E_0
+        if local.steps is not None:
+            first_epochs = local.steps / -(-num_samples_M // local.batch_of(num_samples_M))
+        return local.steps_of(num_samples_M, first_epochs + state.more_N[clients.ids_M])
 
-    def join(self, state, clients):
-        return state if state.phase == "adjust" else placed_by_training(state, clients, Keep(clients.spec.head), "l2")
+    def count_progress(
+        self, state: AutoCFLState, ids_M: np.ndarray, num_samples_M: np.ndarray, loss_M: np.ndarray
+    ) -> AutoCFLState:
+        """With these losses L_m added to C_m, and more epochs for clients that are behind the one with most samples."""
+        s = num_samples_M.argmax()
+        loss_N = state.loss_N + loss_M.mean()  # clients that missed the round
+        loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M  # C_m
+        exponent_M = np.minimum(1, loss_M / max(loss_M[s], 1e-12))
+        more_N = state.more_N.astype(np.float64)
+        more_N[ids_M] += np.where(
+            total_M > total_M[s], (self.alpha * num_samples_M[s] / num_samples_M) ** exponent_M, 0
+        )
+        return state.advance(loss_N=loss_N, more_N=more_N, variance=float(total_M.var()))
 
-    def serve(self, state, clients):
+    def cluster(self, state: AutoCFLState, clients: Clients, updates: Updates) -> AutoCFLState:
+        """The state with clusters by the votes on this round's last layers, each with the mean model of its members."""
+        valid_M, head_MF = updates.valid_M, updates.valid_features_MF
+        distance_MM = scipy.spatial.distance.squareform(distances(head_MF, "l2") / head_MF.shape[1])
+        representative_M = representatives(distance_MM, clients.num_samples_M[valid_M], self.vote, self.min_gap)
+        cluster_M = by_lowest_member(representative_M)
+        num_clusters = cluster_M.max() + 1
+        centre_KF = torch.stack([head_MF[representative_M[cluster_M == k][0]] for k in range(num_clusters)])
+        assign_N = state.place(clients.ids_M[valid_M], cluster_M)
+        # theta_k <- Avg of W_m over the cluster
+        weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), num_clusters)
+        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP.repeat(num_clusters, 1))
+        return state.advance(
+            models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate"
+        )
+
+    def join(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
+        if state.phase == "adjust":
+            return state
+        return place_by_training(state, clients, clients.spec.head, "l2")
+
+    def serve(self, state: AutoCFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.models_KP if state.phase == "adjust" else state.start_KP)
+
+
+def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:
+    """int64 (M,): the representative that each client follows, by the votes of all rows. Ties go to the lowest index.
+
+    vote: weight of a row's vote, as the option says.
+    min_gap: where the median over rows of largest gap / median distance is less, all clients follow client 0.
+    """
+    count = len(num_samples_M)
+    score_MM = np.zeros((count, count))  # [n, r]: votes that client n follows r
+    gap_M = np.zeros(count)  # largest gap of each row / its median distance
+    for m in range(count):
+        itself_last_M = distance_MM[m] + np.where(np.arange(count) == m, np.inf, 0)
+        others = np.argsort(itself_last_M, kind="stable")[: count - 1]  # nearest first
+        gaps = np.diff(distance_MM[m, others])
+        near = others[: gaps.argmax() + 1] if gaps.any() else others  # without a gap, all are near
+        if len(gaps):
+            gap_M[m] = gaps.max() / max(np.median(distance_MM[m, others]), 1e-300)
+        party = np.sort(np.append(near, m))  # P_m
+        sizes = num_samples_M[party]
+        weight = {"row": num_samples_M[m], "literal": sizes / sizes.sum(), "unweighted": 1}[vote]
+        score_MM[party, party[sizes.argmax()]] += weight
+    if not count or np.median(gap_M) < min_gap:
+        return np.zeros(count, np.int64)
+    # A representative has more samples than its followers, or as many and a lower index: no chain returns to its start.
+    follows_M = score_MM.argmax(1)
+    for _ in range(count.bit_length()):
+        follows_M = follows_M[follows_M]  # chains of 2, 4, 8, .. representatives
+    return follows_M

@@ -1,150 +1,323 @@
-"""CFL: F. Sattler, K.-R. Müller, W. Samek. Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
-Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algorithms 1 and 2.
+"""CFL: F. Sattler, K.-R. Müller, W. Samek. Clustered Federated Learning: Model-Agnostic Distributed Multitask
+Optimization Under Privacy Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algorithms 1 and 2.
 
     Delta_i <- SGD_i(W_c) - W_c                                                 every client of leaf c
     split c iff  ||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2  and  t > t_min
     bipartition by alpha_ij = cos(Delta_i, Delta_j);   W_c <- W_c + sum_i p_i Delta_i   in every (new) leaf
     join: descend the tree; at each split train from its stored model and follow the side with the higher max cosine
 
-The paper has everybody take part. With a sampled cohort, averages are over this round's participants and a leaf splits only if max(4, half)
-of it have an update from the last 1/R rounds, and after its own last split. Its other members go to the side with the higher mean cosine,
-by their old update at once and by a new one when they next take part; if that moves them it counts in no average and for no split, for it
-was trained from the other side's model. Members without any update, and clients that never took part, join as newcomers do.
+In the paper all clients take part in every round. With a sampled cohort, averages are over this round's participants,
+and a leaf splits only if max(4, half) of its members have an update from the last 1/R rounds, and after its own last
+split. Its other members go to the side with the higher mean cosine, by their old update at once and by a new one when
+they next take part. A new update that moves its client counts in no average and for no split, since it was trained from
+the other side's model. Members without any update, and clients that never took part, join as newcomers do.
 
-Departures: complete linkage as in the official code (paper: single). Momentum starts afresh in every round (official code: kept; for that,
-`local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a leaf predicts with the mean of the leaves.
-`stale_updates: reapply` is PACFL's CFL: every member's last update again in every round, zeros for who never took part or is yet to come.
+Departures: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
+code: kept; for that, `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a
+leaf predicts with the mean of the leaves. `stale_updates: reapply` is PACFL's CFL: every member's last update again in
+every round, zeros for clients that never took part or have not joined yet.
 """
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import normalize
 
-from cfl_ray.core import hierarchy
-from cfl_ray.core.grouping import by_cluster
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.clustering import agglomerative
+from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced, whole_update
+from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import serve_per_cluster
-from cfl_ray.core.signatures import sketching, unplaced, update_of
-from cfl_ray.core.splits import SplitState
-from cfl_ray.core.state import UNKNOWN
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNASSIGNED
+from cfl_ray.core.weights import cluster_weights
+
+NO_SPLIT = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class SplitState(SignatureState):
+    """A state whose clusters are the leaves of a tree. Signatures are the clients' last updates.
+
+    Splits are numbered in their order. Each splits one leaf, so a client descends by going through them in this order.
+    Axis K2 are the splits and their two leaves, axis E the updates of the members of a leaf when it was split.
+    """
+
+    split_KP: Tensor  # model of the leaf before each split
+    leaves_K2: np.ndarray  # int64: the leaf that was split, which stays as side 0, and the new leaf, side 1
+    update_EF: Tensor
+    client_E: np.ndarray  # int64: the client of the update; UNASSIGNED for the mean of a side whose members all left
+    split_E: np.ndarray  # int64: the split of the update
+    side_E: np.ndarray  # int64: 0 or 1
+
+    @classmethod
+    def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, Any]:
+        """The fields above, and those of signatures, before the first split."""
+        empty = np.zeros(0, np.int64)
+        return cls.no_signatures(features) | {
+            "split_KP": first_KP[:0],
+            "leaves_K2": np.zeros((0, 2), np.int64),
+            "update_EF": torch.zeros(0, features),
+            "client_E": empty,
+            "split_E": empty,
+            "side_E": empty,
+        }
+
+    def with_split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> Self:
+        """With a leaf split: its members `ids_E` of side 1 go to a new leaf, which starts from the same model."""
+        split, new, model_1P = len(self.split_KP), self.num_clusters, self.models_KP[leaf][None]
+        return self.advance(
+            models_KP=torch.cat([self.models_KP, model_1P]),
+            split_KP=torch.cat([self.split_KP, model_1P]),
+            leaves_K2=np.concatenate([self.leaves_K2, [[leaf, new]]]),
+            update_EF=torch.cat([self.update_EF, update_EF]),
+            client_E=np.concatenate([self.client_E, ids_E]),
+            split_E=np.concatenate([self.split_E, np.full(len(ids_E), split)]),
+            side_E=np.concatenate([self.side_E, side_E]),
+            assign_N=self.place(ids_E, np.where(side_E, new, leaf)),
+        )
+
+    def leaf_at(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
+        """int64 (M,): the leaf of one split whose updates have the higher `mean` or `max` cosine with each of these.
+
+        Ties go to the leaf that was split.
+        """
+        at_split_E = self.split_E == split
+        side_E = self.side_E[at_split_E]
+        cos_ME = normalize(update_MF, dim=1) @ normalize(self.update_EF[torch.from_numpy(at_split_E)], dim=1).T
+        cos_by_side = [cos_ME[:, torch.from_numpy(side_E == side)] for side in (0, 1)]
+        old_M, new_M = (cos.mean(1) if reduce == "mean" else cos.amax(1) for cos in cos_by_side)
+        return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])
+
+    def leaf_below(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
+        """int64 (M,): the leaf to which each of these updates descends from a split, through those after it."""
+        leaf_M = np.full(len(update_MF), self.leaves_K2[split, 0])
+        for later in range(split, len(self.leaves_K2)):
+            here = np.flatnonzero(leaf_M == self.leaves_K2[later, 0])
+            leaf_M[here] = self.leaf_at(later, update_MF[torch.from_numpy(here)], reduce)
+        return leaf_M
+
+    def forget(self, ids: np.ndarray) -> Self:
+        """Without the assignment, signature and updates at splits of clients that left.
+
+        A side of a split that loses its last update keeps the mean of those that it had.
+        """
+        stay_E = ~np.isin(self.client_E, ids)
+        key_E = 2 * self.split_E + self.side_E  # one number for each side of each split
+        emptied = np.setdiff1d(key_E, key_E[stay_E])
+        last_E = np.isin(key_E, emptied)
+        last_EF, position_E = self.update_EF[torch.from_numpy(last_E)], np.searchsorted(emptied, key_E[last_E])
+        mean_EF, _ = cluster_means(last_EF, position_E, len(emptied))
+        state = super().forget(ids)
+        return state.advance(
+            update_EF=torch.cat([self.update_EF[torch.from_numpy(stay_E)], mean_EF]),
+            client_E=np.concatenate([self.client_E[stay_E], np.full(len(emptied), UNASSIGNED)]),
+            split_E=np.concatenate([self.split_E[stay_E], emptied // 2]),
+            side_E=np.concatenate([self.side_E[stay_E], emptied % 2]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CFLState(SplitState):
-    norm_S: np.ndarray = None  # length of each client's last update
-    round_S: np.ndarray = None  # the round it is from; 0 once its leaf was split
-    open_S: np.ndarray = None  # the first split whose side a client's next update decides; -1: none
-    early: np.ndarray = None  # sum and number of the lengths of rounds 1 to 5
+    """The tree, and what decides the next split."""
+
+    norm_S: np.ndarray  # float64: length of each client's last update
+    round_S: np.ndarray  # int64: the round of that update; 0 once its leaf was split, or where it moved its client
+    open_S: np.ndarray  # int64: the first split whose side a client's next update decides; -1: none
+    early: np.ndarray  # float64 (2,): sum and number of the lengths of updates in rounds 1 to 5
 
 
 @dataclass(frozen=True)
-class CFL(Method, name="cfl"):
+class CFL(Method[CFLState], name="cfl"):
     """Recursive bipartition of clusters whose members disagree once their common model stalls."""
 
-    eps1: float | None = option(None, "eps_1: a leaf may split when its mean update is shorter than this; null: 0.4, relative 0.1", source="official code; relative: ours", low=0)
-    eps2: float | None = option(None, "eps_2: and its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6", source="official code; relative: ours", low=0)
+    eps1: float | None = option(
+        None,
+        "eps_1: a leaf may split when its mean update is shorter than this; null: 0.4, relative 0.1",
+        source="official code; relative: ours",
+        low=0,
+    )
+    eps2: float | None = option(
+        None,
+        "eps_2: and its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6",
+        source="official code; relative: ours",
+        low=0,
+    )
     relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5", source="ours")
     min_rounds: int = option(20, "t_min: rounds before the first split", source="official code", low=0)
-    linkage: str = option("complete", "of the bipartition: complete or single (paper)", source="official code", choices=("complete", "single"))
-    stale_updates: str = option("drop", "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)", source="paper: everybody takes part", choices=("drop", "reapply"))
-    sketch: int = sketching()
-    weights: str = weighting()
+    linkage: str = option(
+        "complete",
+        "of the bipartition: complete or single (paper)",
+        source="official code",
+        choices=("complete", "single"),
+    )
+    stale_updates: str = option(
+        "drop",
+        "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)",
+        source="paper: all clients take part",
+        choices=("drop", "reapply"),
+    )
+    sketch: int = sketch_option()
+    weights: str = weights_option()
 
-    State = CFLState
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         defaults = {"eps1": 0.1, "eps2": 0.6} if self.relative else {"eps1": 0.4, "eps2": 1.6}
         vars(self).update({name: value for name, value in defaults.items() if getattr(self, name) is None})
-        if self.stale_updates == "reapply" and self.rule.name != "mean":
-            raise ValueError(f"cfl.aggregation must be mean with stale_updates reapply, whose sums are the server's own, got {self.aggregation!r}; use drop")
+        if self.stale_updates == "reapply" and self.aggregation_rule.name != "mean":
+            raise ValueError(
+                "cfl.aggregation must be mean with stale_updates reapply, whose sums the server makes itself, "
+                f"got {self.aggregation!r}; use drop"
+            )
 
-    def init(self, start):
-        first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
+    def init(self, start: Start) -> CFLState:
+        first_KP, size = start.new_model(0)[None], self.update_features(start.spec).count
         return CFLState(
-            models_KP=first_KP, assign_N=start.one_cluster() if self.stale_updates == "reapply" else start.unassigned(), **CFLState.unsplit(first_KP, size),
-            norm_S=np.zeros(0), round_S=np.zeros(0, np.int64), open_S=np.zeros(0, np.int64), early=np.zeros(2),
-        )  # fmt: skip
+            models_KP=first_KP,
+            assign_N=start.one_cluster() if self.stale_updates == "reapply" else start.unassigned(),
+            norm_S=np.zeros(0),
+            round_S=np.zeros(0, np.int64),
+            open_S=np.zeros(0, np.int64),
+            early=np.zeros(2),
+            **CFLState.unsplit(first_KP, size),
+        )
 
-    def round(self, state, clients, rng):
+    def round(self, state: CFLState, clients: Clients, rng: Draws) -> CFLState:
         state = self.join(state, unplaced(state, clients))
         clients = clients.select(state.assign_N[clients.ids_M] >= 0)
-        before, assign_M = state, state.assign_N[clients.ids_M]
-        updates = clients.train(clients.send(state.models_KP, assign_M), keep=self.keep(clients.spec), mix_later=True)
-        state = self.noted(state, clients, updates)
-        stays_M = state.assign_N[clients.ids_M] == assign_M
-        models_KP = self.merged(state, clients, updates, stays_M)
-        if clients.number > self.min_rounds:
-            stall_K = (models_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
-            for leaf in np.unique(assign_M[stays_M & updates.ok_M] if self.stale_updates == "drop" else state.cluster_S).tolist():
-                state = self.split(state, leaf, stall_K[leaf].item(), self.fresh(state, clients))
+        before, leaf_M = state, state.assign_N[clients.ids_M]
+        # Delta_i <- SGD_i(W_c) - W_c
+        updates = clients.train(
+            clients.send(state.models_KP, leaf_M), features=self.update_features(clients.spec), defer_aggregation=True
+        )
+        state = self.remember_updates(state, clients, updates)
+        stays_M = state.assign_N[clients.ids_M] == leaf_M  # others count in no average and for no split
+        # W_c <- W_c + sum_i p_i Delta_i
+        models_KP = self.averaged_models(state, clients, updates, stays_M)
+        if clients.round > self.min_rounds:  # t > t_min
+            # split c iff ||sum_i p_i Delta_i|| < eps_1 and ..
+            mean_norm_K = (models_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
+            updated_S = state.cluster_S if self.stale_updates == "reapply" else leaf_M[stays_M & updates.valid_M]
+            for leaf in np.unique(updated_S).tolist():
+                state = self.split(state, leaf, mean_norm_K[leaf].item(), self.is_recent(state, clients))
+            # W_c <- W_c + sum_i p_i Delta_i in every new leaf
             if state.num_clusters > before.num_clusters:
-                models_KP = self.merged(state, clients, updates, stays_M)
+                models_KP = self.averaged_models(state, clients, updates, stays_M)
         return state.advance(models_KP=models_KP)
 
-    def keep(self, spec):
-        return update_of(spec, self.sketch if self.stale_updates == "drop" else None)
+    def update_features(self, spec: ParamSpec) -> UpdateFeatures:
+        """Delta_i. It is not projected where it is added to a model again."""
+        return whole_update(spec, self.sketch if self.stale_updates == "drop" else None)
 
-    def noted(self, state, clients, updates):
-        """With the cohort's updates remembered, and the sides of members that were waiting for one decided."""
-        ids_M, feature_MF, norm_M = clients.ids_M[updates.ok_M], updates.sound_MF, updates.norm_M[updates.ok_M]
-        before_M, waits_M = state.assign_N[ids_M], dict(zip(state.seen_S.tolist(), state.open_S.tolist()))
-        for at, client in enumerate(ids_M.tolist()):
-            if (split := waits_M.get(client, -1)) >= 0:
-                state = state.advance(assign_N=state.place([client], state.leaf_below(split, feature_MF[at : at + 1], "mean")))
-        round_M = np.where(state.assign_N[ids_M] == before_M, clients.number, 0)
-        state = state.remember(ids_M, feature_MF, norm_S=norm_M, round_S=round_M, open_S=np.full(len(ids_M), -1))
+    def remember_updates(self, state: CFLState, clients: Clients, updates: Updates) -> CFLState:
+        """With the cohort's updates, after members whose side of a split was open moved by them."""
+        valid_M, update_MF = updates.valid_M, updates.valid_features_MF
+        ids_M, norm_M = clients.ids_M[valid_M], updates.norm_M[valid_M]
+        leaf_M = state.assign_N[ids_M]
+        open_splits = dict(zip(state.seen_S.tolist(), state.open_S.tolist(), strict=True))
+        for position, client in enumerate(ids_M.tolist()):
+            split = open_splits.get(client, NO_SPLIT)
+            if split != NO_SPLIT:
+                leaf = state.leaf_below(split, update_MF[position : position + 1], "mean")
+                state = state.advance(assign_N=state.place(np.array([client]), leaf))
+        round_M = np.where(state.assign_N[ids_M] == leaf_M, clients.round, 0)
+        open_M = np.full(len(ids_M), NO_SPLIT)
+        state = state.remember(ids_M, update_MF, norm_S=norm_M, round_S=round_M, open_S=open_M)
         if self.stale_updates == "reapply":
-            silent = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
-            state = state.remember(silent, torch.zeros(len(silent), clients.spec.trained), norm_S=0.0, round_S=0, open_S=-1)
-        return state.advance(early=state.early + [norm_M.sum(), len(norm_M)]) if clients.number <= 5 else state
+            state = self.remember_zeros(state, clients.spec)
+        if clients.round > 5:
+            return state
+        return state.advance(early=state.early + np.array([norm_M.sum(), len(norm_M)]))
 
-    def merged(self, state, clients, updates, stays_M):
-        """Models after this round's updates (with `reapply`, after everybody's last ones)."""
-        mix = by_cluster(state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters)
-        models_KP = clients.mix(updates, mix).mixed(empty=state.models_KP)
+    def remember_zeros(self, state: CFLState, spec: ParamSpec) -> CFLState:
+        """With zeros for the update of members that never took part."""
+        ids = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
+        count = len(ids)
+        return state.remember(
+            ids,
+            torch.zeros(count, spec.trained),
+            norm_S=np.zeros(count),
+            round_S=np.zeros(count, np.int64),
+            open_S=np.full(count, NO_SPLIT),
+        )
+
+    def averaged_models(self, state: CFLState, clients: Clients, updates: Updates, stays_M: np.ndarray) -> Tensor:
+        """The model (K, P) of every leaf after this round's updates; with `reapply`, after all members' last ones."""
+        weight_KM = cluster_weights(
+            state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters
+        )
+        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
         if self.stale_updates == "reapply":
-            member_KS = by_cluster(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
+            member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
             step_KF = member_KS @ state.signature_SF / member_KS.sum(1, keepdim=True).clamp(min=1)
-            models_KP[:, : clients.spec.trained] = state.models_KP[:, : clients.spec.trained] + step_KF
+            trained = clients.spec.trained
+            models_KP[:, :trained] = state.models_KP[:, :trained] + step_KF
         return models_KP
 
-    def fresh(self, state, clients):
-        """Of the clients seen, those whose update is from the last 1 / R rounds (with `reapply`, all)."""
+    def is_recent(self, state: CFLState, clients: Clients) -> np.ndarray:
+        """Whether each client's last update is from the last 1 / R rounds, bool (S,); with `reapply`, all are."""
         window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
-        return (state.round_S > max(clients.number - window, 0)) | (self.stale_updates == "reapply")
+        return (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
 
-    def split(self, state, leaf, stall, fresh_S):
-        """The state with this leaf split in two, if it stalls and its members disagree."""
-        scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
-        size, fresh = int(state.members_K[leaf]), np.flatnonzero((state.cluster_S == leaf) & fresh_S)
-        enough = len(fresh) > 2 and len(fresh) >= min(size, max(4, -(-size // 2)))
-        if not enough or stall >= self.eps1 * scale or state.norm_S[fresh].max() <= self.eps2 * scale:
+    def split(self, state: CFLState, leaf: int, mean_norm: float, recent_S: np.ndarray) -> CFLState:
+        """The state with leaf c split in two, if it stalls and its members disagree.
+
+        mean_norm: ||sum_i p_i Delta_i|| of this round.
+        """
+        member_S = state.cluster_S == leaf
+        recent, stale = np.flatnonzero(member_S & recent_S), np.flatnonzero(member_S & ~recent_S)
+        if not self.splits(state, leaf, mean_norm, recent):
             return state
-        update_EF = state.signature_SF[torch.from_numpy(fresh)]
-        side_E = hierarchy.cut(hierarchy.tree(hierarchy.distances(update_EF, "cosine"), self.linkage), num_clusters=2)
-        side_E = side_E if 2 * side_E.sum() <= len(side_E) else 1 - side_E  # the larger side stays in the leaf
-        stale, round_S = np.flatnonzero((state.cluster_S == leaf) & ~fresh_S), np.where(state.cluster_S == leaf, 0, state.round_S)
+        # bipartition by alpha_ij = cos(Delta_i, Delta_j)
+        update_EF = state.signature_SF[torch.from_numpy(recent)]
+        tree = agglomerative.linkage_tree(agglomerative.distances(update_EF, "cosine"), self.linkage)
+        side_E = agglomerative.cut_tree(tree, num_clusters=2)
+        if 2 * side_E.sum() > len(side_E):
+            side_E = 1 - side_E  # the larger side stays in the leaf
         unseen = np.setdiff1d(np.flatnonzero(state.assign_N == leaf), state.seen_S)
-        state = state.with_split(leaf, state.seen_S[fresh], update_EF, side_E)
+        state = state.with_split(leaf, state.seen_S[recent], update_EF, side_E)
+        # Members without a recent update follow their old one until the next; those without any join as newcomers do.
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
-        open_S[stale] = np.where(open_S[stale] < 0, split, open_S[stale])
+        open_S[stale] = np.where(open_S[stale] == NO_SPLIT, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
-        state = state.advance(open_S=open_S, round_S=round_S, assign_N=state.place(state.seen_S[stale], leaf_M))
-        return state.advance(assign_N=state.place(unseen, UNKNOWN))
+        state = state.advance(assign_N=state.place(state.seen_S[stale], leaf_M))
+        return state.advance(
+            open_S=open_S,
+            round_S=np.where(member_S, 0, state.round_S),  # these updates split no leaf again
+            assign_N=state.place(unseen, UNASSIGNED),
+        )
 
-    def join(self, state, clients):
+    def splits(self, state: CFLState, leaf: int, mean_norm: float, recent: np.ndarray) -> bool:
+        """||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2, with enough recent updates."""
+        assert self.eps1 is not None and self.eps2 is not None
+        scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
+        size = int(state.members_K[leaf])
+        if len(recent) <= 2 or len(recent) < min(size, max(4, -(-size // 2))):
+            return False
+        return bool(mean_norm < self.eps1 * scale and state.norm_S[recent].max() > self.eps2 * scale)
+
+    def join(self, state: CFLState, clients: Clients) -> CFLState:
         """Newcomers descend the tree: one training per split they meet."""
-        leaf_M, sound_M = np.zeros(len(clients), np.int64), np.ones(len(clients), bool)
+        leaf_M, valid_M = np.zeros(len(clients), np.int64), np.ones(len(clients), bool)
         for split, old in enumerate(state.leaves_K2[:, 0].tolist()):
-            here = np.flatnonzero((leaf_M == old) & sound_M)
-            if len(here):
-                asked = clients.select(here)
-                updates = asked.train(asked.send(state.split_KP[split][None]), keep=self.keep(clients.spec), held=False)
-                sound_M[here] = updates.ok_M
-                leaf_M[here[updates.ok_M]] = state.leaf_at(split, updates.sound_MF, "max")
-        return state.advance(assign_N=state.place(clients.ids_M[sound_M], leaf_M[sound_M]))
+            here = np.flatnonzero((leaf_M == old) & valid_M)
+            if not len(here):
+                continue
+            descending = clients.select(here)
+            updates = descending.train(
+                descending.send(state.split_KP[split][None]),
+                features=self.update_features(clients.spec),
+                keep_as_local_model=False,
+            )
+            valid_M[here] = updates.valid_M
+            leaf_M[here[updates.valid_M]] = state.leaf_at(split, updates.valid_features_MF, "max")
+        return state.advance(assign_N=state.place(clients.ids_M[valid_M], leaf_M[valid_M]))
 
-    def serve(self, state, clients):
+    def serve(self, state: CFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients)

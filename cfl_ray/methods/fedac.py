@@ -1,18 +1,24 @@
-"""FedAC: Y. Zhang, H. Chen, Z. Lin, Z. Chen, J. Zhao. FedAC: An Adaptive Clustered Federated Learning Framework for Heterogeneous Data.
-arXiv:2403.16460. The equations are reconstructed; the authors' LCFed (ICASSP 2025) confirms their form.
+"""FedAC: Y. Zhang, H. Chen, Z. Lin, Z. Chen, J. Zhao. FedAC: An Adaptive Clustered Federated Learning Framework for
+Heterogeneous Data. arXiv:2403.16460. The equations are reconstructed; the authors' LCFed (ICASSP 2025) confirms their
+form.
 
-    min sum_i f_i(omega_i) + (mu / 2) ||omega_i - Omega_{r(i)}||^2 + (lambda / 2) ||phi_i - Phi||^2        phi: all but the last layer
-    omega_i <- SGD of that from the client's own omega_i (`start: global`: from Phi and its own last layer)     it stays with the client
-    Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k;   r(i) <- argmax_k cos(z_i, z_k)        z = M^T (omega - mean)
-    M <- q leading principal components of up to 100 uploads                    in the first round, then every 100 rounds
-    CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre; split if > rho_hi, merge if < rho_lo
+    min sum_i f_i(omega_i) + (mu / 2) ||omega_i - Omega_{r(i)}||^2 + (lambda / 2) ||phi_i - Phi||^2
+                                                                        phi: all but the last layer
+    omega_i <- SGD of that from the client's own omega_i, which stays with it
+                                                                        `start: global`: from Phi and its own last layer
+    M-step: Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k
+    E-step: r(i) <- argmax_k cos(z_i, z_k)                              z = M^T (omega - mean)
+    PCA: M <- q leading principal components of up to 100 uploads       in the first round, then every 100 rounds
+    CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre;
+         split if > rho_hi, merge if < rho_lo                           the adaptation of the number of clusters
 
 In the first round clients train from one w_0 and k-means of z gives the centres.
 
-Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that M is never sent.
-CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 remembered members, nor one of whose halves has no
-participant, and merges none with 4 members: the further clusters are apart, the lower is rho. The E-step after a split is the next
-round's. A client never seen trains from Phi and the mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
+Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that
+M is never sent. CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 remembered
+members, nor one of whose halves has no participant, and merges none with 4 members: the further clusters are apart, the
+lower is rho. The E-step after a split is that of the next round. A client that never took part trains from Phi and the
+mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,25 +26,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from cfl_ray.core.clients import Keep, Own, Pull
-from cfl_ray.core.grouping import by_cluster, everyone
-from cfl_ray.core.hierarchy import nearest
-from cfl_ray.core.kmeans import kmeans
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.clustering.agglomerative import nearest_centre
+from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.signatures import SignatureState, sketch_option
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, UpdateFeatures, Updates
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import row_or_last, with_mean
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.signatures import SignatureState, sketching
-from cfl_ray.core.tuning import ClusterTuning, compactness, merged_into, split_in_two
+from cfl_ray.core.state import UNASSIGNED
+from cfl_ray.core.weights import cluster_weights, global_weights
+
+FEW = 4  # members: a cluster with fewer may merge, one with at least so many may split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedACState(SignatureState):
-    """`signature_SF` holds the latest uploads of the clients heard last."""
+    """`models_KP` are the Omega_k; `signature_SF` holds the latest uploads, one per client, the newest last."""
 
-    global_KP: Tensor = None  # Phi in a whole row (1, P)
-    mean_F: Tensor = None  # of the uploads that M was made of
-    basis_FQ: Tensor = None  # M
+    global_KP: Tensor  # Phi in a whole row (1, P)
+    mean_F: Tensor  # of the uploads from which M was made
+    basis_FQ: Tensor  # M
 
     def z(self, feature_MF: Tensor) -> Tensor:
         """Low-rank representation (M, q)."""
@@ -46,105 +57,243 @@ class FedACState(SignatureState):
 
 
 @dataclass(frozen=True)
-class FedAC(ClusterTuning, Method, name="fedac"):
-    """Personal models between their cluster's model and a global embedding; clusters found in a low-rank space, their number adapted."""
+class FedAC(Method[FedACState], name="fedac"):
+    """Personal models between their cluster's model and a global embedding; clusters are found in a low-rank space."""
 
+    # CNT
+    adapt_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
+    adapt_every: int = option(
+        10, "rounds between two steps of CNT, each one split or one merge at most", source="ours: lost", low=1
+    )
+    adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: lost", low=0)
+    rho_low: float = option(
+        0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", source="ours: lost", low=0
+    )
+    rho_high: float = option(1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", source="ours: lost", low=0)
+    max_clusters: int = option(20, "K_max", source="ours", low=1)
+    # training and E-step
     num_clusters: int = option(5, "K_0, clusters at first", source="ours: lost", low=1)
-    mu: float = option(0.1, "mu: pull to the cluster model (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
-    lam: float = option(0.1, "lambda: pull of the embedding to the global one (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
-    start: str = option("own", "where the embedding starts: at the client's own, or at the global one Phi", source="paper", choices=("own", "global"))
+    mu: float = option(0.1, "mu: proximal term to the cluster model (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
+    lam: float = option(
+        0.1, "lambda: proximal term of the embedding to the global one (grid 0.01, 0.1, 1)", source="ours: lost", low=0
+    )
+    start: str = option(
+        "own",
+        "where the embedding starts: at the client's own, or at the global one Phi",
+        source="paper",
+        choices=("own", "global"),
+    )
     rank: int = option(20, "q: principal components", source="ours: lost", low=1)
     pca_every: int = option(100, "rounds between two PCAs", source="paper", low=1)
     memory: int = option(100, "latest uploads that PCA and CNT see", source="paper: 50 to 100", low=4)
-    sketch: int = sketching()
-    weights: str = weighting("uniform")
+    sketch: int = sketch_option()
+    weights: str = weights_option("uniform")
 
-    State = FedACState
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = 3 * self.rho_low
+        if self.rho_high < least * (1 - 1e-9):  # in floating point, 3 * 0.2 > 0.6
+            raise ValueError(f"{self.name}.rho_high must be at least 3 rho_low = {least:g}, got {self.rho_high}")
+        if self.adapt_clusters and self.num_clusters > self.max_clusters:
+            raise ValueError(
+                f"{self.name}.num_clusters must be at most max_clusters = {self.max_clusters}, got {self.num_clusters}"
+            )
 
-    def init(self, start):
-        first_KP, size = start.new_model(0)[None], self.keep(start.spec).count
+    def init(self, start: Start) -> FedACState:
+        first_KP, size = start.new_model(0)[None], self.update_features(start.spec).count
         return FedACState(
-            models_KP=first_KP, assign_N=start.unassigned(), phase="cluster", global_KP=first_KP, **FedACState.nobody(size),
-            mean_F=torch.zeros(size), basis_FQ=torch.zeros(size, 0),
-        )  # fmt: skip
+            models_KP=first_KP,
+            assign_N=start.unassigned(),
+            phase="cluster",
+            global_KP=first_KP,
+            mean_F=torch.zeros(size),
+            basis_FQ=torch.zeros(size, 0),
+            **FedACState.no_signatures(size),
+        )
 
-    def round(self, state, clients, rng):
-        weight_M, base, own = clients.weights(self.weights), clients.spec.base, self.personal(clients.spec)
-        sent = clients.send(self.contexts(state, clients.spec), row_or_last(state, clients))
-        pulls = [Pull(self.mu, sent), Pull(self.lam, clients.send(state.global_KP, columns=base), base)]
-        start = replace(sent, models_KP=self.starts(state, clients.spec))
-        updates = clients.train(start, own=own, pulls=pulls, keep=self.keep(clients.spec), mix=everyone(weight_M), mix_later=True)
-        if not updates.ok_M.any():
+    def round(self, state: FedACState, clients: Clients, rng: Draws) -> FedACState:
+        spec, weight_M = clients.spec, clients.weights(self.weights)
+        # Local training: omega_i near Omega_r(i), and its embedding near Phi.
+        context = clients.send(self.contexts(state, spec), row_or_last(state, clients))
+        embedding = clients.send(state.global_KP, columns=spec.base)
+        proximal = [Proximal(self.mu, context), Proximal(self.lam, embedding, spec.base)]
+        updates = clients.train(
+            replace(context, models_KP=self.start_models(state, spec)),
+            how=LocalTraining(proximal=proximal),
+            client_state=self.personal(spec),
+            features=self.update_features(spec),
+            average=global_weights(weight_M),
+            defer_aggregation=True,
+        )
+        if not updates.valid_M.any():
             return state
-        ids_M, upload_MF = clients.ids_M[updates.ok_M], updates.sound_MF
-        state = self.heard(state, ids_M, upload_MF, rng).advance(global_KP=updates.mixed(empty=state.global_KP))
-        if state.phase == "cluster" or clients.number % self.pca_every == 0:
-            state = self.components(state)
+        ids_M, upload_MF = clients.ids_M[updates.valid_M], updates.valid_features_MF
+        state = self.remember_uploads(state, ids_M, upload_MF, rng)
+        # M-step: Phi
+        state = state.advance(global_KP=updates.averaged(default=state.global_KP))
+        # PCA
+        if state.phase == "cluster" or clients.round % self.pca_every == 0:
+            state = self.principal_components(state)
+        # First clusters: k-means of z
         if state.phase == "cluster":
-            found, centres = kmeans(state.z(upload_MF), self.num_clusters, rng.seed, cosine=True)
-            state = state.advance(models_KP=state.models_KP.repeat(len(centres), 1), assign_N=state.place(ids_M, found), phase="federate")
-        mix = by_cluster(state.assign_N[clients.ids_M], weight_M, state.num_clusters)
-        state = state.advance(models_KP=clients.mix(updates, mix).mixed(empty=state.models_KP))
-        state = self.expect(state, clients, ids_M, upload_MF)
-        return self.tuned(state, clients, updates) if self.due(clients.number) else state
+            cluster_M, centre_KQ = kmeans(state.z(upload_MF), self.num_clusters, rng.seed, cosine=True)
+            models_KP, assign_N = state.models_KP.repeat(len(centre_KQ), 1), state.place(ids_M, cluster_M)
+            state = state.advance(models_KP=models_KP, assign_N=assign_N, phase="federate")
+        # M-step: Omega_k
+        weight_KM = cluster_weights(state.assign_N[clients.ids_M], weight_M, state.num_clusters)
+        state = state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
+        # E-step
+        state = self.e_step(state, clients, ids_M, upload_MF)
+        # CNT
+        return self.adapt(state, clients, updates) if self.adapts_in(clients.round) else state
 
-    def keep(self, spec):
-        return Keep(spec.trainable, sketch=self.sketch)
-
-    def heard(self, state, ids_M, upload_MF, rng):
-        """With these uploads as the latest, in drawn order: where there is no room for all of one round, chance decides."""
-        order_M = rng.stream("memory").permutation(len(ids_M))
-        state = state.only(~np.isin(state.seen_S, ids_M)).remember(ids_M[order_M], upload_MF[torch.from_numpy(order_M)])
-        return state.only(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
-
-    def components(self, state):
-        """M from the latest uploads."""
-        from sklearn.decomposition import PCA
-
-        pca = PCA(max(min(self.rank, len(state.seen_S) - 1, len(state.mean_F)), 1), svd_solver="full").fit(state.signature_SF.numpy())
-        return state.advance(mean_F=state.signature_SF.mean(0), basis_FQ=torch.from_numpy(pca.components_.T.copy()).float())
-
-    def centres(self, state, clients):
-        return state.z(self.keep(clients.spec).features(state.models_KP, clients.seed))
-
-    def expect(self, state, clients, ids_M, upload_MF):
-        """E-step: the cluster with the highest cosine in the low-rank space."""
-        return state.advance(assign_N=state.place(ids_M, nearest(state.z(upload_MF), self.centres(state, clients), "cosine")[0]))
-
-    def tuned(self, state, clients, updates):
-        """CNT: one split or one merge at most."""
-        z_SQ = state.z(state.signature_SF)
-        rho_K, nearest_K, known_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
-        split, merge = self.step(rho_K, known_K, state.members_K)
-        if split is not None:
-            return split_in_two(state, split, z_SQ, state.z(updates.sound_MF), clients, updates, clients.weights(self.weights))
-        return state if merge is None else merged_into(state, merge, nearest_K[merge])
-
-    def contexts(self, state, spec):
-        """Omega_1 .. Omega_K and, last, Phi with the mean head, for clients that were never seen."""
+    def contexts(self, state: FedACState, spec: ParamSpec) -> Tensor:
+        """(K + 1, P): Omega_1 .. Omega_K and, last, Phi with the mean head, for clients that never took part."""
         models_KP = with_mean(state.models_KP)
         spec.base.put(models_KP[-1:], spec.base.of(state.global_KP))
         return models_KP
 
-    def starts(self, state, spec):
-        """The contexts, with the embedding that a client starts from."""
+    def start_models(self, state: FedACState, spec: ParamSpec) -> Tensor:
+        """(K + 1, P): the contexts, with the embedding from which a client starts."""
         models_KP = self.contexts(state, spec)
         if self.start == "global":
             spec.base.put(models_KP, spec.base.of(state.global_KP))
         return models_KP
 
-    def personal(self, spec):
-        """What of omega_i a client goes on from."""
-        return Own("personal", None if self.start == "own" else spec.head, private=False)
+    def personal(self, spec: ParamSpec) -> ClientState:
+        """The columns of omega_i from which a client continues."""
+        return ClientState("personal", None if self.start == "own" else spec.head, private=False)
 
-    def join(self, state, clients):
-        """Newcomers train once as a client that was never seen, and join the cluster with the highest cosine."""
+    def update_features(self, spec: ParamSpec) -> UpdateFeatures:
+        """The uploaded omega_i that clients are compared by."""
+        return UpdateFeatures(spec.trainable, sketch=self.sketch)
+
+    def remember_uploads(self, state: FedACState, ids_M: np.ndarray, upload_MF: Tensor, rng: Draws) -> FedACState:
+        """With these uploads as the latest, in random order: a cohort above `memory` leaves a random part of it."""
+        order_M = rng.stream("memory").permutation(len(ids_M))
+        state = state.subset(~np.isin(state.seen_S, ids_M))
+        state = state.remember(ids_M[order_M], upload_MF[torch.from_numpy(order_M)])
+        return state.subset(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
+
+    def principal_components(self, state: FedACState) -> FedACState:
+        """With M from the latest uploads; fewer than q components where the uploads have no more."""
+        from sklearn.decomposition import PCA  # here: loading it takes hosts a second, and only the server needs it
+
+        uploads_SF = state.signature_SF
+        rank = max(min(self.rank, len(uploads_SF) - 1, len(state.mean_F)), 1)
+        pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
+        basis_FQ = torch.from_numpy(pca.components_.T.copy()).float()
+        return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=basis_FQ)
+
+    def centres(self, state: FedACState, clients: Clients) -> Tensor:
+        """z_k (K, q) of the cluster models."""
+        return state.z(self.update_features(clients.spec).of_rows(state.models_KP, clients.seed))
+
+    def e_step(self, state: FedACState, clients: Clients, ids_M: np.ndarray, upload_MF: Tensor) -> FedACState:
+        """r(i) <- argmax_k cos(z_i, z_k)"""
+        cluster_M, _ = nearest_centre(state.z(upload_MF), self.centres(state, clients), "cosine")
+        return state.advance(assign_N=state.place(ids_M, cluster_M))
+
+    def adapts_in(self, round: int) -> bool:
+        """Whether CNT takes a step at the end of this round."""
+        return self.adapt_clusters and round > self.adapt_after and round % self.adapt_every == 0
+
+    def adapt(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
+        """The state after a step of CNT: one split or one merge at most."""
+        z_SQ = state.z(state.signature_SF)
+        rho_K, nearest_K, remembered_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
+        split, merge = self.choose_adaptation(rho_K, remembered_K, state.members_K)
+        if split is not None:
+            z_MQ = state.z(updates.valid_features_MF)
+            return split_cluster(state, split, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
+        return state if merge is None else merge_cluster(state, merge, nearest_K[merge])
+
+    def choose_adaptation(
+        self, rho_K: np.ndarray, remembered_K: np.ndarray, members_K: np.ndarray
+    ) -> tuple[int | None, int | None]:
+        """(the cluster to split, the cluster to merge): at most one of them.
+
+        remembered_K: members whose uploads are remembered: at least 4 are needed to split, and one to merge.
+        members_K: all members: clusters with fewer than 4 merge.
+        """
+        loose = np.flatnonzero((rho_K > self.rho_high) & (remembered_K >= FEW))
+        if len(loose) and len(rho_K) < self.max_clusters:
+            return int(loose[rho_K[loose].argmax()]), None
+        tight = np.flatnonzero((rho_K < self.rho_low) & (remembered_K > 0) & (members_K < FEW))
+        if len(tight) and np.count_nonzero(remembered_K) > 1:
+            return None, int(tight[rho_K[tight].argmin()])
+        return None, None
+
+    def join(self, state: FedACState, clients: Clients) -> FedACState:
+        """Newcomers train once from Phi and the mean head, and join the cluster with the highest cosine."""
         if state.phase == "cluster":
             return state
-        sent = clients.send(self.contexts(state, clients.spec)[-1:])
-        updates = clients.train(sent, pulls=[Pull(self.mu, sent), Pull(self.lam, sent, clients.spec.base)], keep=self.keep(clients.spec), held=False)
-        return self.expect(state, clients, clients.ids_M[updates.ok_M], updates.sound_MF)
+        context = clients.send(self.contexts(state, clients.spec)[-1:])
+        updates = clients.train(
+            context,
+            how=LocalTraining(proximal=[Proximal(self.mu, context), Proximal(self.lam, context, clients.spec.base)]),
+            features=self.update_features(clients.spec),
+            keep_as_local_model=False,
+        )
+        return self.e_step(state, clients, clients.ids_M[updates.valid_M], updates.valid_features_MF)
 
-    def serve(self, state, clients):
-        return Serving(self.starts(state, clients.spec), row_or_last(state, clients), own=self.personal(clients.spec))
+    def serve(self, state: FedACState, clients: Clients) -> Serving:
+        spec = clients.spec
+        return Serving(self.start_models(state, spec), row_or_last(state, clients), client_state=self.personal(spec))
 
+
+def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each cluster (K,): rho of CNT, the nearest other centre, and the number of members.
+
+    A centre without members is nearest to no other, and has a rho of 0. A centre without any other is compared with an
+    orthogonal one, and is nearest to itself. Rows of cluster -1 count nowhere.
+    """
+    num_clusters, member_S = len(centre_KQ), cluster_S >= 0
+    unit_SQ, unit_KQ = normalize(z_SQ[torch.from_numpy(member_S)], dim=1), normalize(centre_KQ, dim=1)
+    cluster_S = cluster_S[member_S]
+    members_K = np.bincount(cluster_S, minlength=num_clusters)
+    # distance of z_k to the nearest other centre
+    apart_KK = (1 - unit_KQ @ unit_KQ.T).fill_diagonal_(torch.inf)
+    apart_KK[:, torch.from_numpy(members_K == 0)] = torch.inf
+    alone_K = apart_KK.isinf().all(1)
+    apart_KK[alone_K, alone_K] = 1
+    apart_K, nearest_K = apart_KK.amin(1).numpy(), apart_KK.argmin(1).numpy()
+    # mean cosine distance of members to z_k
+    distance_S = (1 - (unit_SQ * unit_KQ[cluster_S]).sum(1)).numpy()
+    within_K = np.bincount(cluster_S, distance_S, minlength=num_clusters) / np.maximum(members_K, 1)
+    return within_K / np.maximum(apart_K, 1e-12), nearest_K, members_K
+
+
+def split_cluster(
+    state: FedACState, k: int, z_SQ: Tensor, z_MQ: Tensor, clients: Clients, updates: Updates, weight_M: np.ndarray
+) -> FedACState:
+    """The state with cluster k as two, by cosine 2-means of its remembered members.
+
+    The models of the halves are means of this round's participants; without a valid one in each half nothing is split.
+
+    z_SQ: of the remembered uploads. z_MQ: of this round's valid participants, remembered or not.
+    updates: of a `train(..., defer_aggregation=True)` of the round.
+    """
+    new, ids_M = state.num_clusters, clients.ids_M[updates.valid_M]
+    member_S, member_M = state.cluster_S == k, state.assign_N[ids_M] == k
+    half_S, centre_2Q = kmeans(z_SQ[torch.from_numpy(member_S)], 2, clients.seed, cosine=True)
+    half_M, _ = nearest_centre(normalize(z_MQ[torch.from_numpy(member_M)], dim=1), centre_2Q, "l2")
+    members, half = np.concatenate([state.seen_S[member_S], ids_M[member_M]]), np.concatenate([half_S, half_M])
+    assign_N = state.place(members, np.where(half, new, k))
+    assign_M = assign_N[clients.ids_M]
+    counted_M = updates.valid_M & np.isin(assign_M, [k, new])
+    assign_M = np.where(counted_M, assign_M, UNASSIGNED)
+    if not {k, new} <= {*assign_M.tolist()}:
+        return state
+    before_KP = torch.cat([state.models_KP, state.models_KP[k : k + 1]])
+    averages = clients.average(updates, cluster_weights(assign_M, weight_M, len(before_KP)))
+    return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
+
+
+def merge_cluster(state: FedACState, k: int, other: int) -> FedACState:
+    """The state with the members of cluster k in `other`, whose model stays; clusters above k move down by one."""
+    assign_N = np.where(state.assign_N == k, other, state.assign_N)
+    others_K = torch.arange(state.num_clusters) != k
+    return state.advance(
+        models_KP=state.models_KP[others_K], assign_N=np.where(assign_N > k, assign_N - 1, assign_N).astype(np.int32)
+    )

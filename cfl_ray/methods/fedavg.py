@@ -1,5 +1,5 @@
-"""FedAvg: B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. Communication-Efficient Learning of Deep Networks from
-Decentralized Data. AISTATS 2017, arXiv:1602.05629, Algorithm 1.
+"""FedAvg: B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. Communication-Efficient Learning of Deep
+Networks from Decentralized Data. AISTATS 2017, arXiv:1602.05629, Algorithm 1.
 
     W_i <- SGD_i(w_t)                          every client i of the cohort S_t
     w_{t+1} <- sum_i n_i W_i / sum_i n_i       over S_t
@@ -9,23 +9,27 @@ Departures: none.
 
 from dataclasses import dataclass
 
-from cfl_ray.core.grouping import everyone
-from cfl_ray.core.method import Method, weighting
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.method import Method, Start, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+from cfl_ray.core.weights import global_weights
 
 
 @dataclass(frozen=True)
-class FedAvg(Method, name="fedavg"):
-    """One global model, the mean of what the cohort trained."""
+class FedAvg(Method[State], name="fedavg"):
+    """One global model, the mean of the models that the cohort trained."""
 
-    weights: str = weighting()
+    weights: str = weights_option()
 
-    def init(self, start):
+    def init(self, start: Start) -> State:
         return start.one_model()
 
-    def round(self, state, clients, rng):
-        updates = clients.train(clients.send(state.models_KP), mix=everyone(clients.weights(self.weights)))
-        return state.advance(models_KP=updates.mixed(empty=state.models_KP))
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        weight_1M = global_weights(clients.weights(self.weights))
+        updates = clients.train(clients.send(state.models_KP), average=weight_1M)
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
-    def serve(self, state, clients):
-        return Serving(state.models_KP, clients.first())
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row())

@@ -1,14 +1,14 @@
-"""FedNova: J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor. Tackling the Objective Inconsistency Problem in Heterogeneous Federated
-Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
+"""FedNova: J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor. Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
 
-    a_i = [tau_i - rho (1 - rho^tau_i) / (1 - rho)] / (1 - rho)          tau_i local steps with momentum rho; tau_i for rho = 0
-    d_i = (w_t - W_i) / a_i                                             what a client uploads, with a_i
-    w_{t+1} <- w_t - (sum_i p_i a_i) (sum_i p_i d_i),  p_i = n_i / n      over the cohort
+    a_i = [tau_i - rho (1 - rho^tau_i) / (1 - rho)] / (1 - rho)   tau_i local steps with momentum rho; tau_i for rho = 0
+    d_i = (w_t - W_i) / a_i                                       uploaded by each client, with a_i
+    w_{t+1} <- w_t - (sum_i p_i a_i) (sum_i p_i d_i),  p_i = n_i / n over the cohort
 
 With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg.
 
-Departures: none. The server forms the same sum as a mean of W_i with weights p_i / a_i, so that it forms where clients train. Statistics
-of batch normalisation are that mean.
+Departures: none. The server computes the same sum from the mean of W_i with weights p_i / a_i, so that sums form on the
+hosts. Statistics of batch normalisation are that mean.
 """
 
 from dataclasses import dataclass
@@ -16,56 +16,72 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cfl_ray.core.clients import Pull
+from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.grouping import everyone
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+from cfl_ray.core.weights import global_weights
 
 
-def accumulated(steps_M: np.ndarray, momentum: float, shrink: float) -> np.ndarray:
-    """a_i (M,): how often a gradient counts in the result of `steps_M` steps; `shrink` is eta mu."""
-    needed = np.zeros(int(steps_M.max(initial=0)) + 1)
+def accumulation(steps_M: np.ndarray, momentum: float, eta_mu: float) -> np.ndarray:
+    """a_i (M,) float64: the total weight of the gradients in the result of `steps_M` local steps, in units of eta."""
+    a = np.zeros(int(steps_M.max(initial=0)) + 1)  # by number of steps
     velocity = 0.0
-    for step in range(1, len(needed)):
-        velocity = momentum * velocity + 1 - shrink * needed[step - 1]
-        needed[step] = needed[step - 1] + velocity
-    return needed[steps_M]
+    for step in range(1, len(a)):
+        velocity = momentum * velocity + 1 - eta_mu * a[step - 1]
+        a[step] = a[step - 1] + velocity
+    return a[steps_M]
 
 
 @dataclass(frozen=True)
-class FedNova(Method, name="fednova"):
+class FedNova(Method[State], name="fednova"):
     """FedAvg of updates that are normalised by the number of local steps."""
 
-    mu: float = option(0.0, "mu: strength of a proximal term in the local objective; 0: none", source="paper", low=0)
-    weights: str = weighting()
+    mu: float = option(0.0, "mu: weight of a proximal term in the local objective; 0: none", source="paper", low=0)
+    weights: str = weights_option()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rule.name not in ("mean", "norm_clipping"):
-            raise ValueError(f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: normalisation is a matter of weights, and {self.rule.name} has none")
+        if self.aggregation_rule.name not in ("mean", "norm_clipping"):
+            raise ValueError(
+                f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: "
+                f"normalisation is a matter of weights, and {self.aggregation_rule.name} has none"
+            )
 
-    def init(self, start):
+    def init(self, start: Start) -> State:
         return start.one_model()
 
-    def round(self, state, clients, rng):
-        local, weight_M = clients.local, clients.weights(self.weights)
-        a_M = accumulated(local.steps_of(clients.size_M), local.momentum, local.lr * self.mu)
-        if local.lr * self.mu >= 2 or a_M.min() <= 0:
-            raise ConfigError(
-                f"fednova.mu * local.lr must be below 2, and small enough for every a_i to be positive, got {self.mu:g} * {local.lr:g} "
-                f"and a_i = {a_M.min():g}; choose a smaller mu"
-            )
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        weight_M, a_M = clients.weights(self.weights), self.accumulation_of(clients)
         sent = clients.send(state.models_KP)
-        updates = clients.train(sent, pulls=[Pull(self.mu, sent)], mix=everyone(weight_M * (a_M.max() / a_M)))
-        clients.upload(1)  # a_i
-        if not updates.ok_M.any():
+        updates = clients.train(
+            sent,
+            how=LocalTraining(proximal=[Proximal(self.mu, sent)]),
+            average=global_weights(weight_M * (a_M.max() / a_M)),
+        )
+        clients.count_upload(1)  # a_i
+        if not updates.valid_M.any():
             return state
-        p_M = weight_M * updates.ok_M / weight_M[updates.ok_M].sum()
+
+        # w_t - (sum p_i a_i) (sum p_i d_i) = w_t + step * (mean of W_i by p_i / a_i - w_t)
+        p_M = weight_M * updates.valid_M / weight_M[updates.valid_M].sum()
         step = float((p_M * a_M).sum() * (p_M / a_M).sum())  # 1 for equal a_i
-        models_KP, trained = updates.mixed(empty=state.models_KP), slice(clients.spec.trained)
+        models_KP, trained = updates.averaged(default=state.models_KP), slice(clients.spec.trained)
         models_KP[:, trained] = torch.lerp(state.models_KP[:, trained], models_KP[:, trained], step)
         return state.advance(models_KP=models_KP)
 
-    def serve(self, state, clients):
-        return Serving(state.models_KP, clients.first())
+    def accumulation_of(self, clients: Clients) -> np.ndarray:
+        """a_i (M,) of these clients. Raises ConfigError where training with the proximal term is not stable."""
+        local = clients.local
+        a_M = accumulation(local.steps_of(clients.num_samples_M), local.momentum, local.lr * self.mu)
+        if local.lr * self.mu >= 2 or a_M.min() <= 0:
+            raise ConfigError(
+                f"fednova.mu * local.lr must be below 2, and small enough for every a_i to be positive, "
+                f"got {self.mu:g} * {local.lr:g} and a_i = {a_M.min():g}; choose a smaller mu"
+            )
+        return a_M
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row())

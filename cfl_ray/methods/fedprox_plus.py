@@ -1,38 +1,42 @@
-"""FedProx+: the ensemble baseline of J. Ma, T. Zhou, G. Long, J. Jiang, C. Zhang. Structured Federated Learning through Clustered Additive
-Modeling. NeurIPS 2023, https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2eee-Abstract-Conference.html
+"""FedProx+: the ensemble baseline of J. Ma, T. Zhou, G. Long, J. Jiang, C. Zhang. Structured Federated Learning through
+Clustered Additive Modeling. NeurIPS 2023,
+https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2eee-Abstract-Conference.html
 
 FedProx run K times from independent starts, with soft voting.
 
     theta_k <- Avg(SGD_i on f_i + (mu / 2) ||theta - theta_k||^2, from theta_k)        for every k, over the same cohort
     prediction: argmax of (1/K) sum_k softmax(F(x; theta_k))
 
-Departures: the K models are trained side by side by the same cohorts. P-local measures what a client holds of the first model,
-and P-tune what it tunes of it.
+Departures: the K models are trained side by side by the same cohorts. P-local measures a client's local version of the
+first model, and P-tune a tuned copy of the first model.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_each
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
 
 @dataclass(frozen=True)
-class FedProxPlus(Method, name="fedprox_plus"):
+class FedProxPlus(Method[State], name="fedprox_plus"):
     """K global models by FedProx that vote."""
 
     num_models: int = option(5, "K, models that vote; 1 is FedProx", source="Fed-CAM: 5 and 10", low=1)
-    mu: float = option(0.01, "mu: strength of the pull to the received model", source="as FedProx", low=0)
-    weights: str = weighting()
+    mu: float = option(0.01, "mu: weight of the proximal term towards the received model", source="as FedProx", low=0)
+    weights: str = weights_option()
 
-    def init(self, start):
-        return State(models_KP=torch.stack([start.new_model(k) for k in range(self.num_models)]), assign_N=start.one_cluster())
+    def init(self, start: Start) -> State:
+        models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])
+        return State(models_KP=models_KP, assign_N=start.one_cluster())
 
-    def round(self, state, clients, rng):
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
         return fedavg_each(state, clients, self.weights, self.mu)
 
-    def serve(self, state, clients):
-        return Serving(state.models_KP, clients.first(), vote=True)
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), vote=True)

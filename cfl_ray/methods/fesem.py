@@ -1,88 +1,114 @@
-"""FeSEM: G. Long, M. Xie, T. Shen, T. Zhou, X. Wang, J. Jiang, C. Zhang. Multi-Center Federated Learning: Clients Clustering for Better
-Personalization. World Wide Web 2023, arXiv:2005.01026, Algorithm 1.
+"""FeSEM: G. Long, M. Xie, T. Shen, T. Zhou, X. Wang, J. Jiang, C. Zhang. Multi-Center Federated Learning: Clients
+Clustering for Better Personalization. World Wide Web 2023, arXiv:2005.01026, Algorithm 1.
 
     W_i <- SGD_i(theta_{c(i)})
     c(i) <- argmin_k ||W_i - theta_k||^2             E-step, participants
     theta_k <- Avg of W_i over c(i) = k              M-step; a centre without participants stays
 
-In the first round clients train from one common w_0 and k-means++ on W_i gives the centres: clients that start from different centres
-stay near them, and the assignment would never move.
+In the first round clients train from one common w_0 and k-means++ on W_i gives the centres: clients that start from
+different centres stay near them, and the assignment would never change.
 
-Departures: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are weighted by
-samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres, which are by then far from
-w_0. Features longer than `sketch` are projected. There are no more centres than clients in the first round.
+Departures: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are
+weighted by samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres,
+which are by then far from w_0. Features longer than `sketch` are projected. There are no more centres than clients in
+the first round.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from cfl_ray.core.clients import Keep
-from cfl_ray.core.grouping import by_cluster
-from cfl_ray.core.hierarchy import nearest
-from cfl_ray.core.kmeans import kmeans
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.clustering.agglomerative import nearest_centre
+from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.signatures import sketch_option
+from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import row_or_last, serve_per_cluster, with_mean
-from cfl_ray.core.signatures import sketching
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+from cfl_ray.core.weights import cluster_weights
 
 
 @dataclass(frozen=True)
-class FeSEM(Method, name="fesem"):
+class FeSEM(Method[State], name="fesem"):
     """k-means of the clients' models, one E-step and one M-step per round."""
 
     num_clusters: int = option(4, "K, number of centres", source="ours", low=1)
-    features: str = option("linear", "what distances are taken over: the fully connected layers, or all parameters", source="Fed-CAM's comparison", choices=("linear", "all"))
-    reseed: bool = option(False, "move a centre that has lost all members to the participant furthest from its own", source="ours")
-    sketch: int = sketching()
-    weights: str = weighting()
+    features: str = option(
+        "linear",
+        "what distances are taken over: the fully connected layers, or all parameters",
+        source="Fed-CAM's comparison",
+        choices=("linear", "all"),
+    )
+    reseed: bool = option(
+        False, "move a centre that has lost all members to the participant furthest from its own", source="ours"
+    )
+    sketch: int = sketch_option()
+    weights: str = weights_option()
 
-    def init(self, start):
+    def init(self, start: Start) -> State:
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
 
-    def round(self, state, clients, rng):
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        # W_i <- SGD_i(theta_{c(i)}), or from w_0 in the first round
         updates, feature_MF = self.train(state, clients)
-        ids_M = clients.ids_M[updates.ok_M]
+        ids_M = clients.ids_M[updates.valid_M]
         if not len(ids_M):
             return state
+
+        # E-step: c(i), by k-means++ in the first round
         if state.phase == "cluster":
-            found, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
+            found_M, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
-            found, distance_M = self.expect(state, clients, feature_MF)
+            found_M, distance_M = self.e_step(state, clients, feature_MF)
             if self.reseed:
-                self.refill(state, ids_M, found, distance_M)
-        assign_N = state.place(ids_M, found)
-        mix = by_cluster(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
-        return state.advance(models_KP=clients.mix(updates, mix).mixed(empty=state.models_KP), assign_N=assign_N)
+                self.reseed_empty_centre(state, ids_M, found_M, distance_M)
+        assign_N = state.place(ids_M, found_M)
 
-    def train(self, state, clients, held=True):
-        """Updates, and the features (M', F) of the models of those M' that are sound."""
+        # M-step: theta_k <- Avg of W_i over c(i) = k
+        weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
+        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
+        return state.advance(models_KP=models_KP, assign_N=assign_N)
+
+    def train(self, state: State, clients: Clients, keep_as_local_model: bool = True) -> tuple[Updates, Tensor]:
+        """Updates, and the features (M', F) of the local models W_i of the M' clients whose updates are valid."""
+        features = self.update_features(clients)
         sent = clients.send(with_mean(state.models_KP), row_or_last(state, clients))
-        updates = clients.train(sent, keep=self.keep(clients), mix_later=True, held=held)
-        start_MF = self.keep(clients).features(sent.models_KP, clients.seed)[sent.row_M]
-        return updates, (start_MF + updates.kept_MF)[torch.from_numpy(updates.ok_M)]
+        updates = clients.train(
+            sent, features=features, defer_aggregation=True, keep_as_local_model=keep_as_local_model
+        )
+        start_MF = features.of_rows(sent.models_KP, clients.seed)[sent.row_M]
+        return updates, (start_MF + updates.features_MF)[torch.from_numpy(updates.valid_M)]
 
-    def expect(self, state, clients, feature_MF):
-        """E-step: the nearest centre of each client, and its distance."""
-        return nearest(feature_MF, self.keep(clients).features(state.models_KP, clients.seed), "l2")
+    def update_features(self, clients: Clients) -> UpdateFeatures:
+        """W_i - theta_{c(i)} over the columns that distances are taken over."""
+        columns = clients.spec.linear if self.features == "linear" else clients.spec.trainable
+        return UpdateFeatures(columns, change=True, sketch=self.sketch)
 
-    def refill(self, state, ids_M, found_M, distance_M):
-        """Gives an empty cluster the participant furthest from its centre, in place; one that is alone there only if all are."""
+    def e_step(self, state: State, clients: Clients, feature_MF: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest centre (M,) of each client, and its distance (M,)."""
+        centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
+        return nearest_centre(feature_MF, centre_KF, "l2")
+
+    def reseed_empty_centre(self, state: State, ids_M: np.ndarray, found_M: np.ndarray, distance_M: np.ndarray) -> None:
+        """Gives one empty cluster the participant furthest from its centre, in place in `found_M`.
+
+        The only member of a cluster is taken only where every participant is the only member of its own.
+        """
         members_K = state.advance(assign_N=state.place(ids_M, found_M)).members_K
         if not members_K.all():
             found_M[np.lexsort((distance_M, members_K[found_M] > 1))[-1]] = members_K.argmin()
 
-    def keep(self, clients):
-        columns = clients.spec.linear if self.features == "linear" else clients.spec.trainable
-        return Keep(columns, change=True, sketch=self.sketch)
-
-    def join(self, state, clients):
+    def join(self, state: State, clients: Clients) -> State:
         if state.phase == "cluster":
             return state
-        updates, feature_MF = self.train(state, clients, held=False)
-        return state.advance(assign_N=state.place(clients.ids_M[updates.ok_M], self.expect(state, clients, feature_MF)[0]))
+        updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
+        found_M, _ = self.e_step(state, clients, feature_MF)
+        return state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
 
-    def serve(self, state, clients):
+    def serve(self, state: State, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients)

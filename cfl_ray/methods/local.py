@@ -2,33 +2,35 @@
 
     w_i <- SGD_i(w_i), w_i = w_0 at first
 
-A client trains in the rounds in which it is sampled, so its budget equals that of the sampled methods: T * R * E epochs.
+A client trains in the rounds in which it is sampled, so its budget equals that of the sampled methods: T * R * E
+epochs.
 
 Departures: none (there is no paper).
 """
 
 from dataclasses import dataclass
 
-from cfl_ray.core.clients import Own
-from cfl_ray.core.method import Method
+from cfl_ray.core.clients import Clients, ClientState
+from cfl_ray.core.method import Method, Start
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 
-PERSONAL = Own("personal")  # w_i, kept by the client
+PERSONAL = ClientState("personal")  # w_i, kept by the client
 
 
 @dataclass(frozen=True)
-class Local(Method, name="local"):
+class Local(Method[State], name="local"):
     """Every client trains alone on its own data."""
 
     only_mean = "it averages nothing"
 
-    def init(self, start):
+    def init(self, start: Start) -> State:
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned())
 
-    def round(self, state, clients, rng):
-        clients.train(clients.known(state.models_KP), own=PERSONAL)
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        clients.train(clients.known_models(state.models_KP), client_state=PERSONAL)
         return state
 
-    def serve(self, state, clients):
-        return Serving(state.models_KP, clients.first(), own=PERSONAL)
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=PERSONAL)

@@ -1,18 +1,21 @@
-"""PACFL: S. Vahidian, M. Morafah, W. Wang, V. Kungurtsev, C. Chen, M. Shah, B. Lin. Efficient Distribution Similarity Identification in
-Clustered Federated Learning via Principal Angles Between Client Data Subspaces. AAAI 2023, arXiv:2209.10526, Algorithms 1 and 2.
+"""PACFL: S. Vahidian, M. Morafah, W. Wang, V. Kungurtsev, C. Chen, M. Shah, B. Lin. Efficient Distribution Similarity
+Identification in Clustered Federated Learning via Principal Angles Between Client Data Subspaces. AAAI 2023,
+arXiv:2209.10526, Algorithms 1 and 2.
 
-    U_i <- p leading left singular vectors of each class's flattened images, side by side          once per client, before training
+    U_i <- p leading left singular vectors of each class's flattened images, side by side (once per client)
     A_ij <- smallest principal angle between span(U_i) and span(U_j), in degrees
-    agglomerate by A until the next merge is higher than beta;   theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
+    agglomerate by A until the next merge is higher than beta
+    theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
 
-The first round needs the U of every client: who cannot be reached in it is placed when it first takes part, as newcomers are, and predicts
-with w_0 until then. A newcomer sends its U, A is extended and clustered again, and the newcomer joins the cluster of most of the old
-members it falls together with. The uploaded vectors look like mean images of the client's classes: they are not private.
+The first round needs the U of every client. A client that cannot be reached in it is placed when it first takes part,
+as newcomers are, and predicts with w_0 until then. A newcomer sends its U, A is extended and clustered again, and the
+newcomer joins the cluster of most of the old members with which it falls together. The uploaded vectors look like mean
+images of the client's classes: they are not private.
 
-Departures: the angles are principal angles, after QR (the official code takes the smallest angle between single vectors, which are not
-orthogonal across classes: `angle: code`) and linkage is UPGMA (official code: WPGMA, `linkage: weighted`). Images are normalised as for
-training. Without a threshold (in degrees) the tree is cut at half the median angle. Newcomers that fall together with newcomers alone
-follow the client nearest to them.
+Departures: the angles are principal angles, after QR (the official code takes the smallest angle between single
+vectors, which are not orthogonal across classes: `angle: code`) and linkage is UPGMA (official code: WPGMA, `linkage:
+weighted`). Images are normalised as for training. Without a threshold (in degrees) the tree is cut at half the median
+angle. Newcomers that fall together with newcomers alone join the cluster of the old member nearest to them.
 """
 
 import math
@@ -23,11 +26,15 @@ import scipy
 import torch
 from torch import Tensor
 
-from cfl_ray.core.method import Method, option, weighting
+from cfl_ray.clustering.signatures import SignatureState, unplaced
+from cfl_ray.clustering.subspaces import angles, angles_between, principal_vectors
+from cfl_ray.clustering.tree_cut import TreeCut
+from cfl_ray.core.clients import ClientData, Clients
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
-from cfl_ray.core.signatures import SignatureState, unplaced
-from cfl_ray.core.subspaces import angles, angles_between, principal_vectors
-from cfl_ray.core.treecut import TreeCut
+from cfl_ray.core.serving import Serving
 
 
 @dataclass(frozen=True)
@@ -37,85 +44,124 @@ class PrincipalVectors:
     p: int
     budget: int | None
 
-    def __call__(self, client, anchor_P):
+    def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
+        """U_i as one row (vectors * D,); NaN, which excludes the client, where its data have no principal vectors."""
+        inputs = client.x[0].numel()  # D
+        if not client.x.is_floating_point():
+            raise DataError("pacfl compares subspaces of the inputs, which token ids do not have; leave pacfl out")
         if not client.x.isfinite().all():
-            return torch.full((client.x[0].numel(),), torch.nan)
+            return torch.full((inputs,), torch.nan)
         labels, count = client.y.unique(return_counts=True)
-        share = [self.p] * len(labels) if self.budget is None else [max(1, round(self.budget * n / len(client.y))) for n in count.tolist()]
-        vectors = [principal_vectors(client.x[client.y == label].flatten(1), p).T for label, p in zip(labels, share)]
-        return torch.cat(vectors).flatten() if sum(map(len, vectors)) else torch.full((client.x[0].numel(),), torch.nan)
+        if self.budget is None:
+            vectors_per_class = [self.p] * len(labels)
+        else:
+            vectors_per_class = [max(1, round(self.budget * n / len(client.y))) for n in count.tolist()]
+        vectors = [
+            principal_vectors(client.x[client.y == label].flatten(1), p).T
+            for label, p in zip(labels, vectors_per_class, strict=True)
+        ]
+        return torch.cat(vectors).flatten() if sum(map(len, vectors)) else torch.full((inputs,), torch.nan)
 
     def floats(self, inputs: int, classes: int) -> int:
         """Length of the result of a client that holds every class."""
         return inputs * (self.p * classes if self.budget is None else max(self.budget, classes))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PACFLState(SignatureState):
-    start_KP: Tensor = None  # w_0 (1, P)
-    angle_SS: Tensor = None  # float32, degrees
-    inputs: int = 0  # D, length of a vector
+    """Signatures are the principal vectors U_i, one after another."""
+
+    start_KP: Tensor  # w_0 (1, P)
+    angle_SS: Tensor  # A, float32, degrees
+    inputs: int  # D, length of a vector
 
 
 @dataclass(frozen=True)
-class PACFL(TreeCut, Method, name="pacfl"):
+class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
     vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)
-    budget: int | None = option(None, "vectors of a client in all, spread over its classes by their shares; null: p each", source="official code: 20 for Dirichlet", low=1)
-    angle: str = option("smallest", "smallest principal angle, their sum, or the official code's smallest angle between vectors", source="paper", choices=("smallest", "sum", "code"))
-    weights: str = weighting()
+    budget: int | None = option(
+        None,
+        "vectors of a client in all, spread over its classes by their shares; null: p each",
+        source="official code: 20 for Dirichlet",
+        low=1,
+    )
+    angle: str = option(
+        "smallest",
+        "smallest principal angle, their sum, or the official code's smallest angle between vectors",
+        source="paper",
+        choices=("smallest", "sum", "code"),
+    )
+    weights: str = weights_option()
 
-    State = PACFLState
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.linkage == "ward":
-            raise ValueError("pacfl.linkage ward is defined for Euclidean distances, not for angles; choose average or weighted")
+            raise ValueError(
+                "pacfl.linkage ward is defined for Euclidean distances, not for angles; choose average or weighted"
+            )
 
-    def init(self, start):
+    def init(self, start: Start) -> PACFLState:
         first_KP = start.new_model(0)[None]
         return PACFLState(
-            models_KP=first_KP[:0], assign_N=start.unassigned(), phase="cluster", start_KP=first_KP,
-            angle_SS=torch.zeros(0, 0), inputs=math.prod(start.input_shape), **PACFLState.nobody(),
-        )  # fmt: skip
+            models_KP=first_KP[:0],
+            assign_N=start.unassigned(),
+            phase="cluster",
+            start_KP=first_KP,
+            angle_SS=torch.zeros(0, 0),
+            inputs=math.prod(start.input_shape),
+            **PACFLState.no_signatures(),
+        )
 
-    def round(self, state, clients, rng):
-        newcomers = clients.all() if state.phase == "cluster" else unplaced(state, clients)
+    def round(self, state: PACFLState, clients: Clients, rng: Draws) -> PACFLState:
+        newcomers = clients.all_reachable() if state.phase == "cluster" else unplaced(state, clients)
         return fedavg_per_cluster(self.place(state, newcomers), clients, self.weights)
 
-    def join(self, state, clients):
-        return state if state.phase == "cluster" else self.place(state, clients)
-
-    def place(self, state, clients):
-        """Clusters these clients together with all that are known; who is known stays where it is."""
-        feature_MF, ok_M = clients.describe(PrincipalVectors(self.vectors, self.budget))
-        if not ok_M.any():
+    def place(self, state: PACFLState, clients: Clients) -> PACFLState:
+        """Clusters these clients together with all that have a cluster, which keep theirs."""
+        # U_i
+        feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget))
+        if not valid_M.any():
             return state
-        old, ids_M = len(state.seen_S), clients.ids_M[ok_M]
-        state = self.extended(state, ids_M, feature_MF[torch.from_numpy(ok_M)])
-        found_S = self.clusters(scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False), len(state.seen_S))
+
+        # A_ij
+        old, ids_M = len(state.seen_S), clients.ids_M[valid_M]
+        state = self.extend_angles(state, ids_M, feature_MF[torch.from_numpy(valid_M)])
+
+        # agglomerate by A
+        condensed = scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False)
+        found_S = self.clusters(condensed, len(state.seen_S))
         if not old:
             models_KP = state.start_KP.repeat(found_S.max() + 1, 1)
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
-        near_M = state.angle_SS[old:, :old].argmin(1).numpy()  # who falls together with newcomers alone follows the nearest client
-        same_MS = found_S[old:, None] == found_S[:old]
-        votes = [np.bincount(state.cluster_S[:old][same if same.any() else [near]]) for same, near in zip(same_MS, near_M)]
-        return state.advance(assign_N=state.place(ids_M, [vote.argmax() for vote in votes]))
 
-    def extended(self, state, ids_M, feature_MF):
-        """With the subspaces of these clients, and their angles to all others."""
+        # newcomers join the cluster of most of the old members they fall together with, or else of the nearest one
+        nearest_M = state.angle_SS[old:, :old].argmin(1).numpy()
+        together_MS = found_S[old:, None] == found_S[:old]
+        voters_M = [
+            together_S if together_S.any() else [nearest]
+            for together_S, nearest in zip(together_MS, nearest_M, strict=True)
+        ]
+        assign_M = np.array([np.bincount(state.cluster_S[:old][voters]).argmax() for voters in voters_M])
+        return state.advance(assign_N=state.place(ids_M, assign_M))
+
+    def extend_angles(self, state: PACFLState, ids_M: np.ndarray, feature_MF: Tensor) -> PACFLState:
+        """The state with the vectors of these clients, none of them seen before, and their angles to all others."""
         state = state.remember(ids_M, feature_MF)
         basis_SDR = state.signature_SF.unflatten(1, (-1, state.inputs)).transpose(1, 2)
         old = len(basis_SDR) - len(ids_M)
         new_SS = torch.from_numpy(scipy.spatial.distance.squareform(angles(basis_SDR[old:], kind=self.angle))).float()
         cross_SS = torch.from_numpy(angles_between(basis_SDR[:old], basis_SDR[old:], kind=self.angle)).float()
-        rows = torch.cat([torch.cat([state.angle_SS, cross_SS], 1), torch.cat([cross_SS.T, new_SS], 1)])
-        return state.advance(angle_SS=rows)
+        angle_SS = torch.cat([torch.cat([state.angle_SS, cross_SS], 1), torch.cat([cross_SS.T, new_SS], 1)])
+        return state.advance(angle_SS=angle_SS)
 
-    def leave(self, state, ids):
+    def join(self, state: PACFLState, clients: Clients) -> PACFLState:
+        return state if state.phase == "cluster" else self.place(state, clients)
+
+    def leave(self, state: PACFLState, ids: np.ndarray) -> PACFLState:
         stay_S = torch.from_numpy(~np.isin(state.seen_S, ids))
         return state.forget(ids).advance(angle_SS=state.angle_SS[stay_S][:, stay_S])
 
-    def serve(self, state, clients):
+    def serve(self, state: PACFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.start_KP)

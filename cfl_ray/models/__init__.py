@@ -1,15 +1,18 @@
-"""The networks of the papers, by registered name."""
+"""Networks of the papers, by registered name, and networks that users bring."""
 
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from cfl_ray.core.errors import ConfigError, nearest
-from cfl_ray.core.plugin import load_plugin
+from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.plugins import entry_points_of, load_plugin
 from cfl_ray.models import cnn, mlp, resnet
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {
@@ -21,42 +24,153 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "autocfl_cnn": cnn.autocfl_cnn,
     "resnet9": resnet.resnet9,
 }
+ENTRY_POINTS = "cfl_ray.models"  # group in which installed packages name their models
+INPUT_NAMES = ("input_shape", "in_shape", "shape")  # names of a factory's parameter for the shape of one sample
+CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of that for the number of classes
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Builds the network in any process: `ModelRecipe(...)()` is a new module."""
+    """Builds the network in any process: calling a recipe returns a new module.
+
+    The factory is passed all `options`, and the shape of one sample and the number of classes where it asks for them:
+    by the names above, or positionally in this order as its remaining parameters without a default.
+
+    dtype: of the inputs: float32, or int64 for token ids.
+    """
 
     factory: Callable[..., nn.Module]
     input_shape: tuple[int, ...]
     num_classes: int
     options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     def __call__(self) -> nn.Module:
-        wanted = inspect.signature(self.factory).parameters
-        given = {"input_shape": self.input_shape, "num_classes": self.num_classes}
-        return self.factory(**{name: value for name, value in given.items() if name in wanted}, **self.options)
+        """A new module, with its own initialisation. Lazy layers have found their sizes in a forward pass."""
+        positional, named = self._arguments()
+        module = self.factory(*positional, **named)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"model {self._label} returns {type(module).__name__}, expected a torch.nn.Module")
+        if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            self._materialise(module)
+        return module
 
     def check(self) -> None:
-        """Raises ConfigError where the network cannot be built, does not take the input, or answers with another number of classes."""
-        label = getattr(self.factory, "__name__", repr(self.factory))
+        """Builds the network once. Raises ConfigError if that fails, or for a wrong input shape or output size."""
         try:
-            module = self().eval()
+            module = self()
+        except ConfigError:
+            raise
         except Exception as error:
-            raise ConfigError(f"model {label} cannot be built with options {self.options}: {type(error).__name__}: {error}") from error
-        try:
-            with torch.no_grad():
-                outputs = module(torch.zeros(2, *self.input_shape)).shape
-        except Exception as error:
-            raise ConfigError(f"model {label} does not take samples of shape {self.input_shape}: {type(error).__name__}: {error}") from error
-        if tuple(outputs) != (2, self.num_classes):
             raise ConfigError(
-                f"model {label} answers 2 samples with shape {tuple(outputs)}, but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
+                f"model {self._label} cannot be built with options {self.options}: {self._explained(error)}"
+            ) from error
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(f"model {self._label} has no parameter to train, expected at least 1")
+        for training in (False, True):
+            self._check_forward(module.train(training))
+
+    def _check_forward(self, module: nn.Module) -> None:
+        samples = "samples" if self.dtype.is_floating_point else f"{self.dtype} samples"
+        mode = " in training mode" if module.training else ""
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                outputs = module(self._zeros())
+        except Exception as error:
+            raise ConfigError(
+                f"model {self._label} does not take {samples} of shape {self.input_shape}{mode}: "
+                f"{self._explained(error)}"
+            ) from error
+        if not isinstance(outputs, torch.Tensor):
+            raise ConfigError(f"model {self._label} answers with {type(outputs).__name__}, expected one tensor")
+        if tuple(outputs.shape) != (2, self.num_classes):
+            raise ConfigError(
+                f"model {self._label} answers 2 samples with shape {tuple(outputs.shape)}, "
+                f"but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
             )
 
+    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments of the factory. Raises ConfigError where a parameter gets no value."""
+        try:
+            parameters = list(inspect.signature(self.factory).parameters.values())
+        except (TypeError, ValueError):  # written in C: it says nothing about its parameters
+            return [], dict(self.options)
+        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
+        named, left = dict(self.options), []
+        for value, known in ((self.input_shape, INPUT_NAMES), (self.num_classes, CLASS_NAMES)):
+            name = next((name for name in known if name in names), None)
+            if name is None:
+                left.append(value)
+            elif name not in named:
+                named[name] = value
+        positional = []
+        for parameter in parameters:
+            variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if variable or parameter.default is not parameter.empty or parameter.name in named:
+                continue
+            if not left:
+                raise ConfigError(
+                    f"model {self._label} has a parameter {parameter.name!r} without a value; a factory is passed the "
+                    f"shape of one sample {self.input_shape} and the number of classes {self.num_classes}: "
+                    f"set model.options.{parameter.name}, or give it a default"
+                )
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional.append(left.pop(0))
+            else:
+                named[parameter.name] = left.pop(0)
+        return positional, named
 
-def recipe(name: str | Callable[..., nn.Module], options: dict[str, Any], input_shape: tuple[int, ...], num_classes: int) -> ModelRecipe:
-    """The recipe of a registered model, of `file.py:Factory`, or of a factory itself. Raises ConfigError for an unknown name."""
+    def _materialise(self, module: nn.Module) -> None:
+        """A forward pass, in which lazy layers find their sizes and draw their weights."""
+        with torch.no_grad():
+            module.eval()(self._zeros())
+        module.train()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"model {self._label}: {name} of a lazy layer has no size after a forward pass in evaluation mode, "
+                    "in which the layer is not called; give the layer its sizes"
+                )
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(2, *self.input_shape, dtype=self.dtype)
+
+    @property
+    def _label(self) -> str:
+        """The name of the factory; of one outside this package, with its file and line."""
+        name = getattr(self.factory, "__name__", repr(self.factory))
+        file, line = self._place()
+        return name if file is None or file.parent == Path(__file__).parent else f"{name} ({file}, line {line})"
+
+    def _place(self) -> tuple[Path | None, int]:
+        try:
+            source = inspect.unwrap(self.factory)
+            return Path(inspect.getsourcefile(source) or ""), inspect.getsourcelines(source)[1]
+        except (TypeError, OSError):
+            return None, 0
+
+    def _explained(self, error: Exception) -> str:
+        """The error with the last line of the author's file that led to it."""
+        file, _ = self._place()
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if file is not None and Path(frame.filename) == file and file.parent != Path(__file__).parent
+        ]
+        return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+
+
+def recipe(
+    name: str | Callable[..., nn.Module],
+    options: dict[str, Any],
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    dtype: torch.dtype = torch.float32,
+) -> ModelRecipe:
+    """The recipe of a model. Raises ConfigError if it is unusable.
+
+    name: a registered name, the name of an installed package's entry point, `file.py:Factory`, or a factory.
+    """
     if callable(name):
         factory = name
     elif ":" in name:
@@ -64,7 +178,12 @@ def recipe(name: str | Callable[..., nn.Module], options: dict[str, Any], input_
     elif name in REGISTRY:
         factory = REGISTRY[name]
     else:
-        raise ConfigError(f"unknown model {name!r}{nearest(name, REGISTRY)}")
-    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options))
+        installed = entry_points_of(ENTRY_POINTS)
+        if name not in installed:
+            raise ConfigError(f"unknown model {name!r}{did_you_mean(name, [*REGISTRY, *installed])}")
+        factory = installed[name]("model")
+    if not callable(factory):
+        raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
+    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype)
     made.check()
     return made

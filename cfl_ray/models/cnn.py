@@ -1,4 +1,4 @@
-"""Convolutional networks of the papers; the sizes are those of their parameters."""
+"""Convolutional networks of the papers, identified by their numbers of parameters."""
 
 from torch import nn
 
@@ -8,58 +8,94 @@ def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     channels, height, width = input_shape
     side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
     return nn.Sequential(
-        nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(16 * side[0] * side[1], 120), nn.ReLU(),
-        nn.Linear(120, 84), nn.ReLU(),
+        nn.Conv2d(channels, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * side[0] * side[1], 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
         nn.Linear(84, num_classes),
-    )  # fmt: skip
+    )
 
 
 def femnist_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """The CNN of StoCFL's FEMNIST experiment, Xavier initialised: 1,206,590 parameters on 1x28x28 with 62 classes."""
     channels, height, width = input_shape
     network = nn.Sequential(
-        nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
-        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128), nn.ReLU(), nn.Dropout(0.5),
+        nn.Conv2d(channels, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
         nn.Linear(128, num_classes),
-    )  # fmt: skip
+    )
     for layer in network:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            assert layer.bias is not None
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
     return network
 
 
 def leaf_cnn(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) -> nn.Module:
-    """Two 5x5 convolutions (32, 64) with pooling, one hidden layer: CAM's CNN (582,026 parameters on 1x28x28, 878,538 on 3x32x32)."""
+    """Two 5x5 convolutions (32 and 64 channels) with pooling and one hidden layer: CAM's CNN.
+
+    582,026 parameters on 1x28x28 and 878,538 on 3x32x32, with 10 classes.
+    """
     channels, height, width = input_shape
     side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(64 * side[0] * side[1], hidden), nn.ReLU(), nn.Linear(hidden, num_classes),
-    )  # fmt: skip
+        nn.Conv2d(channels, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * side[0] * side[1], hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, num_classes),
+    )
 
 
 def autocfl_cnn(input_shape: tuple[int, ...], num_classes: int, channels: tuple[int, int] = (20, 50)) -> nn.Module:
     """Two 5x5 convolutions with pooling and one linear layer: AutoCFL's CNN.
 
-    channels: (20, 50) gives 33,580 parameters on MNIST, (16, 32) gives 18,378 on Fashion-MNIST and (6, 16) gives 6,882 on CIFAR-10.
+    channels: (20, 50) gives 33,580 parameters on MNIST, (16, 32) gives 18,378 on Fashion-MNIST and (6, 16) gives 6,882
+        on CIFAR-10.
     """
     depth, height, width = input_shape
     first, second = channels
     side = [((edge - 4) // 2 - 4) // 2 for edge in (height, width)]
     return nn.Sequential(
-        nn.Conv2d(depth, first, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Conv2d(depth, first, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(first, second, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
         nn.Linear(second * side[0] * side[1], num_classes),
-    )  # fmt: skip
+    )
 
 
 def digits_cnn(input_shape: tuple[int, ...], num_classes: int, channels: int = 16) -> nn.Module:
     """A small CNN for 8x8 images: one 3x3 convolution with `channels` channels, pooling, one linear layer."""
     depth, height, width = input_shape
     return nn.Sequential(
-        nn.Conv2d(depth, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Conv2d(depth, channels, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
         nn.Linear(channels * (height // 2) * (width // 2), num_classes),
-    )  # fmt: skip
+    )

@@ -6,5 +6,10 @@ from torch import nn
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, hidden: int = 200) -> nn.Module:
-    """One hidden layer with ReLU. `hidden`: its units; 200 gives 159,010 and 2048 gives 1,628,170 parameters on 28x28 images."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+    """One hidden layer of `hidden` units with ReLU.
+
+    On 28x28 images with 10 classes, 200 units give 159,010 and 2048 units give 1,628,170 parameters.
+    """
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
+    )

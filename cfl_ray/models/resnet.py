@@ -5,11 +5,12 @@ from torch import Tensor, nn
 
 
 def _block(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
+    """3x3 convolution, group normalisation, ReLU and, where given, pooling."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(32, outputs), nn.ReLU(), *pool)
 
 
 class _Residual(nn.Module):
-    """x + f(x) with two blocks."""
+    """x + f(x), with f two blocks of equal width."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -20,9 +21,18 @@ class _Residual(nn.Module):
 
 
 def resnet9(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Eight 3x3 convolutions with two residual connections and one linear layer: 6,621,540 parameters on 3x32x32 with 100 classes."""
+    """Eight 3x3 convolutions with two residual connections, and one linear layer.
+
+    6,621,540 parameters on 3x32x32 images with 100 classes.
+    """
     return nn.Sequential(
-        _block(input_shape[0], 64), _block(64, 128, nn.MaxPool2d(2)), _Residual(128),
-        _block(128, 256, nn.MaxPool2d(2)), _block(256, 512, nn.MaxPool2d(2)), _Residual(512),
-        nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(512, num_classes),
-    )  # fmt: skip
+        _block(input_shape[0], 64),
+        _block(64, 128, nn.MaxPool2d(2)),
+        _Residual(128),
+        _block(128, 256, nn.MaxPool2d(2)),
+        _block(256, 512, nn.MaxPool2d(2)),
+        _Residual(512),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+        nn.Linear(512, num_classes),
+    )

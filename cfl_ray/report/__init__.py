@@ -1,1 +1,1 @@
-"""What a reader of results sees: figures and tables, from the records of runs."""
+"""Results for their readers: figures and tables from the records of runs."""

@@ -1,4 +1,4 @@
-"""Which client was in which cluster, and since when: one row per change."""
+"""The assignments of clients to clusters over a run, as a table with one row per change."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cfl_ray.tracking.files import drafted
+from cfl_ray.core.files import drafted
 
 SCHEMA = pa.schema(
     [
@@ -21,17 +21,17 @@ SCHEMA = pa.schema(
 
 
 class Assignment(NamedTuple):
-    """A client is in `cluster` from the end of `round` on, until its next row."""
+    """One change: the client is in `cluster` from the end of `round` on, until its next row."""
 
     client: int
-    cluster: int  # -1: in none any more
+    cluster: int  # -1: no longer in any
     round: int
-    group: int | None = None  # the true group, None where it is not known
-    name: str | None = None  # None: the client has only a number
+    group: int | None = None  # true group; None where it is not known
+    name: str | None = None  # name in the data; None where the data have no names
 
 
 def write_assignments(path: str | Path, rows: Iterable[Assignment]) -> None:
-    """Replaces the parquet file `path` by one with `rows`."""
+    """Writes `rows` to the parquet file `path`, replacing what is there."""
     columns = tuple(zip(*rows, strict=True)) or ((),) * len(Assignment._fields)
     table = pa.table(dict(zip(Assignment._fields, columns, strict=True)), schema=SCHEMA)
     with drafted(Path(path)) as draft:

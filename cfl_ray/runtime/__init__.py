@@ -1,1 +1,1 @@
-"""Running an experiment: the round loop, checkpoints, and Ray. The only package that imports ray, and only where it is used."""
+"""Running an experiment: launch, the round loop, checkpoints, requests to a live run; `on_ray` runs it on a cluster."""

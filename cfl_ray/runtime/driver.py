@@ -1,25 +1,35 @@
-"""Drives the methods of an experiment one after another and keeps what they report."""
+"""Drives the methods of an experiment one after another and records what they report.
 
+The end of a method (figures, and what MLflow lacks) is written beside the rounds of the next one.
+"""
+
+import re
 import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cfl_ray.core.errors import DataError, Stopped
-from cfl_ray.report.figures import write_figures
-from cfl_ray.runtime.atwork import CONFIG
+from cfl_ray.core.errors import DataError, RunStopped
+from cfl_ray.core.files import write_text
+from cfl_ray.methods import full_label
 from cfl_ray.runtime.journal import Journal, grown_by
-from cfl_ray.runtime.results import MethodResult, Moves, Results
-from cfl_ray.runtime.server import Report
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
+from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.session import Session
-from cfl_ray.runtime.setup import Setup
+from cfl_ray.runtime.trained import load_trained
 from cfl_ray.tracking import (
     ARTIFACTS,
     ROUND_METRICS,
     RUN_METRICS,
+    FileTracker,
     MlflowTracker,
     RoundRecord,
     RunInfo,
-    Spool,
     Tracker,
     flatten,
     read_end,
@@ -28,85 +38,170 @@ from cfl_ray.tracking import (
     resolve_uri,
     summarise,
 )
-from cfl_ray.tracking.files import write_text
-from cfl_ray.tracking.record import Status
+from cfl_ray.tracking.record import EndStatus
 
 
 @dataclass
 class Watcher:
-    """Told what happens while a run goes on; the default says nothing."""
+    """Receives what happens during a run; the default ignores it."""
 
-    def preparing(self, what: str, done: int = 0, total: int = 0) -> None: ...
-    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None: ...
-    def method(self, label: str, report: Report) -> None: ...
-    def round(self, label: str, report: Report) -> None: ...
-    def warn(self, text: str) -> None: ...
+    def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Something is prepared; `total` 0: of unknown size."""
+
+    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None:
+        """The run begins."""
+
+    def method(self, label: str, report: RoundReport) -> None:
+        """A method begins, or goes on after the round of `report`."""
+
+    def round(self, label: str, report: RoundReport) -> None:
+        """A round is complete."""
+
+    def warn(self, text: str) -> None:
+        """Something is wrong that does not end the run."""
 
 
 class Driver:
-    """Drives a session through the methods and keeps what it reports."""
+    """Drives a session through the methods and records what it reports."""
 
     def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
         self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
         self.experiment = setup.experiment
         self.stopped = False  # on request
-        self.uri = resolve_uri(self.experiment.tracking, self.experiment.output) if self.experiment.tracking.enabled and directory else None
+        self.writer = ThreadPoolExecutor(1, "end-of-method")
+        self.ending: Future[None] | None = None  # the end of the method before
+        self.uri: str | None = None  # of MLflow; None: results stay in files
+        if self.experiment.tracking.enabled and directory:
+            self.uri = resolve_uri(self.experiment.tracking, self.experiment.output)
 
     def all_methods(self) -> Results:
+        """The results of every method. Raises RunStopped when a request ended the run."""
         parent = self._tracker(None)
-        status = "FAILED"
+        status: EndStatus = "FAILED"
+        results: dict[str, MethodResult] = {}
         try:
-            results = {}
             for label in self.setup.methods:
                 if self.stopped:
-                    raise Stopped(f"stopped before {label}, as asked")
+                    raise RunStopped(f"stopped before {label}, as asked")
                 results[label] = self._method(label)
-            if parent is not None:
+            self._check_ending(wait=True)
+            if self.directory is not None:
                 write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
             status = "FINISHED"
-        except (KeyboardInterrupt, Stopped):
+        except (KeyboardInterrupt, RunStopped):
             status = "KILLED"
             raise
         finally:
+            self.writer.shutdown()  # waits for the end of the last method
             if parent is not None:
-                self._finish(parent, status, {})
+                self._finish(parent, status, _comparison(results))
         return Results(results, self.directory, redact(self.uri) if self.uri else None, self.facts)
 
     def _method(self, label: str) -> MethodResult:
+        """Runs one method to its end; one that finished earlier is read from its files."""
         directory = self.directory / label if self.directory else None
         records = list(read_records(directory)) if directory else []
         if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
-            return MethodResult(label, records, dict(end.summary.metrics))
-        tracker, moves = self._tracker(label), Moves(directory)
-        status, summary = "FAILED", {}
+            return self._result(label, records, dict(end.summary.metrics))
+        tracker, moves, clients = self._tracker(label), ClusterMoves(directory), ClientMetrics(directory)
         try:
-            report = self.session.begin(label)
-            self._take(report, records, moves, tracker)  # a round that was saved just before a crash, and not yet kept here
-            self.watcher.method(label, report)
-            while not (report.finished or report.stop):
-                report = self.session.advance()
-                self._take(report, records, moves, tracker)
-                self.watcher.round(label, report)
-            self.stopped = report.stop
-            if not report.finished:
-                raise Stopped(f"stopped after round {report.round} of {label}, as asked")
+            report = self._rounds(label, records, moves, clients, tracker)
             summary = self._summary(records, moves, report)
+            self._check_ending(wait=True)
+        except BaseException as error:
+            status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
             if tracker is not None:
-                federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
-                moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
-                write_figures(directory / ARTIFACTS, {label: records})
-                write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
-            status = "FINISHED"
-        except (KeyboardInterrupt, Stopped):
-            status = "KILLED"
+                self._finish(tracker, status, {})
             raise
+        self.ending = self.writer.submit(self._end, directory, label, records, moves, tracker, summary)
+        return self._result(label, records, summary)
+
+    def _result(self, label: str, records: list[RoundRecord], summary: dict[str, float]) -> MethodResult:
+        if (run_dir := self.directory) is None:
+            return MethodResult(label, records, summary, open_trained=self.session.trained())
+        return MethodResult(label, records, summary, run_dir / label, lambda: load_trained(self.setup, label, run_dir))
+
+    def _end(
+        self,
+        directory: Path | None,
+        label: str,
+        records: list[RoundRecord],
+        moves: ClusterMoves,
+        tracker: Tracker | None,
+        summary: dict[str, float],
+    ) -> None:
+        """Writes what belongs to a method that is finished. A run that is killed before finds it to do when resumed."""
+        status: EndStatus = "FAILED"
+        try:
+            if directory is not None:
+                self._write_artifacts(directory, label, records, moves)
+            status = "FINISHED"
         finally:
             if tracker is not None:
                 self._finish(tracker, status, summary)
-        return MethodResult(label, records, summary)
 
-    def _finish(self, tracker: Tracker, status: Status, summary: dict[str, float]) -> None:
-        """Records the end. That it cannot be recorded hides no other failure: the run is resumed from its checkpoints, not from its end."""
+    def _check_ending(self, wait: bool = False) -> None:
+        """Raises the error of the end of the method before, if it is done by now. wait: until it is done."""
+        if self.ending is not None and (wait or self.ending.done()):
+            ending, self.ending = self.ending, None
+            ending.result()
+
+    def _rounds(
+        self,
+        label: str,
+        records: list[RoundRecord],
+        moves: ClusterMoves,
+        clients: ClientMetrics,
+        tracker: Tracker | None,
+    ) -> RoundReport:
+        """Advances the session until the method is finished. Raises RunStopped when a request ended the run before."""
+        report = self.session.begin(label)
+        self._record(report, records, moves, clients, tracker)  # saved before a crash and not recorded
+        self.watcher.method(label, report)
+        while not (report.finished or report.stop):
+            self._check_ending()
+            report = self.session.advance()
+            self._record(report, records, moves, clients, tracker)
+            self.watcher.round(label, report)
+        self.stopped = report.stop
+        if not report.finished:
+            raise RunStopped(f"stopped after round {report.round} of {label}, as asked")
+        return report
+
+    def _record(
+        self,
+        report: RoundReport,
+        records: list[RoundRecord],
+        moves: ClusterMoves,
+        clients: ClientMetrics,
+        tracker: Tracker | None,
+    ) -> None:
+        """Records a round; one that was replayed after a fault is recorded already."""
+        if not report.metrics or (records and report.round <= records[-1].round):
+            return
+        metrics = {name: value for name, value in report.metrics.items() if name in ROUND_METRICS}
+        record = RoundRecord(report.round, metrics, report.time_ms)
+        records.append(record)
+        moves.add(report)
+        clients.add(report)
+        if tracker is not None:
+            tracker.log(record)
+
+    def _summary(self, records: list[RoundRecord], moves: ClusterMoves, report: RoundReport) -> dict[str, float]:
+        clustered = any("num_clusters" in record.metrics for record in records)
+        summary = summarise(records, self.experiment.evaluation.target, moves.rounds if clustered else None)
+        return summary | {name: value for name, value in report.metrics.items() if name in RUN_METRICS}
+
+    def _write_artifacts(self, directory: Path, label: str, records: list[RoundRecord], moves: ClusterMoves) -> None:
+        federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
+        moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
+        write_figures(directory / ARTIFACTS, {label: records})
+        write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
+
+    # ---- tracking
+
+    def _finish(self, tracker: Tracker, status: EndStatus, summary: dict[str, float]) -> None:
+        """Records the end. A failure to do so hides no other failure."""
         try:
             tracker.finish(status, summary)
         except (OSError, DataError) as error:
@@ -114,51 +209,67 @@ class Driver:
                 raise
             self.watcher.warn(f"the end of {tracker.run_dir} was not recorded: {error}")
 
-    def _take(self, report: Report, records: list[RoundRecord], moves: Moves, tracker: Tracker | None) -> None:
-        """Keeps a round; one that was replayed after a fault is there already."""
-        if not report.metrics or (records and report.round <= records[-1].round):
-            return
-        record = RoundRecord(report.round, {name: value for name, value in report.metrics.items() if name in ROUND_METRICS}, report.time_ms)
-        records.append(record)
-        moves.add(report)
-        if tracker is not None:
-            tracker.log(record)
-
-    def _summary(self, records: list[RoundRecord], moves: Moves, report: Report) -> dict[str, float]:
-        clustered = any("num_clusters" in record.metrics for record in records)
-        summary = summarise(records, self.experiment.evaluation.target, moves.rounds if clustered else None)
-        return summary | {name: value for name, value in report.metrics.items() if name in RUN_METRICS}
-
     def _tracker(self, label: str | None) -> Tracker | None:
-        """The tracker of one method, or of the comparison of all (None), started; None where nothing is kept."""
+        """The tracker of one method, or of the comparison of all (None), started; None where no files are kept."""
         if self.directory is None:
             return None
         directory = self.directory / label if label else self.directory
+        tracker: Tracker
         if self.uri is None:
-            tracker: Tracker = Spool(directory)
+            tracker = FileTracker(directory)
         else:
             parent = self.directory if label else None
-            tracker = MlflowTracker(directory, self.uri, self.experiment.tracking.experiment, parent, warn=self.watcher.warn)
-        data = self.experiment.data
-        tags = {
+            experiment = self.experiment.tracking.experiment
+            tracker = MlflowTracker(directory, self.uri, experiment, parent, warn=self.watcher.warn)
+        tracker.start(self._run_info(label))
+        return tracker
+
+    def _run_info(self, label: str | None) -> RunInfo:
+        data, experiment = self.experiment.data, self.experiment
+        tags: dict[str, Any] = {
+            "name": experiment.name,
             "dataset": data.source,
-            "partition": data.partition.kind if data.shift.kind == "none" else f"{data.shift.kind}/{data.partition.kind}",
-            "seed": self.experiment.seed,
-            "config_hash": self.experiment.config_hash,
+            "partition": data.partition.kind
+            if data.shift.kind == "none"
+            else f"{data.shift.kind}/{data.partition.kind}",
+            "seed": experiment.seed,
+            "config_hash": experiment.config_hash,
             "git_commit": _git_commit(),
         }
-        name = f"{self.experiment.name}/{label}" if label else self.experiment.name
-        method = self.setup.methods[label].name if label else ""
-        facts = {f"session.{key}": value for key, value in self.facts.items()}
-        options = {f"method.{key}": str(value) for key, value in vars(self.setup.methods[label]).items()} if label else {}
-        tracker.start(RunInfo(name, method, tags | ({"method": method} if method else {}), flatten(self.experiment.to_dict()) | facts | options))
-        return tracker
+        params = flatten(experiment.to_dict()) | {f"session.{key}": value for key, value in self.facts.items()}
+        when = f"seed {experiment.seed}, {time.strftime('%Y-%m-%d %H:%M')}"
+        if label is None:
+            return RunInfo(f"{experiment.name}, {when}", "", tags, params)
+        method = self.setup.methods[label]
+        del params["methods"]  # those of the comparison; this one's options are below `method.`
+        params |= {f"method.{key}": str(value) for key, value in vars(method).items()}
+        name = f"{full_label(method)}, {experiment.name}, {when}"
+        return RunInfo(name, method.name, tags | {"method": method.name, "label": label}, params)
+
+
+def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
+    """Metrics of the parent run, LABEL/METRIC: the last evaluation of every method."""
+    shown = ("accuracy", "accuracy_local", "macro_f1", "num_clusters", "ari")
+    return {
+        f"{re.sub(r'[^A-Za-z0-9_.-]', '_', label)}/{name}": result.final[name]
+        for label, result in results.items()
+        for name in shown
+        if name in result.final
+    }
+
+
+def write_figures(directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]]) -> None:
+    """Writes the figures of these methods."""
+    from cfl_ray.report import figures  # imports matplotlib: half a second that no run waits for at its start
+
+    figures.write_figures(directory, records_by_method)
 
 
 def _git_commit() -> str:
-    """The commit of the code at work, or "unknown" outside a checkout."""
+    """The commit of the running code, or "unknown" outside a checkout."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return found.stdout.strip() or "unknown"

@@ -1,9 +1,10 @@
-"""What people asked of a live run: an append-only journal beside the checkpoints of the method that was at work.
+"""Requests granted to a live run: an append-only journal beside the checkpoints of the method that was running.
 
     events.jsonl   {"round": 8, "join": [40, 41], "leave": [], "shards": {"uri": ..., "digest": ...}, "stop": null}
 
-An event is on disk before it is acknowledged, and happens before the round it names begins; a stop, after it. A server that starts
-anew reads here what happened before its checkpoint and what is to happen after it; so does the replay of a run.
+An event is on disk before it is acknowledged, and takes effect before the round it names begins; a stop, after that
+round. A server that is restarted reads here what happened before its checkpoint and what is to happen after it; so does
+a replay.
 """
 
 import json
@@ -12,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cfl_ray.core.cohort import Change
-from cfl_ray.core.disk import sync
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import sync
+from cfl_ray.core.population import PopulationChange
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
@@ -23,58 +24,73 @@ EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True)
-class Shards:
-    """Where newcomers' data lie, and which data they are."""
+class JoinedShards:
+    """The shards of newcomers: where they are, and the digest of their content."""
 
     uri: str
     digest: str
 
     def open(self) -> Federation:
-        """Raises DataError where other data lie there now."""
+        """The federation in the shards. Raises DataError where their content has changed."""
         federation = open_shards(self.uri)
         if federation.digest != self.digest:
-            raise DataError(f"{self.uri} holds other shards than those that joined (digest {federation.digest[:12]}, then {self.digest[:12]}); restore them")
+            raise DataError(
+                f"{self.uri} holds other shards than those that joined (digest {federation.digest[:12]}, "
+                f"then {self.digest[:12]}); restore them"
+            )
         return federation
 
 
 @dataclass(frozen=True)
-class Event:
-    """Clients that join or leave before `round`; `shards` hold those that the federation did not know. Or the end after `round`."""
+class JournalEvent:
+    """Clients that join or leave before `round`, or the end of a session after it."""
 
     round: int
     join: tuple[int, ...] = ()
     leave: tuple[int, ...] = ()
-    shards: Shards | None = None
+    shards: JoinedShards | None = None  # data of newcomers that the federation did not have
     stop: str | None = None  # the session that ends after `round`; a resumed or replayed run goes on
 
     @property
-    def change(self) -> Change:
-        return Change(self.round, self.join, self.leave)
+    def change(self) -> PopulationChange:
+        """The event as a change of the population."""
+        return PopulationChange(self.round, self.join, self.leave)
 
     def to_line(self) -> str:
+        """The event as a line of the journal."""
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
-    def from_line(cls, line: bytes) -> "Event":
+    def from_line(cls, line: bytes) -> "JournalEvent":
+        """The event in a line. Raises ValueError, KeyError or TypeError where it holds none."""
         values = json.loads(line)
         shards = values["shards"]
-        return cls(values["round"], tuple(values["join"]), tuple(values["leave"]), Shards(**shards) if shards else None, values["stop"])
+        return cls(
+            values["round"],
+            tuple(values["join"]),
+            tuple(values["leave"]),
+            JoinedShards(**shards) if shards else None,
+            values["stop"],
+        )
 
 
 class Journal:
-    """The events of one method of one run, oldest first; in memory alone where nothing is kept (None)."""
+    """The events of one method of one run, oldest first. directory: None keeps them in memory only."""
 
     def __init__(self, directory: Path | None):
         self.file = Path(directory) / EVENTS if directory else None
         content = self.file.read_bytes() if self.file and self.file.exists() else b""
-        self.size = content.rfind(b"\n") + 1  # what follows was torn by a crash: nobody was told that it would happen
+        self.size = content.rfind(b"\n") + 1  # a crash tore what follows, which was never acknowledged
         try:
-            self.events = [Event.from_line(line) for line in content[: self.size].splitlines()]
+            self.events = [JournalEvent.from_line(line) for line in content[: self.size].splitlines()]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self.file} is damaged ({error!r}); restore it: the run cannot go on without knowing who joined and left") from error
+            raise DataError(
+                f"{self.file} is damaged ({error!r}); restore it: the run cannot go on without knowing "
+                "which clients joined and left"
+            ) from error
 
-    def add(self, *events: Event) -> None:
-        """Keeps events; they are on disk when this returns."""
+    def add(self, *events: JournalEvent) -> None:
+        """Appends events; they are on disk when this returns."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("ab") as out:
@@ -83,21 +99,21 @@ class Journal:
                 out.flush()
                 os.fsync(out.fileno())
                 size = out.tell()
-            sync(self.file.parent)  # the name of a new file
+            sync(self.file.parent)  # the file may be new
             self.size = size
         self.events.extend(events)
 
-    def until(self, round: int) -> list[Event]:
-        """What happened before `round` began, and as it did."""
+    def until(self, round: int) -> list[JournalEvent]:
+        """Joins and leaves up to those before `round`."""
         return [event for event in self.events if event.round <= round and not event.stop]
 
     def stop_after(self, session: str) -> int | None:
-        """The round after which this session ends."""
+        """The round after which this session ends; None: it was not asked to."""
         return next((event.round for event in self.events if event.stop and event.stop == session), None)
 
 
-def grown_by(federation: Federation, events: Iterable[Event]) -> Federation:
-    """The federation after `events`."""
+def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federation:
+    """The federation with the shards of all `events`."""
     for event in events:
         if event.shards:
             federation = grown(federation, event.shards.open())
@@ -105,7 +121,7 @@ def grown_by(federation: Federation, events: Iterable[Event]) -> Federation:
 
 
 def copy_events(source: Path, target: Path) -> int:
-    """Gives a run that has not begun what was asked of another one. Returns the number of events."""
+    """Copies the joins and leaves of a run to one that has not begun. Returns the number of events."""
     events = [event for event in Journal(source).events if not event.stop]
     if events:
         Journal(target).add(*events)

@@ -5,131 +5,109 @@ import itertools
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError, Stopped
-from cfl_ray.runtime.atwork import CONFIG, cluster_address, held
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
+from cfl_ray.core.files import write_text
+from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, Watcher
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.runtime.results import Results
+from cfl_ray.runtime.prepare import Setup, prepare
+from cfl_ray.runtime.results import MethodResult, Results
+from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.runtime.setup import Setup, prepare
-from cfl_ray.tracking.files import write_text
+from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 _HASH = "# config hash "
 
 
 def run(
-    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+    experiment: Experiment | None = None,
+    run_dir: str | Path | None = None,
+    watcher: Watcher | None = None,
+    replay: str | Path | None = None,
 ) -> Results:
-    """Runs every method of the experiment (None: the built-in example) on Ray and returns what they came to.
+    """Runs every method of the experiment on Ray and returns their results.
 
-    run_dir: where files go; None: a new folder below `experiment.output`. replay: another run of this experiment; what was asked of
-    it while it was live happens here in the same rounds. Raises ConfigError for bad input and for a folder that belongs to another
-    config, RunError when the run cannot go on (everything saved stays), Stopped when it was asked to end early.
+    experiment: None runs the built-in example.
+    run_dir: where files go; None makes a new folder below `experiment.output`.
+    replay: directory of another run of this experiment, whose requested joins and leaves happen here too.
+
+    Raises ConfigError for bad input and for a folder that belongs to another config, RunError where the run cannot
+    continue (everything saved stays), RunStopped where a request ended it early.
     """
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=True, keep=True, replay=replay)
+    return _Launch(
+        experiment or config.load(),
+        watcher or Watcher(),
+        on_ray=True,
+        run_dir=_path(run_dir or None),
+        replay=_path(replay),
+    ).run()
 
 
 def simulate(
-    experiment: Experiment | None = None, run_dir: str | Path | None = None, watcher: Watcher | None = None, replay: str | Path | None = None
+    experiment: Experiment | None = None,
+    run_dir: str | Path | None = None,
+    watcher: Watcher | None = None,
+    replay: str | Path | None = None,
 ) -> Results:
-    """The same in this process, without Ray and with the same numbers. Keeps files only where `run_dir` is given, as `replay` needs it."""
-    return _launch(experiment or config.load(), run_dir, watcher or Watcher(), on_ray=False, keep=run_dir is not None, replay=replay)
+    """Like `run`, with the same numbers, but in this process and without Ray.
+
+    Keeps files only where `run_dir` is given, which `replay` requires.
+    """
+    return _Launch(
+        experiment or config.load(),
+        watcher or Watcher(),
+        on_ray=False,
+        run_dir=_path(run_dir),
+        keep=run_dir is not None,
+        replay=_path(replay),
+    ).run()
 
 
-def resume(run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None) -> Results:
-    """Goes on with a run that stopped, from its last checkpoints. Raises ConfigError where `run_dir` holds no run.
+def resume(
+    run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None
+) -> Results:
+    """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
 
-    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method) that no file can hold.
+    Raises ConfigError where `run_dir` holds no run, RunError where the run is live.
+
+    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
     """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
-        raise ConfigError(f"{run_dir} holds no run: there is no {file}")
+        raise no_run(run_dir)
     if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
-    return _launch(experiment or config.load(file), run_dir, watcher or Watcher(), on_ray, keep=True, resumed=True)
+    experiment = experiment or config.load(file)
+    if (finished := finished_results(run_dir, experiment)) is not None:
+        return finished
+    return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
 
 
-def _launch(
-    experiment: Experiment, run_dir: str | Path | None, watcher: Watcher, on_ray: bool, keep: bool, resumed: bool = False, replay: str | Path | None = None
-) -> Results:
-    if replay is not None:
-        _check_replay(Path(replay), experiment, keep)
-    directory, session = Path(run_dir).absolute() if resumed else None, None
-    with contextlib.ExitStack() as at_work:
-        try:
-            if resumed:
-                at_work.enter_context(held(directory / CONFIG))
-            watcher.preparing("federation")
-            setup = prepare(experiment, watcher.preparing)
-            directory = _directory(experiment, run_dir, resumed) if keep else None
-            watcher.preparing("Ray and the client hosts" if on_ray else "the engine")
-            session = _session(setup, directory, on_ray)
-            facts = session.facts()
-            if directory is not None and not resumed:
-                for label in setup.methods if replay is not None else ():
-                    copy_events(Path(replay) / label, directory / label)
-                _write_config(directory, experiment)
-                at_work.enter_context(held(directory / CONFIG))
-            watcher.started(setup, directory, facts)
-            return Driver(setup, session, directory, watcher, facts).all_methods()
-        except KeyboardInterrupt:
-            raise Interrupted(f"stopped. {_how_to_go_on(directory)}") from None
-        except (RunError, Stopped) as error:
-            raise type(error)(f"{error}. {_how_to_go_on(directory)}") from error
-        except OSError as error:  # a full disk, or a folder that is gone
-            raise RunError(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. {_how_to_go_on(directory)}") from error
-        finally:
-            if session is not None:
-                _close(session)
+def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
+    """The results of a finished run, read from its files; None for a run that is live or has something left to do."""
+    directory = Path(run_dir).absolute()
+    if is_live(directory / CONFIG) or not _is_finished(directory):
+        return None
+    methods = {}
+    for label in resolve(experiment.methods):
+        if not _is_finished(directory / label):
+            return None
+        records, end = list(read_records(directory / label)), read_end(directory / label)
+        assert end is not None  # it is finished
+        methods[label] = MethodResult(label, records, dict(end.summary.metrics))
+    uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.enabled else None
+    return Results(methods, directory, redact(uri) if uri else None)
 
 
-def _close(session: Session) -> None:
-    try:
-        session.close()
-    except KeyboardInterrupt:
-        pass  # Ctrl-C once more: what is left of Ray goes with this process
-
-
-def _check_replay(replay: Path, experiment: Experiment, keep: bool) -> None:
-    """Raises ConfigError where `replay` is no run of this experiment."""
-    if not (replay / CONFIG).is_file():
-        raise ConfigError(f"replay: {replay} holds no run: there is no {replay / CONFIG}")
-    if (there := _hash_of(replay / CONFIG)) != experiment.config_hash:
-        raise ConfigError(f"replay: {replay} belongs to another config (hash {there}, this one has {experiment.config_hash}); run {replay / CONFIG}")
-    if not keep:
-        raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
-
-
-def _how_to_go_on(directory: Path | None) -> str:
-    if directory is None or not (directory / CONFIG).exists():
-        return "Nothing was kept"
-    return f"Every saved round is kept; go on with: cfl-ray resume {directory}"
-
-
-def _write_config(directory: Path, experiment: Experiment) -> None:
-    """config.yaml, readable by its owner alone: a tracking URI may hold a password. Its first line says the hash."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}", mode=0o600)
-
-
-def _hash_of(file: Path) -> str:
-    """The hash of the config that a run directory belongs to; objects made in Python have no other trace."""
-    first = file.read_text().partition("\n")[0]
-    return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash
-
-
-def _session(setup: Setup, directory: Path | None, on_ray: bool) -> Session:
-    if not on_ray:
-        return InProcessSession(setup, directory)
-    if cluster_address(setup.experiment.runtime.address) is None and "ray" not in sys.modules:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported: a cluster of our own is never open to others
-    from cfl_ray.runtime.cluster import RaySession  # imports ray, which `simulate` does without
-
-    return RaySession(setup, directory)
+def _is_finished(directory: Path) -> bool:
+    end = read_end(directory)
+    return end is not None and end.status == "FINISHED"
 
 
 def new_run_dir(experiment: Experiment) -> Path:
@@ -139,12 +117,118 @@ def new_run_dir(experiment: Experiment) -> Path:
     return next(path for path in itertools.chain([first], others) if not path.exists())
 
 
-def _directory(experiment: Experiment, run_dir: str | Path | None, resumed: bool) -> Path:
-    """The run directory, not yet made. Raises ConfigError where it holds a run that is not to be resumed."""
-    directory = Path(run_dir or new_run_dir(experiment)).absolute()
-    file = directory / CONFIG
-    if file.is_file() and not resumed:
-        if (there := _hash_of(file)) != experiment.config_hash:
-            raise ConfigError(f"{directory} belongs to another config (hash {there}, this one has {experiment.config_hash}); choose another folder")
-        raise ConfigError(f"{directory} holds a run of this config already; go on with it by `cfl-ray resume {directory}` or choose another folder")
-    return directory
+@dataclass
+class _Launch:
+    """One start of a run, new or resumed."""
+
+    experiment: Experiment
+    watcher: Watcher
+    on_ray: bool
+    run_dir: Path | None  # None: a new folder
+    keep: bool = True  # whether files are kept
+    resumed: bool = False
+    replay: Path | None = None
+    directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
+    session: Session | None = field(default=None, init=False)
+
+    def run(self) -> Results:
+        if self.replay is not None:
+            self._check_replay(self.replay)
+        with contextlib.ExitStack() as lock:
+            if self.resumed and self.run_dir is not None:
+                self.directory = self.run_dir.absolute()
+                lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
+            try:
+                return self._all_methods(lock)
+            except KeyboardInterrupt:
+                raise Interrupted(f"stopped. {self._how_to_continue()}") from None
+            except (RunError, RunStopped) as error:
+                raise type(error)(f"{error}. {self._how_to_continue()}") from error
+            except OSError as error:  # a full disk, or a folder that is gone
+                file = f"{error.filename}: " if error.filename else ""
+                raise RunError(f"{file}{error.strerror or error}. {self._how_to_continue()}") from error
+            finally:
+                if self.session is not None:
+                    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: Ray ends with this process
+                        self.session.close()
+
+    def _all_methods(self, lock: contextlib.ExitStack) -> Results:
+        self.watcher.preparing("federation")
+        setup = prepare(self.experiment, self.watcher.preparing)
+        if self.keep and not self.resumed:
+            self.directory = self._new_directory()
+        self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
+        self.session = self._session(setup)
+        facts = self.session.facts()
+        if self.directory is not None and not self.resumed:
+            self._begin_directory(self.directory, setup)
+            lock.enter_context(hold_run(self.directory / CONFIG))
+        self.watcher.started(setup, self.directory, facts)
+        return Driver(setup, self.session, self.directory, self.watcher, facts).all_methods()
+
+    def _session(self, setup: Setup) -> Session:
+        if not self.on_ray:
+            return InProcessSession(setup, self.directory)
+        if cluster_address(self.experiment.runtime.address) is None and "ray" not in sys.modules:
+            # read when ray is imported: a cluster started for this run is never open to other users
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        from cfl_ray.runtime.on_ray.session import RaySession  # imports ray, which `simulate` does without
+
+        return RaySession(setup, self.directory)
+
+    def _new_directory(self) -> Path:
+        """The run directory, not yet made. Raises ConfigError where it holds a run."""
+        directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
+        file = directory / CONFIG
+        if not file.is_file():
+            return directory
+        if (there := _hash_of(file)) != self.experiment.config_hash:
+            raise ConfigError(
+                f"{directory} belongs to another config (hash {there}, this one has {self.experiment.config_hash}); "
+                "choose another folder"
+            )
+        raise ConfigError(
+            f"{directory} holds a run of this config already; go on with it by `{command('resume', directory)}` "
+            "or choose another folder"
+        )
+
+    def _begin_directory(self, directory: Path, setup: Setup) -> None:
+        """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""
+        if self.replay is not None:
+            for label in setup.methods:
+                copy_events(self.replay / label, directory / label)
+        _write_config(directory, self.experiment)
+
+    def _check_replay(self, replay: Path) -> None:
+        """Raises ConfigError where `replay` is no run of this experiment."""
+        file = replay / CONFIG
+        if not file.is_file():
+            raise ConfigError(f"replay: {replay} holds no run: there is no {file}")
+        if (there := _hash_of(file)) != self.experiment.config_hash:
+            raise ConfigError(
+                f"replay: {replay} belongs to another config (hash {there}, this one has "
+                f"{self.experiment.config_hash}); run {file}"
+            )
+        if not self.keep:
+            raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
+
+    def _how_to_continue(self) -> str:
+        if self.directory is None or not (self.directory / CONFIG).exists():
+            return "Nothing was kept"
+        return f"Every saved round is kept; go on with: {command('resume', self.directory)}"
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _write_config(directory: Path, experiment: Experiment) -> None:
+    """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}", mode=0o600)
+
+
+def _hash_of(file: Path) -> str:
+    """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
+    first = file.read_text().partition("\n")[0]
+    return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

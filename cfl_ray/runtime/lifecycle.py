@@ -1,23 +1,25 @@
-"""Where a run stands: a small state and one pure function. The server performs the effect of a state and feeds back the event.
+"""The states of a method's run, and a pure function from state and event to the next. The round loop does their work.
 
-This machine is about running. Clustering has a phase of its own, in the method's `State`.
+This is the state of running only; the phase of clustering is part of the method's `State`.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run has to do."""
+class RunPlan:
+    """Rounds of a run, and which of them are evaluated and saved."""
 
     rounds: int
     evaluate_every: int = 1
     checkpoint_every: int = 1
 
     def evaluates(self, round: int) -> bool:
+        """Whether `round` is evaluated; the last one always is."""
         return round % self.evaluate_every == 0 or round == self.rounds
 
     def saves(self, round: int) -> bool:
+        """Whether a checkpoint follows `round`; the last one always has one."""
         return round % self.checkpoint_every == 0 or round == self.rounds
 
 
@@ -28,22 +30,28 @@ class Starting:
 
 @dataclass(frozen=True)
 class Running:
+    """`round` is training."""
+
     round: int
 
 
 @dataclass(frozen=True)
 class Evaluating:
+    """`round` is complete and is being evaluated."""
+
     round: int
 
 
 @dataclass(frozen=True)
 class Saving:
+    """The checkpoint after `round` is being written."""
+
     round: int
 
 
 @dataclass(frozen=True)
 class Recovering:
-    """The server was lost; it goes on after `from_round`, the last one saved."""
+    """The server was lost; another one continues after `from_round`, the last round saved."""
 
     cause: str
     from_round: int
@@ -51,44 +59,46 @@ class Recovering:
 
 @dataclass(frozen=True)
 class Finished:
+    """All rounds are complete; `round` is the last one."""
+
     round: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Ended on request after `round`, which is saved: another server can go on."""
+    """Ended on request after `round`, which is saved: a later session can continue."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Cannot go on; what was saved up to `from_round` is good."""
+    """Cannot continue; the checkpoint of `from_round` is valid."""
 
     cause: str
     from_round: int
 
 
-Lifecycle = Starting | Running | Evaluating | Saving | Recovering | Finished | Stopped | Failed
+RunState = Starting | Running | Evaluating | Saving | Recovering | Finished | Stopped | Failed
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The state after `round` stands ready: 0 for a fresh start."""
+    """The method state after `round` is loaded; 0 for a fresh start."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Done:
-    """The effect of the state was performed."""
+    """The work of the state is done."""
 
-    stop: bool = False  # somebody asked that this round be the last one
+    stop: bool = False  # a request ends the run after this round
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The server process is gone; `saved_round` is the last good checkpoint."""
+    """The server process died; `saved_round` is the last round with a checkpoint."""
 
     cause: str
     saved_round: int
@@ -97,16 +107,16 @@ class Lost:
 
 @dataclass(frozen=True)
 class Broken:
-    """Something that a retry would not mend."""
+    """An error that a retry would not cure."""
 
     cause: str
     saved_round: int
 
 
-Happening = Loaded | Done | Lost | Broken
+LifecycleEvent = Loaded | Done | Lost | Broken
 
 
-def next_state(now: Lifecycle, event: Happening, plan: Plan) -> Lifecycle:
+def next_state(now: RunState, event: LifecycleEvent, plan: RunPlan) -> RunState:
     """The state after `event`. Raises ValueError where the event cannot happen in the state."""
     match now, event:
         case (Finished() | Stopped() | Failed(), _):
@@ -126,11 +136,11 @@ def next_state(now: Lifecycle, event: Happening, plan: Plan) -> Lifecycle:
     raise ValueError(f"{event} cannot happen in {now}")
 
 
-def _after_evaluation(round: int, stop: bool, plan: Plan) -> Lifecycle:
+def _after_evaluation(round: int, stop: bool, plan: RunPlan) -> RunState:
     return Saving(round) if stop or plan.saves(round) else _after_saving(round, stop, plan)
 
 
-def _after_saving(round: int, stop: bool, plan: Plan) -> Lifecycle:
+def _after_saving(round: int, stop: bool, plan: RunPlan) -> RunState:
     if round >= plan.rounds:
         return Finished(round)
     return Stopped(round) if stop else Running(round + 1)

@@ -1,24 +1,41 @@
-"""What a run came to, and the files that say so."""
+"""The results of a run, and the files that hold them."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+from torch import Tensor, nn
+
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.files import append_line, cut_torn_line
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
-from cfl_ray.runtime.server import Report
+from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.files import append_line, cut_torn_line
+
+if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
+    import pandas as pd
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One method's records and its figures at the end."""
+    """The records of one method, its metrics at the end, and what it has learned."""
 
     label: str
     records: list[RoundRecord]
-    summary: dict[str, float]  # RUN_METRICS that apply
+    summary: dict[str, float]  # those of RUN_METRICS that apply
+    directory: Path | None = None  # of its files; None: nothing was kept
+    # opens what the method has learned; None: it has not begun
+    open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -27,8 +44,53 @@ class MethodResult:
 
     @property
     def final(self) -> dict[str, float]:
-        """Metrics of the last evaluated round."""
-        return dict(next(record.metrics for record in reversed(self.records) if "accuracy" in record.metrics))
+        """Metrics of the last evaluated round; empty before the first one."""
+        return dict(next((record.metrics for record in reversed(self.records) if "accuracy" in record.metrics), {}))
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per round: `round`, then a column for each metric (docs/metrics.md); NaN where it does not apply."""
+        import pandas as pd
+
+        rows = [{"round": record.round, **record.metrics} for record in self.records]
+        return pd.DataFrame(rows, columns=None if rows else ["round"])
+
+    def client_metrics(self) -> pd.DataFrame:
+        """P-server of every client in every evaluated round: round, client, accuracy, macro_f1, loss.
+
+        Raises ConfigError where no files were kept.
+        """
+        if self.directory is None:
+            raise ConfigError(f"client metrics of {self.label} are in files; give the run a directory (run_dir)")
+        return read_client_metrics(self.directory / CLIENT_METRICS).to_pandas()
+
+    # ---- what it has learned
+
+    @cached_property
+    def trained(self) -> TrainedMethod:
+        """The method after its last round or, of a run that is live or was stopped, after the last one saved."""
+        if self.open_trained is None:
+            raise ConfigError(f"{self.label} has not begun, so it has no models yet")
+        return self.open_trained()
+
+    def model(self, cluster: int | None = None) -> nn.Module:
+        """A cluster's model, in evaluation mode; see `TrainedMethod.model`."""
+        return self.trained.model(cluster)
+
+    def state_dict(self, cluster: int | None = None) -> dict[str, Tensor]:
+        """Parameters and buffers of a cluster's model; see `TrainedMethod.state_dict`."""
+        return self.trained.state_dict(cluster)
+
+    def personal_model(self, client: int) -> nn.Module:
+        """The model that a client would predict with now; see `TrainedMethod.personal_model`."""
+        return self.trained.personal_model(client)
+
+    def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
+        """Labels that a client's model gives to normalised inputs; see `TrainedMethod.predict`."""
+        return self.trained.predict(client, x)
+
+    def assignments(self) -> pd.DataFrame:
+        """One row per client: client, name, cluster, true group; see `TrainedMethod.assignments`."""
+        return self.trained.assignments()
 
 
 @dataclass(frozen=True)
@@ -41,23 +103,112 @@ class Results:
     facts: dict[str, str] | None = None  # hosts, device and engine
 
     def __getitem__(self, label: str) -> MethodResult:
+        return self.method(label)
+
+    def method(self, label: str) -> MethodResult:
+        """The results of one method. Raises ConfigError, with the labels there are, for another name."""
+        if label not in self.methods:
+            raise ConfigError(f"no method {label!r} in this run; it has {', '.join(self.methods)}")
         return self.methods[label]
 
+    def to_frame(self) -> pd.DataFrame:
+        """One row per method and round: `method`, `round`, then a column for each metric (docs/metrics.md)."""
+        import pandas as pd
 
-class Moves:
-    """Which client moved to which cluster in which round: one JSON line per round with changes, replayed rounds ignored."""
+        frames = [result.to_frame().assign(method=label) for label, result in self.methods.items() if result.records]
+        if not frames:
+            return pd.DataFrame(columns=["method", "round"])
+        frame = pd.concat(frames, ignore_index=True)
+        first = ["method", "round"]
+        return frame[first + [name for name in frame.columns if name not in first]]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """`to_frame()`."""
+        return self.to_frame()
+
+
+CLIENT_METRICS = "client_metrics.arrow"
+_CLIENT_SCHEMA = pa.schema(
+    [
+        ("round", pa.int32()),
+        ("client", pa.int64()),
+        ("accuracy", pa.float32()),
+        ("macro_f1", pa.float32()),
+        ("loss", pa.float32()),
+    ]
+)
+
+
+class ClientMetrics:
+    """P-server of every client and evaluated round, in an Arrow stream that grows by a batch per evaluation.
+
+    A batch that a crash has torn is cut off; rounds that are replayed are ignored.
+    """
+
+    def __init__(self, directory: Path | None):
+        self.file = directory / CLIENT_METRICS if directory else None
+        self.last = 0  # the last round in the file
+        if self.file is not None and self.file.exists():
+            batches, end = _whole_batches(self.file)
+            self.last = max((batch["round"][0].as_py() for batch in batches if batch.num_rows), default=0)
+            if end < self.file.stat().st_size:
+                os.truncate(self.file, end)
+
+    def add(self, report: RoundReport) -> None:
+        """Keeps the scores of a round; they are in the file when this returns."""
+        if self.file is None or report.scores_M4 is None or report.round <= self.last:
+            return
+        client, *scores = report.scores_M4.T
+        columns = [np.full(len(client), report.round, np.int32), client.astype(np.int64)]
+        columns += [values.astype(np.float32) for values in scores]
+        batch = pa.record_batch([pa.array(column) for column in columns], schema=_CLIENT_SCHEMA)
+        begun = self.file.exists() and self.file.stat().st_size > 0
+        content = batch.serialize().to_pybytes()
+        with self.file.open("ab", buffering=0) as out:
+            append_line(out, content if begun else _CLIENT_SCHEMA.serialize().to_pybytes() + content)
+        self.last = report.round
+
+
+def read_client_metrics(path: Path) -> pa.Table:
+    """The whole batches of the file; an empty table where there is none. Raises DataError for a damaged one."""
+    batches = _whole_batches(path)[0] if path.exists() else []
+    return pa.Table.from_batches(batches, _CLIENT_SCHEMA)
+
+
+def _whole_batches(path: Path) -> tuple[list[pa.RecordBatch], int]:
+    """The batches that are complete, and the byte after the last of them."""
+    batches: list[pa.RecordBatch] = []
+    with pa.OSFile(str(path)) as source:
+        end = 0
+        try:
+            reader = pa.ipc.open_stream(source)
+            if reader.schema != _CLIENT_SCHEMA:
+                raise DataError(f"{path} has columns {reader.schema.names}, expected {_CLIENT_SCHEMA.names}")
+            end = source.tell()
+            while True:
+                batches.append(reader.read_next_batch())
+                end = source.tell()
+        except (StopIteration, pa.ArrowInvalid, OSError):
+            return batches, end
+
+
+class ClusterMoves:
+    """The changes of clients' clusters: one JSON line per round that has any; replayed rounds are ignored."""
 
     def __init__(self, directory: Path | None):
         self.file = directory / "moves.jsonl" if directory else None
-        self.rows: list[tuple[int, list]] = [(row["round"], row["moved"]) for row in self._stored()]
+        # (round, [client, cluster] of each move)
+        self.rows: list[tuple[int, list[list[int]]]] = [(row["round"], row["moved"]) for row in self._stored()]
 
-    def _stored(self) -> Iterator[dict]:
+    def _stored(self) -> Iterator[dict[str, Any]]:
         if self.file is None or not self.file.exists():
             return
         cut_torn_line(self.file)
         yield from map(json.loads, self.file.read_bytes().splitlines())
 
-    def add(self, report: Report) -> None:
+    def add(self, report: RoundReport) -> None:
+        """Keeps the moves of a round; they are in the file when this returns."""
         if not report.moved or (self.rows and report.round <= self.rows[-1][0]):
             return
         if self.file is not None:
@@ -67,12 +218,17 @@ class Moves:
 
     @property
     def rounds(self) -> list[int]:
+        """Rounds in which a client changed its cluster."""
         return [round for round, _ in self.rows]
 
     def write(self, path: Path, federation: Federation) -> None:
         """assignments.parquet: a row for every change of a client's cluster."""
-        groups = [None] * federation.num_clients if federation.group_N is None else [None if group < 0 else group for group in federation.group_N.tolist()]
-        write_assignments(
-            path,
-            (Assignment(client, cluster, round, groups[client]) for round, moved in self.rows for client, cluster in moved),
+        groups: list[int | None] = [None] * federation.num_clients  # true groups, None where they are not known
+        if federation.group_N is not None:
+            groups = [None if group < 0 else group for group in federation.group_N.tolist()]
+        rows = (
+            Assignment(client, cluster, round, groups[client])
+            for round, moved in self.rows
+            for client, cluster in moved
         )
+        write_assignments(path, rows)

@@ -1,7 +1,7 @@
-"""Brings MLflow up to date with run directories: while a run goes on, at its end, and at any later call if that failed.
+"""Delivery of run directories to MLflow: during a run, at its end, and, if that failed, by a later command.
 
-`mlflow.json` in the run directory says how far MLflow is. Whoever delivers holds the lock `mlflow.lock` and reads it first, so a running
-experiment and a later `cfl-ray` call can both try.
+The cursor `mlflow.json` in the run directory says how much of the run MLflow has. A delivery first acquires the lock
+`mlflow.lock` and then reads the cursor, so a live run and a later `cfl-ray` command can both try.
 """
 
 import threading
@@ -14,84 +14,91 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cfl_ray.core.errors import DataError, UserError
-from cfl_ray.tracking.files import read_json, write_json
+from cfl_ray.core.files import read_json, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, read_end, read_from, read_info
-from cfl_ray.tracking.uri import answers, redact, with_credentials
+from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
-BATCH_ROUNDS = 40  # of about 20 metrics: below the 1000 that MLflow takes in one request, so a batch arrives whole or not at all
+# About 20 metrics a round: below the 1000 that MLflow accepts in one request, so a batch arrives whole or not at all.
+BATCH_ROUNDS = 40
 LOCK_SECONDS = 5.0
-MOVE_SECONDS = 60.0  # a delivery to the place before may be under way
+MOVE_SECONDS = 60.0  # a delivery to the previous destination may be in progress
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far MLflow is with one run."""
+    """How much of one run MLflow has."""
 
-    uri: str  # where it is delivered to, without credentials
+    uri: str  # destination, without credentials
     experiment: str
-    parent: str | None = None  # directory of the parent run, relative to this one
-    run_id: str | None = None  # None: not created yet
-    delivered: int = 0  # bytes of the metrics log
-    ended_ms: int | None = None  # time of the end that MLflow knows; None: it holds the run as running
+    parent: str | None = None  # directory of the parent run, relative to that of this run
+    run_id: str | None = None  # None: the run does not exist in MLflow yet
+    delivered: int = 0  # bytes of the metrics log that are delivered
+    ended_ms: int | None = None  # time of the end that is delivered; None: the run is RUNNING in MLflow
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """What `deliver_pending` brought to MLflow."""
+    """Rounds of one run that `deliver_pending` delivered."""
 
     run_dir: Path
     rounds: int
 
 
 class Delivery:
-    """Delivers one run directory to one URI. After an exception it can simply be called again."""
+    """Delivers one run directory to one URI. Can be called again after an exception."""
 
-    def __init__(self, run_dir: Path, uri: str):
+    def __init__(self, run_dir: Path, uri: str) -> None:
         self.run_dir = run_dir
         self.uri = uri
         self._run: MlflowRun | None = None
 
     def bring_up_to_date(self, lock_seconds: float = LOCK_SECONDS) -> int:
-        """Returns the rounds delivered. Raises filelock.Timeout if another process is at it, ConnectionError or what MLflow raises."""
+        """Delivers everything that MLflow lacks and returns the number of rounds delivered.
+
+        Raises filelock.Timeout if another process is delivering this run, ConnectionError, or any error of MLflow.
+        """
         with FileLock(self.run_dir / LOCK, timeout=lock_seconds):
             try:
-                return self._deliver(self._open())
+                run, cursor = self._open()
+                return self._deliver(run, cursor)
             except BaseException:
-                self._run = None  # opening it again finds out what the last request did
+                self._run = None  # the next call opens the run again, which finds out what the last request did
                 raise
 
     def ensure(self) -> str:
-        """Returns the id of the run in MLflow, which exists from now on."""
+        """Creates the run in MLflow if it does not exist, and returns its id."""
         with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS):
-            return self._open().run_id
+            run, _ = self._open()
+            return run.run_id
 
-    def _open(self) -> Cursor:
+    def _open(self) -> tuple[MlflowRun, Cursor]:
         cursor = read_cursor(self.run_dir)
         if self._run and self._run.run_id == cursor.run_id:
-            return cursor
-        if not answers(self.uri):
+            return self._run, cursor
+        if not accepts_connection(self.uri):
             raise ConnectionError("no connection")
         parent_id = Delivery(self.run_dir / cursor.parent, self.uri).ensure() if cursor.parent else None
-        self._run = MlflowRun.open(self.uri, cursor.experiment, read_info(self.run_dir), cursor.run_id, parent_id)
-        if self._run.run_id == cursor.run_id:
-            return cursor
-        return self._save(replace(cursor, run_id=self._run.run_id, delivered=0, ended_ms=None))
+        run = MlflowRun.open(self.uri, cursor.experiment, read_info(self.run_dir), cursor.run_id, parent_id)
+        self._run = run
+        if run.run_id != cursor.run_id:
+            cursor = self._save(replace(cursor, run_id=run.run_id, delivered=0, ended_ms=None))
+        return run, cursor
 
-    def _deliver(self, cursor: Cursor) -> int:
-        end = read_end(self.run_dir)  # before the records: what is logged before the end is then among them
+    def _deliver(self, run: MlflowRun, cursor: Cursor) -> int:
+        end = read_end(self.run_dir)  # before the records, so that all records logged before the end are delivered
         if end is None and cursor.ended_ms is not None:
-            self._run.reopen()
+            run.reopen()
             cursor = self._save(replace(cursor, ended_ms=None))
         rounds = 0
         for records, offset in _batches(self.run_dir, cursor.delivered):
-            self._run.log(records)
+            run.log(records)
             cursor = self._save(replace(cursor, delivered=offset))
             rounds += len(records)
         if end and cursor.ended_ms != end.time_ms:
-            self._run.end(end, self.run_dir / ARTIFACTS)
+            run.end(end, self.run_dir / ARTIFACTS)
             self._save(replace(cursor, ended_ms=end.time_ms))
         return rounds
 
@@ -100,11 +107,11 @@ class Delivery:
         return cursor
 
 
-def point_at(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> None:
-    """Notes where the run in `run_dir` is delivered to. Another place than before gets the whole run."""
+def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> None:
+    """Stores the destination of the run in `run_dir`. If it changes, the whole run is delivered to the new one."""
     target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None)
     fields = read_json(run_dir / CURSOR)
-    if fields is None:  # nobody can be delivering it
+    if fields is None:  # without a cursor no delivery can be in progress
         write_json(run_dir / CURSOR, asdict(target))
     elif replace(Cursor(**fields), run_id=None, delivered=0, ended_ms=None) != target:
         with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS):
@@ -112,7 +119,7 @@ def point_at(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> N
 
 
 def read_cursor(run_dir: Path) -> Cursor:
-    """Returns how far MLflow is. Raises DataError for a run that was never pointed at a store."""
+    """Returns the cursor of a run. Raises DataError for a run without a destination."""
     fields = read_json(run_dir / CURSOR)
     if fields is None:
         raise DataError(f"{run_dir} was not started with MLflow: {CURSOR} is missing")
@@ -120,34 +127,40 @@ def read_cursor(run_dir: Path) -> Cursor:
 
 
 def waiting_rounds(run_dir: Path) -> int:
-    """Returns the recorded rounds that MLflow does not have yet."""
+    """Returns the number of recorded rounds that MLflow lacks."""
     return sum(1 for _ in read_from(run_dir, read_cursor(run_dir).delivered))
 
 
 def is_pending(run_dir: Path) -> bool:
-    """Returns whether MLflow lacks anything of the run: a few file operations, no import of mlflow."""
+    """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
     cursor, end, log = read_cursor(run_dir), read_end(run_dir), run_dir / METRICS_LOG
-    return cursor.run_id is None or (log.exists() and log.stat().st_size > cursor.delivered) or (end is not None and end.time_ms != cursor.ended_ms)
+    return (
+        cursor.run_id is None
+        or (log.exists() and log.stat().st_size > cursor.delivered)
+        or (end is not None and end.time_ms != cursor.ended_ms)
+    )
 
 
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what runs below `output` (down to output/*/*) could not, and returns what went out within `seconds`.
+    """Delivers what the runs below `output` (output/* and output/*/*) could not, and returns what was delivered.
 
-    `uri`: with credentials, for runs that go there; credentials are not stored. `warn` gets a line for each store that is still out of reach.
+    uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
+    seconds: longest wait; deliveries in progress end in the background.
+    warn: receives a line for each run that could not be delivered.
     """
-    waiting = list(_waiting(Path(output), warn))
+    pending = list(_pending(Path(output), warn))
     delivered: list[Delivered] = []
-    if waiting:
-        arguments = (waiting, uri, time.monotonic() + seconds, delivered, warn)
+    if pending:
+        arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
         worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
         worker.start()
         worker.join(seconds)
     return list(delivered)
 
 
-def _waiting(output: Path, warn: Callable[[str], None]) -> Iterator[Path]:
+def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[Path]:
     for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}"):
         for path in sorted(output.glob(pattern)):
             try:
@@ -157,37 +170,44 @@ def _waiting(output: Path, warn: Callable[[str], None]) -> Iterator[Path]:
                 warn(str(error))
 
 
-def _deliver_each(waiting: list[Path], uri: str | None, deadline: float, delivered: list[Delivered], warn: Callable[[str], None]) -> None:
-    out_of_reach: set[str] = set()
-    for run_dir in waiting:
-        shown = read_cursor(run_dir).uri
-        if shown in out_of_reach or time.monotonic() > deadline:
+def _deliver_each(
+    pending: list[Path], uri: str | None, deadline: float, delivered: list[Delivered], warn: Callable[[str], None]
+) -> None:
+    unreachable: set[str] = set()
+    for run_dir in pending:
+        redacted_uri = read_cursor(run_dir).uri
+        if redacted_uri in unreachable or time.monotonic() > deadline:
             continue
-        target = with_credentials(shown, uri)
+        target = with_credentials(redacted_uri, uri)
         try:
             if target is None:
                 raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
             delivered.append(Delivered(run_dir, Delivery(run_dir, target).bring_up_to_date(lock_seconds=0)))
         except Timeout:
-            continue  # the run itself is delivering
-        except Exception as error:  # the boundary to MLflow: whatever it raises, nothing is lost and the command goes on
-            warn(f"MLflow at {shown} lacks results of {run_dir} ({reason(error, target or shown)}); the next cfl-ray call tries again")
+            continue  # another process, such as the run itself, is delivering it
+        except Exception as error:  # boundary to MLflow: no error of it loses results or ends the command
+            reason = redacted_reason(error, target or redacted_uri)
+            warn(
+                f"MLflow at {redacted_uri} lacks results of {run_dir} ({reason}); the next cfl-ray command tries again"
+            )
             if isinstance(error, ConnectionError):
-                out_of_reach.add(shown)
+                unreachable.add(redacted_uri)
 
 
-def reason(error: BaseException, uri: str) -> str:
-    """Returns the first line of an exception's text, short and without credentials."""
+def redacted_reason(error: BaseException, uri: str) -> str:
+    """Returns the first line of an exception's text without the credentials of `uri`, at most 400 characters."""
     lines = redact(str(error), uri).splitlines() or [type(error).__name__]
     return lines[0][:400]
 
 
 def _batches(run_dir: Path, offset: int) -> Iterator[tuple[list[RoundRecord], int]]:
+    """Yields the records after byte `offset` of the log in batches, with the offset that follows each batch."""
     records: list[RoundRecord] = []
-    for record, offset in read_from(run_dir, offset):
+    end = offset
+    for record, end in read_from(run_dir, offset):
         records.append(record)
         if len(records) == BATCH_ROUNDS:
-            yield records, offset
+            yield records, end
             records = []
     if records:
-        yield records, offset
+        yield records, end

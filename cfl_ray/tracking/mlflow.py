@@ -1,9 +1,11 @@
-"""One run in MLflow, written so that doing anything twice is the same as doing it once. The only module that imports mlflow.
+"""One run in MLflow, with operations that are idempotent. The only module that imports mlflow.
 
-How "once" is kept, where a process or the server can die between doing a thing and noting that it was done:
-    the run       is searched for by its tag `cfl_ray.run_uid` before it is created
-    its metrics   carry the time of their record; SQL stores drop an equal one, and what other stores already hold is read back first
-    its end       sets a state and replaces files
+A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
+repeated:
+    creation of a run   searches for its tag `cfl_ray.run_uid` first
+    metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the entries
+                        that exist are read first
+    end of a run        sets a status and replaces files
 """
 
 import os
@@ -26,30 +28,31 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that
 
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
-MAX_PARAM_CHARS = 6000  # MLflow's limit; its other limits, on the size of a request, its client sees to itself
-CREATION_SECONDS = 60.0  # another process may be creating the tables of a new SQLite store
+MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the size of a request
+CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
-DEFAULTS = {  # of our processes; what the user's environment says stands
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated "create run" could make two; the delivery has its own retries
+DEFAULTS = {  # environment variables; those that the user has set stay as they are
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # a repeated request could create a second run; `delivery` retries
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # it would print the URI with its credentials
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the printed URI would contain credentials
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
 
 
 class MlflowRun:
-    """A run that exists in MLflow. Every method raises what MLflow raises; the caller then opens the run again and repeats."""
+    """A run that exists in MLflow. Methods raise the errors of MLflow; the caller opens the run again and repeats."""
 
-    def __init__(self, client: "MlflowClient", run_id: str):
+    def __init__(self, client: "MlflowClient", run_id: str) -> None:
         self.run_id = run_id
         self._client = client
-        self._unsure = True  # until a batch comes of which nothing is there: an earlier process may have delivered it
+        # An earlier process may have delivered the next batches already; False from the first batch that is all new.
+        self._may_be_delivered = True
 
     @classmethod
     def open(cls, uri: str, experiment: str, info: RunInfo, run_id: str | None, parent_id: str | None) -> "MlflowRun":
-        """Returns run `run_id` while MLflow has it, else the run of `info`, created if it is not there."""
+        """Returns run `run_id` if MLflow has it, otherwise the run of `info`, which is created if it does not exist."""
         client, experiment_id = connect(uri, experiment)
         if run_id is None or not _exists(client, run_id):
             run_id = _find(client, experiment_id, info.uid) or _create(client, experiment_id, info, parent_id)
@@ -57,43 +60,55 @@ class MlflowRun:
         return cls(client, run_id)
 
     def log(self, records: Sequence[RoundRecord]) -> None:
-        """Sends every metric at step = round."""
+        """Sends every metric with the round as its step."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(name, value, record.time_ms, record.round) for record in records for name, value in record.metrics.items()]
-        if self._unsure and metrics:
-            missing = self._not_there_yet(metrics)
-            self._unsure = len(missing) < len(metrics)
+        metrics = [
+            Metric(name, value, record.time_ms, record.round)
+            for record in records
+            for name, value in record.metrics.items()
+        ]
+        if self._may_be_delivered and metrics:
+            missing = self._missing(metrics)
+            self._may_be_delivered = len(missing) < len(metrics)
             metrics = missing
         self._client.log_batch(self.run_id, metrics=metrics)
 
     def end(self, end: RunEnd, artifacts: Path) -> None:
-        """Sends the figures of the whole run, its files and its status."""
+        """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
 
     def reopen(self) -> None:
-        """Marks a run that had ended as running again."""
+        """Sets the status of a run that has ended back to RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
 
-    def _not_there_yet(self, metrics: list["Metric"]) -> list["Metric"]:
-        there = {(name, entry.step) for name in {metric.key for metric in metrics} for entry in self._client.get_metric_history(self.run_id, name)}
-        return [metric for metric in metrics if (metric.key, metric.step) not in there]
+    def _missing(self, metrics: list["Metric"]) -> list["Metric"]:
+        """Returns the entries that MLflow does not have."""
+        existing = {
+            (name, entry.step)
+            for name in {metric.key for metric in metrics}
+            for entry in self._client.get_metric_history(self.run_id, name)
+        }
+        return [metric for metric in metrics if (metric.key, metric.step) not in existing]
 
 
 def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
-    """Returns a client and the id of the experiment. An SQLite store is created if absent, its artifacts in `mlartifacts` beside it."""
+    """Returns a client and the id of the experiment.
+
+    An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` beside the file.
+    """
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    _stand_somewhere()
+    _ensure_working_directory()
     path = sqlite_path(uri)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes that both create the tables of a new file collide inside MLflow; one after the other they do not.
+    # Two processes that create the tables of a new file at the same time fail inside MLflow, so only one may at a time.
     with FileLock(f"{path}.lock", timeout=CREATION_SECONDS) if path else nullcontext():
         if path:
             _create_store(path)
@@ -103,23 +118,29 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
 
 
 def _create_store(path: Path) -> None:
-    """A whole SQLite store, where there is none: MLflow could not go on with one whose tables a killed process had begun."""
+    """Creates an SQLite store if there is none, by renaming a complete one.
+
+    MLflow cannot use a store whose process was killed while it created the tables.
+    """
     from mlflow import MlflowClient
 
     folder = path.with_name(f".{path.name}.new")
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
     if path.exists():
         return
-    folder.mkdir(exist_ok=True)  # a network disk keeps what is open
-    draft = folder / uuid.uuid4().hex  # a name that this process has not used: MLflow keeps the files that it opened
+    folder.mkdir(exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
+    draft = folder / uuid.uuid4().hex  # a name that is new to this process: MLflow caches its connections by name
     MlflowClient(f"sqlite:///{draft}")
     shutil.copyfile(draft, folder / "whole")
     (folder / "whole").rename(path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stand_somewhere() -> None:
-    """MLflow asks for the working directory. Ray removes that of a job while it is at work, when two nodes share a machine."""
+def _ensure_working_directory() -> None:
+    """Changes to the home directory if the working directory does not exist, since MLflow asks for it.
+
+    Ray removes the working directory of a live job when two nodes share a machine.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -134,13 +155,18 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     try:
         return client.create_experiment(name, artifact_location=artifacts)
     except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":  # a process on another machine was faster
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        return client.get_experiment_by_name(name).experiment_id
+    created = client.get_experiment_by_name(name)  # by a process on another machine, in the meantime
+    assert created is not None
+    return created.experiment_id
 
 
 def _exists(client: "MlflowClient", run_id: str) -> bool:
-    """Returns False for a run that the store does not know, as after it was set up anew; then the whole run is delivered again."""
+    """Returns whether the store has the run. Raises RunError for a run that was deleted in MLflow.
+
+    A store that was created anew does not have it; the whole run is then delivered again.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
@@ -150,7 +176,9 @@ def _exists(client: "MlflowClient", run_id: str) -> bool:
             raise
         return False
     if run.info.lifecycle_stage == "deleted":
-        raise RunError(f"run {run_id} was deleted in MLflow: restore it there, or remove mlflow.json from the run directory")
+        raise RunError(
+            f"run {run_id} was deleted in MLflow: restore it there, or remove mlflow.json from the run directory"
+        )
     return True
 
 

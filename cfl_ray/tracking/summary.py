@@ -1,16 +1,19 @@
-"""Figures of a whole run, computed once from its records: how soon, and for how many bytes."""
+"""Metrics of a whole run, computed at its end from its records: rounds and traffic until a target accuracy."""
 
 from collections.abc import Iterable
 
 from cfl_ray.tracking.record import RoundRecord
 
 
-def summarise(records: Iterable[RoundRecord], target: float | None, change_rounds: Iterable[int] | None) -> dict[str, float]:
-    """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target never reached has no figure.
+def summarise(
+    records: Iterable[RoundRecord], target: float | None, change_rounds: Iterable[int] | None
+) -> dict[str, float]:
+    """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
 
-    `target`: accuracy, None for no target. `change_rounds`: rounds at which any assignment changed, None for a method without clusters.
+    target: accuracy, or None for no target.
+    change_rounds: rounds in which any cluster assignment changed, or None for a method without clusters.
     """
-    summary = {}
+    summary: dict[str, float] = {}
     if reached := first_at_target(records, target):
         summary["rounds_to_target"] = float(reached.round)
         summary["mbit_to_target"] = mbit(reached)
@@ -20,7 +23,7 @@ def summarise(records: Iterable[RoundRecord], target: float | None, change_round
 
 
 def first_at_target(records: Iterable[RoundRecord], target: float | None) -> RoundRecord | None:
-    """Returns the earliest record whose accuracy is at least `target`; None where there is none, or no target."""
+    """Returns the earliest record whose accuracy is at least `target`; None if there is none, or no target."""
     if target is None:
         return None
     reached = (record for record in records if record.metrics.get("accuracy", float("-inf")) >= target)
@@ -28,10 +31,10 @@ def first_at_target(records: Iterable[RoundRecord], target: float | None) -> Rou
 
 
 def mbit(record: RoundRecord) -> float:
-    """Returns what one client of the federation has exchanged so far, both ways, in Mbit."""
+    """Returns the traffic of the run so far, download plus upload, in Mbit: mean over the clients of the federation."""
     return record.metrics.get("mbit_down", 0.0) + record.metrics.get("mbit_up", 0.0)
 
 
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
-    """Returns the last round at which any assignment changed, plus one; 0 if none ever changed."""
+    """Returns the last round in which any assignment changed, plus one; 0 if none changed."""
     return max(change_rounds, default=-1) + 1

@@ -1,46 +1,49 @@
-"""Where a run's figures go first: files of its run directory, which outlive every process and server.
+"""Tracking in the files of the run directory, which outlive every process and server.
 
-    run.json        what the run is (RunInfo)
-    metrics.jsonl   one line per evaluated round, appended and flushed before the round counts as logged
-    end.json        how it ended (RunEnd); absent while the run goes on or waits to be resumed
-    artifacts/      files that belong to the result
+run.json        identity and configuration of the run (RunInfo)
+metrics.jsonl   one line per evaluated round, written before `log` returns
+end.json        status and metrics of the whole run (RunEnd); absent while the run is live or waits to be resumed
+artifacts/      files that belong to the result
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.tracking.files import append_line, cut_torn_line, read_json, write_json
-from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo, Status
+from cfl_ray.core.files import append_line, cut_torn_line, read_json, write_json
+from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 
 INFO, METRICS_LOG, END, ARTIFACTS = "run.json", "metrics.jsonl", "end.json", "artifacts"
 
 
 class Tracker(Protocol):
-    """Takes what a run reports, in the order start, log ..., finish; a resumed run starts again on the same directory."""
+    """Receives the reports of a run in the order start, log ..., finish.
+
+    A resumed run calls `start` again on the same directory.
+    """
 
     run_dir: Path
 
     def start(self, info: RunInfo) -> None:
-        """Opens the run, or opens it again: then `info` is ignored, what was recorded first stands."""
+        """Opens the run. If the directory holds a run already, `info` is ignored and the recorded one stays."""
 
     def log(self, record: RoundRecord) -> None:
-        """Keeps the figures of a round. A round that is already there (replayed after a crash) is ignored. Costs a write of one line."""
+        """Records the metrics of a round by writing one line. A round that is already recorded is ignored."""
 
-    def finish(self, status: Status, summary: Mapping[str, float]) -> None:
-        """Closes the run with its RUN_METRICS; the files in `artifacts/` of the run directory belong to it."""
+    def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
+        """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
 
 
-class Spool:
-    """The tracker that writes the run directory and nothing else."""
+class FileTracker:
+    """Tracker that writes to the run directory only."""
 
-    def __init__(self, run_dir: str | Path):
+    def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
         self._last: RoundRecord | None = None
-        self._log = None
+        self._log: BinaryIO | None = None  # open between `start` and `finish`
 
     def start(self, info: RunInfo) -> None:
         self.close()
@@ -50,31 +53,38 @@ class Spool:
         (self.run_dir / END).unlink(missing_ok=True)
         path = self.run_dir / METRICS_LOG
         cut_torn_line(path)
-        for self._last in read_records(self.run_dir):
-            pass
+        for record in read_records(self.run_dir):
+            self._last = record
         self._log = path.open("ab", buffering=0)
 
     def log(self, record: RoundRecord) -> None:
         if self._last is not None and record.round <= self._last.round:
             return
-        append_line(self._log, record.to_line().encode())
+        append_line(self._open_log(), record.to_line().encode())
         self._last = record
 
-    def finish(self, status: Status, summary: Mapping[str, float]) -> None:
-        os.fsync(self._log.fileno())
-        round, time_ms = (self._last.round, self._last.time_ms) if self._last else (0, read_info(self.run_dir).time_ms)
-        write_json(self.run_dir / END, asdict(RunEnd(status, RoundRecord(round, summary, time_ms))))
+    def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
+        os.fsync(self._open_log().fileno())
+        if self._last is None:
+            summary_record = RoundRecord(0, summary, read_info(self.run_dir).time_ms)
+        else:
+            summary_record = RoundRecord(self._last.round, summary, self._last.time_ms)
+        write_json(self.run_dir / END, asdict(RunEnd(status, summary_record)))
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file; for a run that is left without an end, to be resumed."""
-        if self._log:
+        """Closes the log file of a run that has no end yet and can be resumed."""
+        if self._log is not None:
             self._log.close()
             self._log = None
 
+    def _open_log(self) -> BinaryIO:
+        assert self._log is not None, "start() opens the log"
+        return self._log
+
 
 def read_info(run_dir: Path) -> RunInfo:
-    """Returns what the run in `run_dir` is. Raises DataError where no run was started."""
+    """Returns the RunInfo of the run in `run_dir`. Raises DataError if no run was started there."""
     fields = read_json(run_dir / INFO)
     if fields is None:
         raise DataError(f"{run_dir} holds no run: {INFO} is missing")
@@ -82,19 +92,24 @@ def read_info(run_dir: Path) -> RunInfo:
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
-    """Returns how the run ended, None while it has not."""
+    """Returns the end of the run, or None if it has not ended."""
     fields = read_json(run_dir / END)
-    return fields and RunEnd(**(fields | {"summary": RoundRecord(**fields["summary"])}))
+    if fields is None:
+        return None
+    return RunEnd(**(fields | {"summary": RoundRecord(**fields["summary"])}))
 
 
 def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
-    """Yields the recorded rounds in order."""
+    """Yields the records in the order of their rounds."""
     for record, _ in read_from(Path(run_dir), 0):
         yield record
 
 
 def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
-    """Yields each record after byte `offset` of the log, with the offset behind it. A line still being written is left for later."""
+    """Yields each record after byte `offset` of the log, with the offset of the byte that follows it.
+
+    A last line without a line end is still being written and is not read. Raises DataError for a damaged line.
+    """
     path = run_dir / METRICS_LOG
     if not path.exists():
         return

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, Trace
-from cfl_ray.core.cohort import Change, Population
+from cfl_ray.core.population import Population, PopulationChange
 
 
 def cohort(population, number, availability, clients=None, fraction=1.0):
@@ -10,36 +10,42 @@ def cohort(population, number, availability, clients=None, fraction=1.0):
     return population.draw(number, fraction, clients, availability, 0.0).ids_M
 
 
-def test_always_is_everybody():
+def test_always_is_all_clients():
     assert ALWAYS.always and not Bernoulli(0.999).always and not Diurnal(1.0, 0.2, 24, 0).always
     assert cohort(Population(5, (), 0), 1, ALWAYS).tolist() == [0, 1, 2, 3, 4]
 
 
 class TestDiurnal:
     def test_follows_the_formula(self):
-        """mean + amplitude sin(2 pi (t / period + phase)); one zone has phase 0: a quarter of a day is the peak, three quarters the trough."""
+        """mean + amplitude sin(2 pi (t / period + phase)), clipped to 0..1; a single zone has phase 0.
+
+        The peak is at a quarter of the day, the trough at three quarters.
+        """
         day = Diurnal(0.5, 0.3, 8, seed=0, zones=1)
         assert [round(day.chance(t, 7), 9) for t in (0, 2, 4, 6, 8)] == [0.5, 0.8, 0.5, 0.2, 0.5]
         assert Diurnal(0.9, 0.3, 8, 0, 1).chance(2, 0) == 1.0 and Diurnal(0.1, 0.3, 8, 0, 1).chance(6, 0) == 0.0
 
     def test_zones_are_equally_spaced_phases(self):
         day = Diurnal(0.5, 0.5, 8, seed=3, zones=4)
-        assert {round(day.chance(1, client), 6) for client in range(200)} == {round(0.5 + 0.5 * np.sin(2 * np.pi * (1 / 8 + z / 4)), 6) for z in range(4)}
+        expected = {round(0.5 + 0.5 * np.sin(2 * np.pi * (1 / 8 + zone / 4)), 6) for zone in range(4)}
+        assert {round(day.chance(1, client), 6) for client in range(100)} == expected
 
     def test_expected_is_the_mean_over_clients(self):
-        for zones in (None, 1, 3):
+        """Chances are in 0..0.8: the mean of 600 has a standard deviation of at most 0.4 / sqrt(600) = 0.016."""
+        for zones in (None, 3):
             day = Diurnal(0.4, 0.4, 10, seed=1, zones=zones)
-            for t in (1, 4, 8):
-                assert day.expected(t) == pytest.approx(np.mean([day.chance(t, client) for client in range(4000)]), abs=0.03)
+            for t in (1, 8):
+                chances = [day.chance(t, client) for client in range(600)]
+                assert day.expected(t) == pytest.approx(np.mean(chances), abs=0.05)
 
     def test_fewer_take_part_at_night(self):
-        day, population = Diurnal(0.5, 0.45, 20, seed=0, zones=1), Population(1000, (), 0)
-        sizes = [len(cohort(population, t, day)) for t in range(1, 21)]
-        assert np.argmax(sizes) + 1 in (4, 5, 6) and np.argmin(sizes) + 1 in (14, 15, 16)
-        assert abs(max(sizes) - 950) < 40 and abs(min(sizes) - 50) < 40
+        """Chances of 0.95, 0.5 and 0.05 for 400 clients: standard deviations of at most 10."""
+        day, population = Diurnal(0.5, 0.45, 20, seed=0, zones=1), Population(400, (), 0)
+        sizes = [len(cohort(population, t, day)) for t in (5, 10, 15)]
+        assert np.abs(np.array(sizes) - [380, 200, 20]).max() < 40
 
     def test_finds_enough_also_at_night(self):
-        """In round 15 one of 20 is there: 100 of 2000 on average, so 20 can be found."""
+        """In round 15 one client of 20 is reachable: 100 of 2000 on average, so 20 can be found."""
         assert len(cohort(Population(2000, (), 0), 15, Diurnal(0.5, 0.45, 20, 0, 1), clients=20)) == 20
 
 
@@ -47,21 +53,26 @@ class TestTrace:
     def trace(self, unit=1.0):
         return Trace(np.array([0, 1, 1, 3]), np.array([1.0, 2, 5, 3]), np.array([4.0, 2, 6, 3]), unit)
 
-    def test_names_the_clients_of_a_round_both_ends_included(self):
+    def test_names_the_clients_of_a_round_with_both_ends_of_an_interval(self):
         assert [self.trace().named(t).tolist() for t in range(8)] == [[], [0], [0, 1], [0, 3], [0], [1], [1], []]
 
     def test_unit_is_the_length_of_a_round(self):
         assert [self.trace(2.0).named(t).tolist() for t in range(4)] == [[], [0, 1], [0], [1]]
 
-    def test_nobody_else_is_ever_drawn_and_nobody_may_be_there(self):
+    def test_only_its_clients_are_drawn_and_a_cohort_may_be_empty(self):
         population = Population(5, (), 0)
-        assert [cohort(population, t, self.trace()).tolist() for t in range(1, 8)] == [[0], [0, 1], [0, 3], [0], [1], [1], []]
+        drawn = [cohort(population, t, self.trace()).tolist() for t in range(1, 8)]
+        assert drawn == [[0], [0, 1], [0, 3], [0], [1], [1], []]
 
-    def test_who_left_is_not_drawn(self):
-        population = Population(5, (Change(3, leave=(0,)),), 0)
+    def test_an_empty_cohort_has_no_dropout(self):
+        drawn = Population(5, (), 0).draw(7, 1.0, None, self.trace(), 0.5)
+        assert len(drawn.ids_M) == 0 and drawn.dropped == 0
+
+    def test_clients_that_left_are_not_drawn(self):
+        population = Population(5, (PopulationChange(3, leave=(0,)),), 0)
         assert [cohort(population, t, self.trace()).tolist() for t in (2, 3, 4)] == [[0, 1], [3], []]
 
-    def test_the_fraction_is_of_those_online_and_the_draw_is_uniform_among_those_reachable(self):
+    def test_the_fraction_is_of_online_clients_and_the_draw_is_uniform_among_reachable_ones(self):
         trace, population = Trace(np.arange(10), np.zeros(10), np.full(10, 9999.0)), Population(20, (), 0)
         count = np.zeros(20)
         for number in range(1, 1001):

@@ -12,7 +12,7 @@ from cfl_ray.methods.fedavg import FedAvg
 
 
 class Plain:
-    """What every method must define; here it does nothing."""
+    """The steps that every method must define; here they do nothing."""
 
     def init(self, start): ...
     def round(self, state, clients, rng): ...
@@ -43,49 +43,65 @@ def test_registers_under_its_name(cls):
     assert cls.summary() == "A method for tests. It has one option of every kind."
 
 
-@pytest.mark.parametrize("good", [{"share": 0.5}, {"share": 0}, {"share": 1}, {"count": 1}, {"most": None}, {"most": 5}, {"kind": "b"}])
-def test_values_in_range_are_taken(cls, good):
+@pytest.mark.parametrize(
+    "good", [{"share": 0.5}, {"share": 0}, {"share": 1}, {"count": 1}, {"most": None}, {"most": 5}, {"kind": "b"}]
+)
+def test_values_in_range_are_accepted(cls, good):
     assert {name: getattr(cls(**good), name) for name in good} == good
 
 
-@pytest.mark.parametrize("bad, message", [
-    ({"share": 1.5}, "example.share must be in 0 .. 1, got 1.5"),
-    ({"share": float("nan")}, "example.share must be in 0 .. 1, got nan"),
-    ({"share": "x"}, "example.share must be in 0 .. 1, got 'x'"),
-    ({"share": True}, "example.share must be in 0 .. 1, got True"),
-    ({"count": 0}, "example.count must be in 1 .. inf, got 0"),
-    ({"count": 2.5}, "example.count must be a whole number, got 2.5"),
-    ({"count": None}, "example.count must be in 1 .. inf, got None"),
-    ({"most": 2.5}, "example.most must be a whole number, got 2.5"),
-    ({"most": 0}, "example.most must be in 1 .. inf, got 0"),
-    ({"kind": "c"}, "example.kind must be one of a, b, got 'c'"),
-])  # fmt: skip
-def test_other_values_are_refused_with_the_range(cls, bad, message):
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"share": 1.5}, "example.share must be in 0 .. 1, got 1.5"),
+        ({"share": float("nan")}, "example.share must be in 0 .. 1, got nan"),
+        ({"share": "x"}, "example.share must be in 0 .. 1, got 'x'"),
+        ({"share": True}, "example.share must be in 0 .. 1, got True"),
+        ({"count": 0}, "example.count must be in 1 .. inf, got 0"),
+        ({"count": 2.5}, "example.count must be a whole number, got 2.5"),
+        ({"count": None}, "example.count must be in 1 .. inf, got None"),
+        ({"most": 2.5}, "example.most must be a whole number, got 2.5"),
+        ({"most": 0}, "example.most must be in 1 .. inf, got 0"),
+        ({"kind": "c"}, "example.kind must be one of a, b, got 'c'"),
+    ],
+)
+def test_other_values_are_rejected_with_the_range(cls, bad, message):
     with pytest.raises(ValueError) as error:
         cls(**bad)
     assert str(error.value) == message
 
 
 def test_options_describe_themselves(cls):
-    assert cls.options()[2] == {"name": "most", "type": "int | None", "default": None, "doc": "a whole number, or no limit", "source": "", "low": 1, "high": None, "choices": None}
+    assert cls.options()[2] == {
+        "name": "most",
+        "type": "int | None",
+        "default": None,
+        "doc": "a whole number, or no limit",
+        "source": "",
+        "low": 1,
+        "high": None,
+        "choices": None,
+    }
     assert [item["type"] for item in cls.options()][:4] == ["float", "int", "int | None", "str"]
-    assert [item["name"] for item in cls.options()][4:] == ["aggregation"], "what all methods have comes last"
+    assert [item["name"] for item in cls.options()][4:] == ["aggregation"], "options of all methods come last"
 
 
 def test_every_method_takes_an_aggregation(cls):
-    assert cls().rule.name == "mean" and cls(aggregation={"trimmed_mean": {"share": 0.2}}).rule.share == 0.2
+    assert cls().aggregation_rule.name == "mean"
+    assert cls(aggregation={"trimmed_mean": {"share": 0.2}}).aggregation_rule.share == 0.2
     with pytest.raises(ValueError, match="^example: aggregation must be one of mean, median, .*, got 'medain'"):
         cls(aggregation="medain")
     with pytest.raises(TypeError):
-        cls(0.5, 3, None, "a", "median")  # by name only: it can be added to any method
+        cls(0.5, 3, None, "a", "median")  # keyword-only, so that any method can have it
 
 
-def test_a_method_says_why_it_takes_only_the_mean(cls):
+def test_a_method_for_the_mean_alone_says_why(cls):
     @dataclass(frozen=True)
     class Alone(cls, name="alone"):
         only_mean = "it averages nothing"
 
-    assert Alone(aggregation="mean").rule.name == "mean" and "aggregation" not in [item["name"] for item in Alone.options()]
+    assert Alone(aggregation="mean").aggregation_rule.name == "mean"
+    assert "aggregation" not in [item["name"] for item in Alone.options()]
     with pytest.raises(ValueError, match="^alone.aggregation must be mean, got 'median': it averages nothing$"):
         Alone(aggregation="median")
 
@@ -95,7 +111,7 @@ def test_is_frozen(cls):
         cls().count = 4
 
 
-def test_a_method_without_a_name_is_refused_when_it_is_used():
+def test_a_method_without_a_name_is_rejected_on_its_use():
     class Nameless(FedAvg):
         pass
 
@@ -104,7 +120,7 @@ def test_a_method_without_a_name_is_refused_when_it_is_used():
 
 
 def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():
-    """As a host does, which has not got the user's file."""
+    """As on a host, which does not have the user's file."""
 
     @dataclass(frozen=True)
     class Mine(FedAvg, name="mine"):
@@ -112,8 +128,9 @@ def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():
 
     @dataclass(frozen=True)
     class Another(FedAvg, name="another"):
-        __module__ = "only_here"  # of a second file, known to this process alone
+        __module__ = "only_here"  # a second file, which exists in this process alone
 
-    code = "import pickle, sys; again = pickle.load(sys.stdin.buffer); print(type(again).__name__, again.name, again.step)"
+    load = "import pickle, sys; again = pickle.load(sys.stdin.buffer)"
+    code = f"{load}; print(type(again).__name__, again.name, again.step)"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(Mine(step=0.25)), capture_output=True)
     assert done.stdout.split() == [b"Mine", b"mine", b"0.25"], done.stderr.decode()

@@ -19,9 +19,9 @@ class Net(nn.Module):
 SPEC = ParamSpec.of(Net())
 
 
-def test_parameters_come_first_then_float_buffers_and_working_space_never():
-    assert SPEC.names == ("scale", "conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias",
-                          "norm.running_mean", "norm.running_var")  # fmt: skip
+def test_parameters_come_first_then_persistent_float_buffers():
+    trained = ["scale", "conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+    assert SPEC.names == (*trained, "norm.running_mean", "norm.running_var")
     assert SPEC.num_params == 7
     assert SPEC.trained == 1 + 2 + 2 + 2 + 2 + 6 + 3 and SPEC.size == SPEC.trained + 4
     assert SPEC.all == Columns(((0, SPEC.size),))

@@ -8,7 +8,7 @@ from cfl_ray.core.rng import Draws, stream, torch_stream
 ADDRESS = (3, 7, 2, 11, "batches")
 
 
-def test_the_same_address_gives_the_same_draw_whatever_came_before():
+def test_the_same_address_gives_the_same_draw_after_any_other_draws():
     first = stream(*ADDRESS).random(5)
     np.random.default_rng(0).random(100), torch.rand(100), stream(0, 0, 0, 0, "x").random(100)
     assert np.array_equal(stream(*ADDRESS).random(5), first)
@@ -16,29 +16,36 @@ def test_the_same_address_gives_the_same_draw_whatever_came_before():
 
 
 def test_draws_never_change_from_one_version_to_the_next():
-    """Golden values: another result would mean that every published run of this package can no longer be repeated.
+    """Golden values: with other draws, no published run of this package could be repeated.
 
-    Made by `stream(3, 7, 2, 11, "batches").integers(0, 1000, 4)` and `torch.randint(1000, (4,), generator=torch_stream(...))`.
+    Made by the expressions below in the first version.
     """
     assert stream(*ADDRESS).integers(0, 1000, 4).tolist() == [662, 972, 129, 661]
     assert torch.randint(1000, (4,), generator=torch_stream(*ADDRESS)).tolist() == [724, 31, 716, 679]
 
 
 def test_every_part_of_an_address_counts():
-    others = [(4, 7, 2, 11, "batches"), (3, 8, 2, 11, "batches"), (3, 7, 3, 11, "batches"), (3, 7, 2, 12, "batches"), (3, 7, 2, 11, "dropout"), (7, 3, 2, 11, "batches")]
+    others = [
+        (4, 7, 2, 11, "batches"),
+        (3, 8, 2, 11, "batches"),
+        (3, 7, 3, 11, "batches"),
+        (3, 7, 2, 12, "batches"),
+        (3, 7, 2, 11, "dropout"),
+        (7, 3, 2, 11, "batches"),
+    ]
     for one, other in itertools.combinations([ADDRESS, *others], 2):
         assert not np.array_equal(stream(*one).random(4), stream(*other).random(4))
         assert torch_stream(*one).initial_seed() != torch_stream(*other).initial_seed()
 
 
 def test_neighbouring_addresses_are_uncorrelated():
-    """Correlation of 200 neighbouring streams of 500 draws: each has standard deviation 1 / sqrt(500) = 0.045; 5 of them is 0.22."""
+    """Correlations of 200 neighbouring streams of 500 draws have standard deviation 1 / sqrt(500) = 0.045."""
     draws = np.stack([stream(0, 1, 1, client, "batches").standard_normal(500) for client in range(200)])
     neighbours = [np.corrcoef(a, b)[0, 1] for a, b in itertools.pairwise(draws)]
     assert np.abs(neighbours).max() < 5 / np.sqrt(500) and abs(np.mean(neighbours)) < 5 / np.sqrt(500 * 199)
 
 
-def test_a_method_draws_apart_from_the_batches_of_clients():
+def test_the_draws_of_a_method_differ_from_those_of_batches():
     draws = Draws(seed=3, round=7)
     assert not np.array_equal(draws.stream("batches", 11).random(4), stream(3, 7, -1, 11, "batches").random(4))
     assert not np.array_equal(draws.stream("split").random(4), Draws(3, 8).stream("split").random(4))

@@ -16,7 +16,7 @@ def test_a_short_vector_is_returned_as_it_is():
     assert sketch(vector, 16, 0) is vector
 
 
-def test_every_coordinate_lands_in_one_feature_with_a_sign():
+def test_every_coordinate_is_added_to_one_feature_with_a_sign():
     draw = np.random.default_rng(1)
     for at in draw.integers(0, L, 50):
         unit = torch.zeros(L)
@@ -38,7 +38,7 @@ def test_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("cosine", [-0.5, 0.0, 0.5, 1.0])
 def test_inner_products_are_kept_with_the_standard_error_promised(cosine):
-    """Over 200 seeds: unbiased (5 standard errors of the mean), and the standard deviation at most sqrt(2 / F) up to 20 %."""
+    """Over 200 seeds, unbiased to 5 standard errors, with a standard deviation of at most sqrt(2 / F) up to 20 %."""
     a, b = torch.linalg.qr(vectors(2).T).Q.T
     b = cosine * a + np.sqrt(1 - cosine**2) * b
     found = np.array([(sketch(a, F, seed) @ sketch(b, F, seed)).item() for seed in range(200)])

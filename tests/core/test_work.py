@@ -1,55 +1,84 @@
 import numpy as np
 import torch
 
-from cfl_ray.core import work
-from cfl_ray.core.local import LocalSGD
-from cfl_ray.core.work import Address, Losses, Mix, Own, PullRows, Rows, Train
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import (
+    Address,
+    Averaging,
+    ClientState,
+    EvaluateClients,
+    EvaluateShared,
+    Losses,
+    ProximalRows,
+    Rows,
+    Train,
+)
 
 TABLE = torch.zeros(3, 4)
 
 
-def train(**changes) -> Train:
-    """Five clients, two output rows; client 3 goes into both of them and client 4 into none."""
-    mix = Mix(2, np.array([0, 0, 1, 0, 1]), np.array([0, 1, 2, 3, 3]), np.array([0.2, 0.3, 0.4, 0.5, 0.6]), np.array([10.0, 20.0]))
+def train() -> Train:
+    """Five clients, two output rows; client 13 is part of both rows and client 14 of none."""
+    averaging = Averaging(
+        num_rows=2,
+        out_E=np.array([0, 0, 1, 0, 1]),
+        client_E=np.array([0, 1, 2, 3, 3]),
+        weight_E=np.array([0.2, 0.3, 0.4, 0.5, 0.6]),
+        total_R=np.array([10.0, 20.0]),
+    )
     return Train(
-        Address(0, 1, 2), np.array([10, 11, 12, 13, 14]), (TABLE,), start=Rows(0, np.array([0, 1, 2, 0, 1])), local=LocalSGD(), mix=mix,
-        steps_M=np.array([1, 2, 3, 4, 5]), pulls=(PullRows(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),), own=Own("mine"), **changes,
-    )  # fmt: skip
+        Address(0, 1, 2),
+        np.array([10, 11, 12, 13, 14]),
+        (TABLE,),
+        start=Rows(0, np.array([0, 1, 2, 0, 1])),
+        local=LocalSGD(),
+        steps_M=np.array([1, 2, 3, 4, 5]),
+        averaging=averaging,
+        proximal=(ProximalRows(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),),
+        client_state=ClientState("personal"),
+    )
 
 
-def test_a_piece_holds_its_clients_and_no_tables():
+def test_a_piece_has_its_clients_and_no_tables():
     piece = train().take(np.array([3, 1]))
     assert piece.ids_M.tolist() == [13, 11] and piece.steps_M.tolist() == [4, 2]
-    assert piece.start == Rows(0, piece.start.row_M) and piece.start.row_M.tolist() == [0, 1]
-    assert piece.pulls[0].anchor.row_M.tolist() == [1, 2] and piece.pulls[0].weight == 0.1
-    assert piece.tables == () and piece.address == Address(0, 1, 2) and piece.own == Own("mine")
+    assert piece.start.table == 0 and piece.start.row_M.tolist() == [0, 1]
+    assert piece.proximal[0].anchor.row_M.tolist() == [1, 2] and piece.proximal[0].weight == 0.1
+    assert piece.tables == () and piece.address == Address(0, 1, 2) and piece.client_state == ClientState("personal")
 
 
-def test_a_piece_keeps_its_part_of_the_mix_with_its_own_numbering():
-    mix = train().take(np.array([3, 1])).mix
-    edges = sorted(zip(mix.out_E.tolist(), mix.client_E.tolist(), mix.weight_E.tolist()))
-    assert edges == [(0, 0, 0.5), (0, 1, 0.3), (1, 0, 0.6)]
-    assert mix.num_rows == 2 and mix.total_R.tolist() == [10, 20]
-    assert train().take(np.array([4])).mix.out_E.tolist() == []
+def test_a_piece_has_its_part_of_the_averages_with_its_own_numbering():
+    averaging = train().take(np.array([3, 1])).averaging
+    entries = sorted(zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist()))
+    assert entries == [(0, 0, 0.5), (0, 1, 0.3), (1, 0, 0.6)]
+    assert averaging.num_rows == 2 and averaging.total_R.tolist() == [10, 20]
+    assert train().take(np.array([4])).averaging.out_E.tolist() == []
 
 
-def test_pieces_make_up_the_whole():
-    whole, edges = train(), []
+def test_the_averages_of_all_pieces_make_up_the_whole():
+    whole, entries = train().averaging, []
     for index_m in (np.array([4, 0]), np.array([2]), np.array([1, 3])):
-        mix = whole.take(index_m).mix
-        edges += zip(mix.out_E.tolist(), index_m[mix.client_E].tolist(), mix.weight_E.tolist())
-    assert sorted(edges) == sorted(zip(whole.mix.out_E.tolist(), whole.mix.client_E.tolist(), whole.mix.weight_E.tolist()))
+        part = train().take(index_m).averaging
+        entries += zip(part.out_E.tolist(), index_m[part.client_E].tolist(), part.weight_E.tolist())
+    assert sorted(entries) == sorted(zip(whole.out_E.tolist(), whole.client_E.tolist(), whole.weight_E.tolist()))
 
 
-def test_what_is_absent_stays_absent():
-    piece = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=Rows(0, np.zeros(3, int)), local=LocalSGD(), steps_M=np.ones(3, int)).take(np.array([2]))
-    assert piece.mix is None and piece.keep is None and piece.own is None and piece.pulls == () and not any(piece.stays)
+def test_optional_parts_are_absent_from_a_piece_too():
+    start, steps_M = Rows(0, np.zeros(3, int)), np.ones(3, int)
+    work = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=start, local=LocalSGD(), steps_M=steps_M)
+    piece = work.take(np.array([2]))
+    assert piece.averaging is None and piece.features is None and piece.client_state is None and piece.proximal == ()
+    assert not piece.updates_client_state and not piece.defers_results
 
 
-def test_every_table_in_use_is_known():
-    assert [rows.row_M.tolist() for rows in train().rows()] == [[0, 1, 2, 0, 1], [2, 2, 1, 1, 0]]
-    assert [rows.row_M.tolist() for rows in Losses(Address(0, 1, 1), np.arange(9), (TABLE,), num_models=3).rows()] == [[0, 1, 2]]
-    assert [rows.row_M.tolist() for rows in work.TestShared(Address(0, 1, -1), np.array([0, 0]), (TABLE,), start=Rows(0, np.array([1, 2]))).rows()] == [[1, 2]]
+def test_all_tables_in_use_are_listed():
+    address, ids, start = Address(0, 1, 1), np.array([0, 0]), Rows(0, np.array([1, 2]))
+    used = lambda work: [rows.row_M.tolist() for rows in work.rows()]
+    assert used(train()) == [[0, 1, 2, 0, 1], [2, 2, 1, 1, 0]]
+    assert used(Losses(address, ids, (TABLE,), num_models=3)) == [[0, 1, 2]]
+    assert used(EvaluateShared(address, ids, (TABLE,), start=start)) == [[1, 2]]
+    assert used(EvaluateClients(address, ids, (TABLE,), start=start, vote=2)) == [[0, 1]]
+    assert used(EvaluateClients(address, ids, (TABLE,), start=start, frozen_model=start)) == [[1, 2], [1, 2]]
 
 
 def test_every_piece_of_losses_compares_all_models():

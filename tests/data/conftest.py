@@ -1,4 +1,4 @@
-"""A toy data set whose images say which row they are, and the real data where this machine has them."""
+"""A toy data set whose images encode their row, and the real data sets where they are on this machine."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.config import Data
+from cfl_ray.config import DataConfig
 from cfl_ray.data.images import Images
 from cfl_ray.data.sources import locate
 
@@ -27,13 +27,18 @@ def data_root() -> Path:
 
 @pytest.fixture(scope="session")
 def real(data_root):
-    """Reads a real data set without its pixels, once: its labels are what a division is about."""
+    """Reads a real data set without its pixels, once; the division needs only labels."""
 
     @functools.cache
     def read(name: str) -> Images:
-        data = Data(source=name, root=str(data_root))
+        data = DataConfig(source=name, root=str(data_root))
         if name == "images":
-            data = Data(source=name, root=str(data_root / "hf/cifar10"), columns={"image": "img", "label": "label"}, test_files="plain_text/test-*.parquet")
+            data = DataConfig(
+                source=name,
+                root=str(data_root / "hf/cifar10"),
+                columns={"image": "img", "label": "label"},
+                test_files="plain_text/test-*.parquet",
+            )
         return locate(name, data).read(False, None)
 
     return read
@@ -41,9 +46,19 @@ def real(data_root):
 
 @pytest.fixture
 def toy():
-    """Makes an Images of n training rows: pixel (0, 0) and (0, 1) of row r are r % 256 and r // 256, its label is r % classes."""
+    """Makes Images with n training rows: row r has the label r % classes.
 
-    def make(n: int = 400, n_test: int = 100, shape: tuple[int, int, int] = (1, 4, 4), classes: int = 10, seed: int = 0, **known) -> Images:
+    Its pixels (0, 0) and (0, 1) are r % 256 and r // 256.
+    """
+
+    def make(
+        n: int = 400,
+        n_test: int = 100,
+        shape: tuple[int, int, int] = (1, 4, 4),
+        classes: int = 10,
+        seed: int = 0,
+        **known,
+    ) -> Images:
         def part(count: int):
             x = np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
             rows = np.arange(count)
@@ -57,11 +72,24 @@ def toy():
 
 @pytest.fixture
 def config():
-    """Makes a Data section: config("iid", 4, view="label", shift={...})."""
+    """Makes a DataConfig: config("iid", 4, view="label", shift={...})."""
 
-    def make(kind: str = "iid", clients: int | None = 4, view: str = "cluster", shift: dict | None = None, max_images: int | None = None,
-             fraction: float = 0.2, source: str = "digits", pool: bool = False, **partition) -> Data:
-        return Data(source=source, shift=shift or {}, partition={"kind": kind, "clients": clients, **partition},
-                    test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool})
+    def make(
+        kind: str = "iid",
+        clients: int | None = 4,
+        view: str = "cluster",
+        shift: dict | None = None,
+        max_images: int | None = None,
+        fraction: float = 0.2,
+        source: str = "digits",
+        pool: bool = False,
+        **partition,
+    ) -> DataConfig:
+        return DataConfig(
+            source=source,
+            shift=shift or {},
+            partition={"kind": kind, "clients": clients, **partition},
+            test={"view": view, "max_images": max_images, "fraction": fraction, "pool": pool},
+        )
 
     return make

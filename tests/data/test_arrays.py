@@ -15,10 +15,12 @@ CLIENTS = np.array(["b", "a", "c", "a"] * 10)
 
 def test_clients_are_numbered_in_order_of_their_ids():
     federation = federation_from_arrays(X, Y, CLIENTS, x_test=X[:8], y_test=Y[:8])
-    assert [federation.client_name(client) for client in range(3)] == ["a", "b", "c"] and federation.size_N.tolist() == [20, 10, 10]
+    assert [federation.client_name(client) for client in range(3)] == ["a", "b", "c"]
+    assert federation.num_samples_N.tolist() == [20, 10, 10]
     x, y = federation.train(1)
     assert torch.equal(x, torch.from_numpy(X[CLIENTS == "b"]) / 255) and y.tolist() == Y[CLIENTS == "b"].tolist()
-    assert federation.view == "cluster" and federation.num_test_sets() == 1 and federation.test_set_of(np.arange(3)).tolist() == [0, 0, 0]
+    assert federation.view == "cluster" and federation.num_test_sets() == 1
+    assert federation.test_set_of(np.arange(3)).tolist() == [0, 0, 0]
     assert federation.shape.input == (1, 3, 3) and federation.shape.num_classes == 4 and federation.group_N is None
 
 
@@ -28,29 +30,38 @@ def test_float_and_torch_inputs_are_taken_as_they_are():
     assert torch.equal(federation.train(0)[0], x[::2]) and torch.equal(federation.test_set(0)[0], x[:4])
 
 
-def test_own_samples_are_held_out_where_there_is_no_test_set():
+def test_samples_are_held_out_where_there_is_no_test_set():
     federation = federation_from_arrays(X, Y, CLIENTS, holdout=0.3)
-    assert federation.view == "holdout" and federation.size_N.tolist() == [14, 7, 7] and federation.num_test_sets() == 0
+    assert federation.view == "holdout" and federation.num_test_sets() == 0
+    assert federation.num_samples_N.tolist() == [14, 7, 7]
     for client, name in enumerate("abc"):
         rows = torch.cat([federation.train(client)[0], federation.holdout(client)[0]]).flatten(1).numpy()
-        assert np.array_equal(np.unique(rows, axis=0), np.unique(np.float32(X[CLIENTS == name].reshape(-1, 9)) / np.float32(255), axis=0))
+        expected = np.float32(X[name == CLIENTS].reshape(-1, 9)) / np.float32(255)
+        assert np.array_equal(np.unique(rows, axis=0), np.unique(expected, axis=0))
     other = federation_from_arrays(X, Y, CLIENTS, holdout=0.3, seed=1)
     assert not torch.equal(other.train(0)[0], federation.train(0)[0])
 
 
-def test_test_clients_own_their_test_samples():
+def test_test_samples_belong_to_test_clients():
     federation = federation_from_arrays(X, Y, CLIENTS, x_test=X[:4], y_test=Y[:4], test_clients=CLIENTS[:4])
-    assert federation.size_N.tolist() == [20, 10, 10]
-    assert torch.equal(federation.test(0)[0], torch.from_numpy(X[[1, 3]]) / 255) and federation.test(2)[1].tolist() == [2]
+    assert federation.num_samples_N.tolist() == [20, 10, 10]
+    assert torch.equal(federation.test(0)[0], torch.from_numpy(X[[1, 3]]) / 255)
+    assert federation.test(2)[1].tolist() == [2]
 
 
 def test_label_view():
     federation = federation_from_arrays(X, Y, CLIENTS, x_test=X[:8], y_test=Y[:8], view="label")
-    assert federation.labels_of(np.arange(3)).tolist() == [[False, True, False, True], [True, False, False, False], [False, False, True, False]]
+    assert federation.labels_of(np.arange(3)).tolist() == [
+        [False, True, False, True],
+        [True, False, False, False],
+        [False, False, True, False],
+    ]
     assert federation.test(0)[1].tolist() == [1, 3, 1, 3]
 
 
-@pytest.mark.parametrize("groups", [{"a": "x", "b": "y", "c": "x"}, np.where(CLIENTS == "b", "y", "x"), np.where(CLIENTS == "b", 9, 2)])
+@pytest.mark.parametrize(
+    "groups", [{"a": "x", "b": "y", "c": "x"}, np.where(CLIENTS == "b", "y", "x"), np.where(CLIENTS == "b", 9, 2)]
+)
 def test_groups_by_client_or_by_sample(groups):
     assert federation_from_arrays(X, Y, CLIENTS, groups=groups).group_N.tolist() == [0, 1, 0]
 
@@ -73,32 +84,35 @@ def nan_in_row_7():
     return x
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"y": Y[:39]}, "y has 39 entries, x has 40"),
-    ({"clients": CLIENTS[:5]}, "clients has 5 entries, x has 40"),
-    ({"x": nan_in_row_7()}, "x has NaN or infinity as float32 in 1 of 40 rows, first in row 7"),
-    ({"x": X.astype(np.int64)}, "x must be uint8 or float, got int64"),
-    ({"x": np.zeros((0, 3), np.uint8), "y": [], "clients": []}, r"x must be \(n, \*input\) with n >= 1"),
-    ({"x": Y}, r"x must be \(n, \*input\)"),
-    ({"y": Y - 1}, "y has the negative label -1 in row 0"),
-    ({"y": Y / 2}, "y must be integers"),
-    ({"num_classes": 3}, "label 3 does not fit num_classes 3; labels run from 0 to 2"),
-    ({"clients": np.array(["a", 1] * 20, object)}, "clients must be all integers or all strings, found int, str"),
-    ({"clients": np.array([object()] * 40)}, "found object"),
-    ({"clients": np.linspace(0, 1, 40)}, "clients must be integers or strings of shape"),
-    ({"clients": np.arange(40)}, "client '0' has 1 sample; holding out a part needs 2"),
-    ({"holdout": 1.0}, "holdout is a share between 0 and 1, got 1.0"),
-    ({"x_test": X}, "x_test and y_test belong together"),
-    ({"x_test": X, "y_test": Y[:3]}, "y_test has 3 entries, x_test has 40"),
-    ({"x_test": X / 255, "y_test": Y}, r"x_test holds float32 \(1, 3, 3\), x holds uint8 \(1, 3, 3\)"),
-    ({"x_test": X, "y_test": Y, "test_clients": np.array(["d"] * 40)}, "client 'd' has no training sample"),
-    ({"x_test": X, "y_test": Y, "test_clients": np.array(["a"] * 40)}, "client 'b' has no test sample"),
-    ({"test_clients": CLIENTS}, "test_clients says who owns x_test, which is not given"),
-    ({"view": "cluster"}, "the test view cluster does not fit these arrays, holdout does"),
-    ({"groups": {"a": 0}}, "no group for client 'b' .2 of 3"),
-    ({"groups": np.arange(40)}, r"groups: client \w is in groups \d+ and \d+ \(row \d+\)"),
-    ({"normalize": [[0.5, 0.5], [1, 1]]}, "data.normalize must be"),
-])
-def test_what_does_not_fit_is_named(change, message):
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"y": Y[:39]}, "y has 39 entries, x has 40"),
+        ({"clients": CLIENTS[:5]}, "clients has 5 entries, x has 40"),
+        ({"x": nan_in_row_7()}, "x has NaN or infinity as float32 in 1 of 40 rows, first in row 7"),
+        ({"x": X.astype(np.int64)}, "x must be uint8 or float, got int64"),
+        ({"x": np.zeros((0, 3), np.uint8), "y": [], "clients": []}, r"x must be \(n, \*input\) with n >= 1"),
+        ({"x": Y}, r"x must be \(n, \*input\)"),
+        ({"y": Y - 1}, "y has the negative label -1 in row 0"),
+        ({"y": Y / 2}, "y must be integers"),
+        ({"num_classes": 3}, "label 3 does not fit num_classes 3; labels run from 0 to 2"),
+        ({"clients": np.array(["a", 1] * 20, object)}, "clients must be all integers or all strings, found int, str"),
+        ({"clients": np.array([object()] * 40)}, "found object"),
+        ({"clients": np.linspace(0, 1, 40)}, "clients must be integers or strings of shape"),
+        ({"clients": np.arange(40)}, "client '0' has 1 sample; holding out a part needs 2"),
+        ({"holdout": 1.0}, "holdout is a share between 0 and 1, got 1.0"),
+        ({"x_test": X}, "x_test and y_test belong together"),
+        ({"x_test": X, "y_test": Y[:3]}, "y_test has 3 entries, x_test has 40"),
+        ({"x_test": X / 255, "y_test": Y}, r"x_test holds float32 \(1, 3, 3\), x holds uint8 \(1, 3, 3\)"),
+        ({"x_test": X, "y_test": Y, "test_clients": np.array(["d"] * 40)}, "client 'd' has no training sample"),
+        ({"x_test": X, "y_test": Y, "test_clients": np.array(["a"] * 40)}, "client 'b' has no test sample"),
+        ({"test_clients": CLIENTS}, "test_clients says who owns x_test, which is not given"),
+        ({"view": "cluster"}, "the test view cluster does not fit these arrays, holdout does"),
+        ({"groups": {"a": 0}}, "no group for client 'b' .2 of 3"),
+        ({"groups": np.arange(40)}, r"groups: client \w is in groups \d+ and \d+ \(row \d+\)"),
+        ({"normalize": [[0.5, 0.5], [1, 1]]}, "data.normalize must be"),
+    ],
+)
+def test_wrong_input_is_named(change, message):
     with pytest.raises(DataError, match=message):
         federation_from_arrays(**{"x": X, "y": Y, "clients": CLIENTS, **change})

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cfl_ray.config import Data
+from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.sources import locate
 
@@ -21,28 +21,36 @@ def write(folder, name, **users):
 
 
 def read(root, **data):
-    return locate("femnist_leaf", Data(source="femnist_leaf", root=str(root), **data)).read(True, None)
+    return locate("femnist_leaf", DataConfig(source="femnist_leaf", root=str(root), **data)).read(True, None)
 
 
-def test_leafs_json_gives_back_the_bytes_it_was_made_from(tmp_path):
+def test_json_is_read_as_the_bytes_it_was_made_from(tmp_path):
     write(tmp_path / "femnist/data", "train/a.json", f0=user([0, 1]), f1=user([]))
     write(tmp_path / "femnist/data", "train/b.json", f2=user([2]))
     write(tmp_path / "femnist/data", "test/a.json", f0=user([3, 4]))
     images = read(tmp_path)
-    assert np.array_equal(images.train_x.reshape(-1, 784), PIXELS[:3]) and np.array_equal(images.test_x.reshape(-1, 784), PIXELS[3:])
-    assert images.client.tolist() == ["f0", "f0", "f2"] and images.train_y.tolist() == [10, 11, 12] and images.num_classes == 62
+    assert np.array_equal(images.train_x.reshape(-1, 784), PIXELS[:3])
+    assert np.array_equal(images.test_x.reshape(-1, 784), PIXELS[3:])
+    assert images.client.tolist() == ["f0", "f0", "f2"] and images.train_y.tolist() == [10, 11, 12]
+    assert images.num_classes == 62
     assert np.array_equal(read(tmp_path, train_files="femnist/data").train_x, images.train_x)
 
 
-@pytest.mark.parametrize("content, message", [
-    ({"u": {"x": [[0.5] * 783], "y": [1]}}, r"user 'u' needs x of shape \(1, 784\) and y of \(1,\), got \(1, 783\)"),
-    ({"u": {"x": [[1.5] * 784], "y": [1]}}, r"must lie in \[0, 1\], found 1.5..1.5"),
-    ({"u": {"x": [[float("nan")] * 784], "y": [1]}}, r"must lie in \[0, 1\], found nan"),
-    ({"u": user([0], y=[62])}, "must lie in 0..61, found 62..62"),
-    ({"u": {"x": [[0.5] * 784, [0.5]], "y": [1, 2]}}, "data of user 'u' cannot be read"),
-    ({"u": user([])}, "no user of its 1 JSON files has a sample"),
-])
-def test_what_does_not_fit_is_named(tmp_path, content, message):
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            {"u": {"x": [[0.5] * 783], "y": [1]}},
+            r"user 'u' needs x of shape \(1, 784\) and y of \(1,\), got \(1, 783\)",
+        ),
+        ({"u": {"x": [[1.5] * 784], "y": [1]}}, r"must lie in \[0, 1\], found 1.5..1.5"),
+        ({"u": {"x": [[float("nan")] * 784], "y": [1]}}, r"must lie in \[0, 1\], found nan"),
+        ({"u": user([0], y=[62])}, "must lie in 0..61, found 62..62"),
+        ({"u": {"x": [[0.5] * 784, [0.5]], "y": [1, 2]}}, "data of user 'u' cannot be read"),
+        ({"u": user([])}, "no user of its 1 JSON files has a sample"),
+    ],
+)
+def test_unusable_content_is_named(tmp_path, content, message):
     write(tmp_path, "train/a.json", **content)
     with pytest.raises(DataError, match=message):
         read(tmp_path)

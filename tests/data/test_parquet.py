@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from cfl_ray.config import Columns, Data
+from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.core.errors import DataError
 from cfl_ray.data import parquet
 from cfl_ray.data.sources import locate
@@ -22,21 +22,27 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)
 
 
 def write(path, images=None, as_struct=True, **columns):
-    """A parquet file of these PNG bytes; None makes a null."""
+    """Writes a parquet file of these PNG bytes (None: a null); returns a list with its path."""
     images = [encoded(one) for one in PIXELS] if images is None else images
-    image = pa.array([None if one is None else {"bytes": one, "path": "x.png"} for one in images]) if as_struct else pa.array(images, pa.binary())
+    image = (
+        pa.array([None if one is None else {"bytes": one, "path": "x.png"} for one in images])
+        if as_struct
+        else pa.array(images, pa.binary())
+    )
     columns = {"label": list(range(len(images))), **columns}
     pq.write_table(pa.table({"image": image, **columns}), path)
     return [path]
 
 
 def read(files, test=(), pixels=True, num_classes=None, **columns):
-    return parquet.read(files, list(test), Columns(**columns), num_classes, pixels, None)
+    return parquet.read(files, list(test), ColumnsConfig(**columns), num_classes, pixels, None)
 
 
 @pytest.mark.parametrize("as_struct", [True, False])
 def test_pixels_are_channels_first_and_in_order(tmp_path, as_struct):
-    images = read(write(tmp_path / "a.parquet", as_struct=as_struct) + write(tmp_path / "b.parquet", [encoded(PIXELS[3])]))
+    images = read(
+        write(tmp_path / "a.parquet", as_struct=as_struct) + write(tmp_path / "b.parquet", [encoded(PIXELS[3])])
+    )
     assert np.array_equal(images.train_x, PIXELS[[0, 1, 2, 3, 4, 5, 3]].transpose(0, 3, 1, 2))
     assert images.train_y.tolist() == [0, 1, 2, 3, 4, 5, 0] and images.num_classes == 6 and images.test_x is None
 
@@ -48,30 +54,37 @@ def test_a_summary_decodes_only_the_first_image(tmp_path):
 
 
 def test_clients_and_groups(tmp_path):
-    train = write(tmp_path / "a.parquet", who=list("aabbcc"), site=list("yyxxyy"))
+    train = write(tmp_path / "a.parquet", writer=list("aabbcc"), site=list("yyxxyy"))
     test = write(tmp_path / "t.parquet", site=list("xxxxxy"))
-    images = read(train, test, client="who", group="site")
-    assert images.client.tolist() == list("aabbcc") and images.group.tolist() == [1, 1, 0, 0, 1, 1] and images.test_group.tolist() == [0] * 5 + [1]
+    images = read(train, test, client="writer", group="site")
+    assert images.client.tolist() == list("aabbcc") and images.group.tolist() == [1, 1, 0, 0, 1, 1]
+    assert images.test_group.tolist() == [0] * 5 + [1]
 
 
-@pytest.mark.parametrize("columns, message", [
-    ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
-    ({"label": list("abcdef")}, "label column 'label' must hold integers, it holds string"),
-    ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, found -1..4"),
-    ({"label": [0, 1, 2, 3, 4, 62]}, "hold label 62 in column 'label'; labels run from 0 to 61"),
-])
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
+        ({"label": list("abcdef")}, "label column 'label' must hold integers, it holds string"),
+        ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, found -1..4"),
+        ({"label": [0, 1, 2, 3, 4, 62]}, "hold label 62 in column 'label'; labels run from 0 to 61"),
+    ],
+)
 def test_labels_that_do_not_fit(tmp_path, columns, message):
     with pytest.raises(DataError, match=message) as error:
         read(write(tmp_path / "a.parquet", **columns), num_classes=62)
     assert "a.parquet" in str(error.value)
 
 
-@pytest.mark.parametrize("bad, message", [
-    (None, "row 1 has no image bytes"),
-    (b"GIF89a", "row 1 is neither PNG nor JPEG"),
-    (encoded(PIXELS[0])[:60], "row 1 is damaged|row 1 is neither"),
-    (encoded(PIXELS[0][:4]), "row 1 is 4x7, the first one is 5x7"),
-])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (None, "row 1 has no image bytes"),
+        (b"GIF89a", "row 1 is neither PNG nor JPEG"),
+        (encoded(PIXELS[0])[:60], "row 1 is damaged|row 1 is neither"),
+        (encoded(PIXELS[0][:4]), "row 1 is 4x7, the first one is 5x7"),
+    ],
+)
 def test_images_that_do_not_fit(tmp_path, bad, message):
     with pytest.raises(DataError, match=message):
         read(write(tmp_path / "a.parquet", [encoded(PIXELS[0]), bad]))
@@ -91,7 +104,7 @@ def test_columns_that_do_not_exist_or_are_of_another_kind(tmp_path):
 
 
 def test_femnist_as_hugging_face_has_it(data_root):
-    images = locate("femnist", Data(source="femnist", root=str(data_root))).read(False, None)
+    images = locate("femnist", DataConfig(source="femnist", root=str(data_root))).read(False, None)
     assert images.train_x.shape == (60_359, 1, 28, 28) and images.num_classes == 62 and images.train_y.max() == 61
     counts = np.unique(images.client, return_counts=True)[1]
     assert len(counts) == 396 and (counts >= 50).sum() == 376
@@ -99,36 +112,53 @@ def test_femnist_as_hugging_face_has_it(data_root):
 
 @pytest.fixture
 def slice_of(tmp_path):
-    """Writes some rows of a parquet file as a file of their own."""
+    """Writes the first rows of a parquet file to a new file."""
+
     def write_slice(source, target, rows):
         path = tmp_path / target
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_batches([next(pq.ParquetFile(source).iter_batches(rows))]), path)
+
     return write_slice
 
 
 def test_cifar10_as_hugging_face_has_it(data_root, slice_of, tmp_path):
     for part, rows in (("train", 300), ("test", 100)):
-        slice_of(data_root / f"hf/cifar10/plain_text/{part}-00000-of-00001.parquet", f"plain_text/{part}-00000-of-00001.parquet", rows)
-    data = Data(source="images", root=str(tmp_path), test_files="plain_text/test-*.parquet", columns={"image": "img", "label": "label"})
+        slice_of(
+            data_root / f"hf/cifar10/plain_text/{part}-00000-of-00001.parquet",
+            f"plain_text/{part}-00000-of-00001.parquet",
+            rows,
+        )
+    data = DataConfig(
+        source="images",
+        root=str(tmp_path),
+        test_files="plain_text/test-*.parquet",
+        columns={"image": "img", "label": "label"},
+    )
     images = locate("images", data).read(True, None)
-    assert images.train_x.shape == (300, 3, 32, 32) and images.test_x.shape == (100, 3, 32, 32) and images.num_classes == 10
+    assert images.train_x.shape == (300, 3, 32, 32) and images.test_x.shape == (100, 3, 32, 32)
+    assert images.num_classes == 10
     last = pq.read_table(tmp_path / "plain_text/train-00000-of-00001.parquet")["img"][299].as_py()["bytes"]
     assert np.array_equal(images.train_x[299].transpose(1, 2, 0), np.asarray(Image.open(io.BytesIO(last))))
 
 
 def test_femnist_pixels_have_a_white_background(data_root, slice_of, tmp_path):
     slice_of(data_root / "hf/femnist/data/train-00000-of-00001.parquet", "data/train.parquet", 200)
-    images = locate("femnist", Data(source="femnist", root=str(tmp_path))).read(True, None)
+    images = locate("femnist", DataConfig(source="femnist", root=str(tmp_path))).read(True, None)
     assert images.shape == (1, 28, 28) and np.median(images.train_x) == 255
 
 
 def test_training_and_test_files_are_kept_apart(tmp_path):
     for name in ("train-0.parquet", "test-0.parquet"):
         write(tmp_path / name)
-    source = locate("images", Data(source="images", root=str(tmp_path), train_files="*.parquet", test_files="test-*.parquet"))
-    assert [file.name for file in source.files] == ["train-0.parquet", "test-0.parquet"] and len(source.read(True, None).train_y) == 6
+
+    def find(**files):
+        return locate("images", DataConfig(source="images", root=str(tmp_path), **files))
+
+    source = find(train_files="*.parquet", test_files="test-*.parquet")
+    assert [file.name for file in source.files] == ["train-0.parquet", "test-0.parquet"]
+    assert len(source.read(True, None).train_y) == 6
     with pytest.raises(DataError, match="name the same files"):
-        locate("images", Data(source="images", root=str(tmp_path), train_files="*.parquet", test_files="*.parquet"))
+        find(train_files="*.parquet", test_files="*.parquet")
     with pytest.raises(DataError, match="no file matches 'eval-\\*'"):
-        locate("images", Data(source="images", root=str(tmp_path), test_files="eval-*"))
+        find(test_files="eval-*")

@@ -5,7 +5,8 @@ from cfl_ray.core.errors import DataError
 from cfl_ray.data.plan import make_plan
 
 
-def owned(plan):
+def rows_of(plan):
+    """Returns all rows of each client."""
     return [np.concatenate([client.train, client.held_out]) for client in plan.clients]
 
 
@@ -15,18 +16,20 @@ def test_each_rotated_group_divides_the_whole_set_among_its_share_of_clients(toy
     for group in range(4):
         rows = np.concatenate([client.train for client in plan.clients if client.group == group])
         assert np.array_equal(np.sort(rows), np.arange(400))
-    assert [client.test_set for client in plan.clients] == [client.group for client in plan.clients] and len(plan.test_sets) == 4
+    assert [client.test_set for client in plan.clients] == [client.group for client in plan.clients]
+    assert len(plan.test_sets) == 4
 
 
 def test_the_seed_decides_and_groups_draw_apart(toy, config):
     def rows(seed):
-        return owned(make_plan(toy(), None, config(clients=4, shift={"kind": "shifted", "offsets": [0, 5]}), seed))
+        return rows_of(make_plan(toy(), None, config(clients=4, shift={"kind": "shifted", "offsets": [0, 5]}), seed))
+
     first, again, other = rows(0), rows(0), rows(1)
     assert all(map(np.array_equal, first, again)) and not any(map(np.array_equal, first, other))
     assert not np.array_equal(first[0], first[2])
 
 
-def test_no_truth_without_groups(toy, config):
+def test_no_true_groups_without_groups(toy, config):
     assert {client.group for client in make_plan(toy(), None, config(), 0).clients} == {-1}
 
 
@@ -45,23 +48,29 @@ def test_samples_caps_the_training_samples_and_not_the_held_out_ones(toy, config
     assert {(len(client.train), len(client.held_out)) for client in plan.clients} == {(30, 25)}
 
 
-@pytest.mark.parametrize("n, fraction, sizes", [(10, 0.2, (8, 2)), (2, 0.01, (1, 1)), (2, 0.99, (1, 1)), (3, 0.5, (1, 2))])
+@pytest.mark.parametrize(
+    "n, fraction, sizes", [(10, 0.2, (8, 2)), (2, 0.01, (1, 1)), (2, 0.99, (1, 1)), (3, 0.5, (1, 2))]
+)
 def test_holdout_keeps_one_of_each(toy, config, n, fraction, sizes):
     plan = make_plan(toy(n=n, n_test=0), None, config(clients=1, view="holdout", fraction=fraction), 0)
     client = plan.clients[0]
     assert (len(client.train), len(client.held_out)) == sizes and plan.test_sets == []
-    assert np.array_equal(np.sort(owned(plan)[0]), np.arange(n))
+    assert np.array_equal(np.sort(rows_of(plan)[0]), np.arange(n))
 
 
 def test_holdout_needs_two_samples(toy, config):
     images = toy(n=3, client=np.array(["ann", "ann", "bob"]))
-    with pytest.raises(DataError, match="client 'bob' has 1 sample; holding out a part needs 2: set data.partition.min_samples: 2"):
+    with pytest.raises(
+        DataError, match="client 'bob' has 1 sample; holding out a part needs 2: set data.partition.min_samples: 2"
+    ):
         make_plan(images, None, config("writer", None, view="holdout"), 0)
     assert len(make_plan(images, None, config("writer", None, view="holdout", min_samples=2), 0).clients) == 1
 
 
 def test_shared_views_need_a_test_part(toy, config):
-    with pytest.raises(DataError, match="view: cluster needs a test part, which 'digits' does not have; set data.test.view: holdout"):
+    with pytest.raises(
+        DataError, match="view: cluster needs a test part, which 'digits' does not have; set data.test.view: holdout"
+    ):
         make_plan(toy(n_test=0), None, config(), 0)
 
 
@@ -69,7 +78,9 @@ def test_label_view_shares_one_set_where_images_are_the_same(toy, config):
     plan = make_plan(toy(), None, config(clients=8, view="label", shift={"kind": "pathological"}), 0)
     assert len(plan.test_sets) == 1 and len(plan.test_sets[0].rows) == 100
     assert [np.flatnonzero(labels).tolist() for labels in plan.labels_NC[::2]] == [[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]]
-    rotated = make_plan(toy(), None, config(clients=8, view="label", shift={"kind": "rotated_labels", "angles": [0, 180]}), 0)
+    rotated = make_plan(
+        toy(), None, config(clients=8, view="label", shift={"kind": "rotated_labels", "angles": [0, 180]}), 0
+    )
     assert len(rotated.test_sets) == 2
 
 
@@ -95,19 +106,24 @@ THREE_SIZES = [{"keep": 0.1, "clients": 3}, {"keep": 0.3, "clients": 3}, {"keep"
 
 
 def labels(client):
-    """int64 (C,): samples of each label that a client trains with."""
-    return np.bincount(client.variant.labels(client.variant.images.train_y[client.train]), minlength=client.variant.images.num_classes)
+    """Returns int64 (C,): training samples of each label of a client."""
+    return np.bincount(
+        client.variant.labels(client.variant.images.train_y[client.train]), minlength=client.variant.images.num_classes
+    )
 
 
 class TestCut:
     def test_shrinks_that_many_random_clients_and_leaves_the_others(self, toy, config):
         cut = [{"keep": 0.1, "clients": 2}, {"keep": 0.5, "clients": 1}]
-        whole, plan, other = (make_plan(toy(), None, config(clients=8, view="holdout", samples=30, cut=c), seed)
-                              for c, seed in (([], 0), (cut, 0), (cut, 1)))
+        whole, plan, other = (
+            make_plan(toy(), None, config(clients=8, view="holdout", samples=30, cut=c), seed)
+            for c, seed in (([], 0), (cut, 0), (cut, 1))
+        )
         sizes = [len(client.train) for client in plan.clients]
-        assert sorted(sizes) == [3, 3, 15, 30, 30, 30, 30, 30] and sizes != [len(client.train) for client in other.clients]
+        assert sorted(sizes) == [3, 3, 15, 30, 30, 30, 30, 30]
+        assert sizes != [len(client.train) for client in other.clients]
         for before, after in zip(whole.clients, plan.clients):
-            assert np.array_equal(before.held_out, after.held_out), "what is held out stays"
+            assert np.array_equal(before.held_out, after.held_out), "a cut leaves held-out samples"
             assert len(after.train) < 30 or np.array_equal(before.train, after.train)
 
     def test_leaves_one_sample(self, toy, config):
@@ -128,8 +144,9 @@ def test_sizes_are_those_of_the_clients_in_order_whatever_their_group(toy, confi
 
 
 def test_groups_of_the_partition_are_the_true_ones(toy, config):
-    natural = {"group": (np.arange(400) // 200).astype(np.int32), "test_group": np.zeros(100, np.int32)}  # what the data came with has no say
-    plan = make_plan(toy(**natural), None, config("classes", 10, view="label", groups=4, classes_per_group=2, classes_per_client=1), 0)
+    natural = {"group": (np.arange(400) // 200).astype(np.int32), "test_group": np.zeros(100, np.int32)}
+    data = config("classes", 10, view="label", groups=4, classes_per_group=2, classes_per_client=1)
+    plan = make_plan(toy(**natural), None, data, 0)  # the groups of the partition replace the natural ones
     assert [client.group for client in plan.clients] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3] and len(plan.test_sets) == 1
     assert [client.name for client in plan.clients] == [str(number) for number in range(10)]
 
@@ -139,19 +156,23 @@ class TestPool:
         images = toy()
         data = config(clients=5, view="holdout", pool=True)
         plan = make_plan(images, None, data, 0)
-        assert np.array_equal(np.sort(np.concatenate(owned(plan))), np.arange(500)) and plan.test_sets == []
+        assert np.array_equal(np.sort(np.concatenate(rows_of(plan))), np.arange(500)) and plan.test_sets == []
         x, y = plan.clients[0].variant.train(np.array([3, 403]))
-        assert np.array_equal(x, [images.train_x[3], images.test_x[3]]) and y.tolist() == [images.train_y[3], images.test_y[3]]
+        assert np.array_equal(x, [images.train_x[3], images.test_x[3]])
+        assert y.tolist() == [images.train_y[3], images.test_y[3]]
         assert {(len(client.train), len(client.held_out)) for client in plan.clients} == {(80, 20)}
 
     def test_of_a_hybrid_divides_both_parts_of_both(self, toy, config):
-        plan = make_plan(toy(), toy(n=200, seed=1), config(clients=2, view="holdout", pool=True, shift={"kind": "hybrid"}), 0)
-        assert [len(rows) for rows in owned(plan)] == [500, 300]
+        plan = make_plan(
+            toy(), toy(n=200, seed=1), config(clients=2, view="holdout", pool=True, shift={"kind": "hybrid"}), 0
+        )
+        assert [len(rows) for rows in rows_of(plan)] == [500, 300]
 
     def test_keeps_the_groups_that_both_parts_name(self, toy, config):
         images = toy(group=(np.arange(400) // 200).astype(np.int32), test_group=np.ones(100, np.int32))
         plan = make_plan(images, None, config(clients=4, view="holdout", pool=True), 0)
-        assert [(client.group, len(rows)) for client, rows in zip(plan.clients, owned(plan))] == [(0, 100), (0, 100), (1, 150), (1, 150)]
+        found = [(client.group, len(rows)) for client, rows in zip(plan.clients, rows_of(plan))]
+        assert found == [(0, 100), (0, 100), (1, 150), (1, 150)]
         with pytest.raises(DataError, match="the training files name a true group, the test files do not"):
             make_plan(toy(group=np.zeros(400, np.int32)), None, config(view="holdout", pool=True), 0)
 
@@ -161,7 +182,7 @@ class TestPool:
 
 
 class TestPublishedFederations:
-    """What the papers say about sizes, groups and tests, on the labels of the real data."""
+    """Sizes, groups and test sets of the papers, on the labels of the real data."""
 
     def test_fedclust(self, real, config):
         plan = make_plan(real("fashion_mnist"), None, config("classes", 100, view="label", classes_per_client=2), 0)
@@ -177,11 +198,19 @@ class TestPublishedFederations:
         assert {(len(client.train), len(client.held_out)) for client in plan.clients} == {(*sizes, tested)}
 
     def test_the_clustering_study_of_stocfl(self, real, config):
-        plans = {kind: make_plan(real("mnist"), real("fashion_mnist") if kind == "hybrid" else None,
-                                 config(clients=200 if kind == "hybrid" else 400, shift={"kind": kind}), 0)
-                 for kind in ("rotated", "shifted", "pathological", "hybrid")}
+        plans = {
+            kind: make_plan(
+                real("mnist"),
+                real("fashion_mnist") if kind == "hybrid" else None,
+                config(clients=200 if kind == "hybrid" else 400, shift={"kind": kind}),
+                0,
+            )
+            for kind in ("rotated", "shifted", "pathological", "hybrid")
+        }
         for kind, plan in plans.items():
-            assert np.bincount([client.group for client in plan.clients]).tolist() == [100] * (2 if kind == "hybrid" else 4)
+            assert np.bincount([client.group for client in plan.clients]).tolist() == [100] * (
+                2 if kind == "hybrid" else 4
+            )
             assert kind == "pathological" or {len(client.train) for client in plan.clients} == {600}
         for client in plans["pathological"].clients:
             assert np.flatnonzero(labels(client)).tolist() == [[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]][client.group]
@@ -192,25 +221,42 @@ class TestPublishedFederations:
         shift = {"kind": "pathological", "label_sets": sets}
         plan = make_plan(real("mnist"), None, config(clients=20, view="label", shift=shift, samples=1800, cut=cut), 0)
         sizes = sorted(len(client.train) for client in plan.clients)
-        assert sizes == (sorted([180, 540, 1080] * 3 + [1800] * 11) if cut else [1800] * 20) and np.mean(sizes) == (1260 if cut else 1800)
+        assert sizes == (sorted([180, 540, 1080] * 3 + [1800] * 11) if cut else [1800] * 20)
+        assert np.mean(sizes) == (1260 if cut else 1800)
         assert [client.group for client in plan.clients] == np.repeat(range(4), 5).tolist()
-        assert [np.flatnonzero(held).tolist() for held in plan.labels_NC] == [sets[client.group] for client in plan.clients]
+        tested = [np.flatnonzero(labels).tolist() for labels in plan.labels_NC]
+        assert tested == [sets[client.group] for client in plan.clients]
 
     def test_rotation_of_autocfl(self, real, config):
-        plan = make_plan(real("mnist"), None, config(clients=20, shift={"kind": "rotated", "angles": [0, 180]}, samples=1800), 0)
+        plan = make_plan(
+            real("mnist"), None, config(clients=20, shift={"kind": "rotated", "angles": [0, 180]}, samples=1800), 0
+        )
         assert np.bincount([client.variant.turns for client in plan.clients]).tolist() == [10, 0, 10]
 
     def test_cluster_wise_dirichlet_of_fed_cam(self, real, config):
-        data = config("dirichlet", 200, view="holdout", pool=True, groups=10, group_alpha=0.1, alpha=10, capped=False, min_samples=64)
+        data = config(
+            "dirichlet",
+            200,
+            view="holdout",
+            pool=True,
+            groups=10,
+            group_alpha=0.1,
+            alpha=10,
+            capped=False,
+            min_samples=64,
+        )
         plan = make_plan(real("fashion_mnist"), None, data, 0)
-        assert np.array_equal(np.sort(np.concatenate(owned(plan))), np.arange(70_000))
-        assert all(len(rows) >= 64 and len(client.held_out) == round(len(rows) / 5) for rows, client in zip(owned(plan), plan.clients))
+        assert np.array_equal(np.sort(np.concatenate(rows_of(plan))), np.arange(70_000))
+        assert all(
+            len(rows) >= 64 and len(client.held_out) == round(len(rows) / 5)
+            for rows, client in zip(rows_of(plan), plan.clients)
+        )
         assert [client.group for client in plan.clients] == np.repeat(range(10), 20).tolist()
 
     @pytest.mark.parametrize("kind", ["dirichlet", "classes"])
-    def test_the_stand_in_of_fedac(self, real, config, kind):
+    def test_the_division_for_fedac(self, real, config, kind):
         plan = make_plan(real("images"), None, config(kind, 100, view="holdout", min_samples=10), 0)
-        assert sum(map(len, owned(plan))) == 50_000 and min(map(len, owned(plan))) >= 10
+        assert sum(map(len, rows_of(plan))) == 50_000 and min(map(len, rows_of(plan))) >= 10
 
 
 class TestWriters:
@@ -218,16 +264,25 @@ class TestWriters:
         return toy(n=8, n_test=4, client=np.array([7, 7, 3, 3, 9, 9, 9, 9]), **known)
 
     def test_keep_their_names_groups_and_the_test_images_of_their_group(self, toy, config):
-        images = self.images(toy, group=np.array([1, 1, 0, 0, 1, 1, 1, 1], np.int32), test_group=np.array([0, 1, 1, 1], np.int32))
+        images = self.images(
+            toy, group=np.array([1, 1, 0, 0, 1, 1, 1, 1], np.int32), test_group=np.array([0, 1, 1, 1], np.int32)
+        )
         plan = make_plan(images, None, config("writer", None), 0)
         assert [(client.name, client.group, len(plan.test_sets[client.test_set].rows)) for client in plan.clients] == [
-            ("3", 0, 1), ("7", 1, 3), ("9", 1, 3)]
+            ("3", 0, 1),
+            ("7", 1, 3),
+            ("9", 1, 3),
+        ]
 
     def test_belong_to_one_group(self, toy, config):
         with pytest.raises(DataError, match="client '9' has samples of groups 0 and 1"):
-            make_plan(self.images(toy, group=np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int32)), None, config("writer", None), 0)
+            make_plan(
+                self.images(toy, group=np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int32)), None, config("writer", None), 0
+            )
 
     def test_exist_in_every_group_of_a_shift(self, toy, config):
-        plan = make_plan(self.images(toy), None, config("writer", None, shift={"kind": "rotated", "angles": [0, 180]}), 0)
-        assert [(client.name, client.group) for client in plan.clients] == [
-            ("3/0", 0), ("7/0", 0), ("9/0", 0), ("3/1", 1), ("7/1", 1), ("9/1", 1)]
+        plan = make_plan(
+            self.images(toy), None, config("writer", None, shift={"kind": "rotated", "angles": [0, 180]}), 0
+        )
+        assert [client.name for client in plan.clients] == ["3/0", "7/0", "9/0", "3/1", "7/1", "9/1"]
+        assert [client.group for client in plan.clients] == [0, 0, 0, 1, 1, 1]

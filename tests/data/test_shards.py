@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,17 +11,19 @@ import torch
 from cfl_ray.core.errors import DataError
 from cfl_ray.data import open_shards
 from cfl_ray.data.plan import make_plan
+from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.data.shards import MANIFEST
-from cfl_ray.data.writing import write_shards
 
 
 @pytest.fixture
 def write(toy, config, tmp_path):
     """Writes a toy federation into tmp_path/shards and returns its folder and plan."""
+
     def make(images=None, normalize=None, folder="shards", **options):
         plan = make_plan(images or toy(), None, config(**options), seed=0)
         write_shards(tmp_path / folder, plan, {"made": "here"}, normalize)
         return tmp_path / folder, plan
+
     return make
 
 
@@ -39,17 +42,22 @@ def check_same(federation, plan, scale=255):
         assert torch.equal(x, torch.from_numpy(pixels.astype(np.float32)) / scale) and y.tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("options", [
-    {"clients": 10, "shift": {"kind": "rotated"}},
-    {"clients": 10, "view": "label", "shift": {"kind": "shifted"}},
-    {"clients": 7, "view": "holdout", "kind": "dirichlet", "alpha": 1.0, "min_samples": 5},
-])
-def test_what_is_read_is_what_was_planned(write, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clients": 10, "shift": {"kind": "rotated"}},
+        {"clients": 10, "view": "label", "shift": {"kind": "shifted"}},
+        {"clients": 7, "view": "holdout", "kind": "dirichlet", "alpha": 1.0, "min_samples": 5},
+    ],
+)
+def test_shards_hold_what_was_planned(write, options):
     folder, plan = write(**options)
     federation = open_shards(folder, verify=True)
     check_same(federation, plan)
-    assert federation.size_N.tolist() == [len(client.train) for client in plan.clients] and federation.size_N.dtype == np.int64
-    assert federation.num_test_sets() == len(plan.test_sets) and federation.view == plan.view and federation.recipe == {"made": "here"}
+    assert federation.num_samples_N.tolist() == [len(client.train) for client in plan.clients]
+    assert federation.num_samples_N.dtype == np.int64
+    assert federation.num_test_sets() == len(plan.test_sets) and federation.view == plan.view
+    assert federation.recipe == {"made": "here"}
     ids = np.arange(federation.num_clients)
     assert federation.test_set_of(ids).tolist() == [client.test_set for client in plan.clients]
     assert (federation.group_N is None) == ("shift" not in options)
@@ -58,26 +66,29 @@ def test_what_is_read_is_what_was_planned(write, options):
 
 
 def test_several_files(write, monkeypatch):
-    monkeypatch.setattr("cfl_ray.data.writing.FILE_BYTES", 16 * 90)
+    monkeypatch.setattr("cfl_ray.data.shard_writer.FILE_BYTES", 16 * 90)
     folder, plan = write(clients=9)
     federation = open_shards(folder)
     assert len(federation.manifest.train) == 5 and max(file.rows for file in federation.manifest.train) <= 90
     check_same(federation, plan)
 
 
-def test_test_is_the_base_class_definition(write):
+def test_test_samples_are_those_of_the_base_class(write):
     from cfl_ray.data import Federation
+
     federation = open_shards(write(clients=10, view="label", shift={"kind": "rotated_labels", "angles": [0]})[0])
     for client in range(10):
         for limit in (None, 7):
-            assert all(map(torch.equal, federation.test(client, limit, 3), Federation.test(federation, client, limit, 3)))
+            assert all(
+                map(torch.equal, federation.test(client, limit, 3), Federation.test(federation, client, limit, 3))
+            )
     assert not torch.equal(federation.test(0, 7, 3)[0], federation.test(0, 7, 4)[0])
 
 
 def test_scale_and_normalisation_are_applied_on_reading(write, toy):
     images = toy(scale=255)
     federation = open_shards(write(images, normalize=[[0.5], [0.25]])[0])
-    raw = federation._file(0)[0][: federation.size_N[0]]
+    raw = federation._file(0)[0][: federation.num_samples_N[0]]
     assert raw.dtype == np.uint8
     assert torch.equal(federation.train(0)[0], (torch.from_numpy(raw.astype(np.float32)) / 255 - 0.5) / 0.25)
 
@@ -87,7 +98,12 @@ def test_names_stay_in_the_index_and_never_become_paths(write, toy):
     folder, _ = write(toy(client=names), kind="writer", clients=None)
     federation = open_shards(folder)
     assert [federation.client_name(client) for client in range(4)] == sorted(set(names.tolist()))
-    assert sorted(path.name for path in folder.iterdir()) == ["clients.arrow", "manifest.json", "test-00000.arrow", "train-00000.arrow"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "clients.arrow",
+        "manifest.json",
+        "test-00000.arrow",
+        "train-00000.arrow",
+    ]
 
 
 def test_reading_maps_and_does_not_copy(write):
@@ -105,25 +121,27 @@ def test_the_mapping_is_shared_pages_of_the_file(write):
     folder, _ = write()
     federation = open_shards(folder)
     address = federation._file(0)[0].ctypes.data
-    maps = [line.split(maxsplit=5) for line in open("/proc/self/maps")]
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     inside = [line for line in maps if int(line[0].split("-")[0], 16) <= address < int(line[0].split("-")[1], 16)]
     assert inside[0][5].strip() == str(folder / "train-00000.arrow")
 
 
 def test_reading_costs_no_private_memory_and_no_file_descriptors(write, toy, monkeypatch):
-    monkeypatch.setattr("cfl_ray.data.writing.FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("cfl_ray.data.shard_writer.FILE_BYTES", 1 << 20)
     federation = open_shards(write(toy(n=20_000, shape=(1, 32, 32)), clients=100)[0])
     assert len(federation.manifest.train) == 20
 
-    def held():
-        anonymous = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    def usage():
+        """Returns MiB of private memory and the number of open file descriptors."""
+        status = Path("/proc/self/status").read_text().splitlines()
+        anonymous = next(line for line in status if line.startswith("RssAnon"))
         return int(anonymous.split()[1]) / 1024, len(os.listdir("/proc/self/fd"))
 
     federation.train(0)
-    (mib, descriptors) = held()
+    mib, descriptors = usage()
     for client in 3 * list(range(100)):
         federation.train(client)
-    assert held()[0] - mib < 5 and held()[1] == descriptors  # the 20 MB of pixels stay pages of the files
+    assert usage()[0] - mib < 5 and usage()[1] == descriptors  # the 20 MB of pixels stay pages of the files
 
 
 def test_it_pickles_as_its_path(write):
@@ -136,7 +154,8 @@ def test_it_pickles_as_its_path(write):
 
 def test_holdout_and_shared_test_sets_exclude_each_other(write):
     held_out = open_shards(write(view="holdout", folder="a")[0])
-    assert held_out.num_test_sets() == 0 and held_out.test_set_of(np.array([1])).tolist() == [-1] and held_out.labels_of(np.array([1])) is None
+    assert held_out.num_test_sets() == 0 and held_out.labels_of(np.array([1])) is None
+    assert held_out.test_set_of(np.array([1])).tolist() == [-1]
     assert torch.equal(held_out.test(1)[0], held_out.holdout(1)[0])
     shared = open_shards(write(folder="b")[0])
     with pytest.raises(DataError, match="view is cluster"):
@@ -160,7 +179,9 @@ class TestDamage:
         size = (folder / name).stat().st_size
         with open(folder / name, "r+b") as file:
             file.truncate(size - 9)
-        with pytest.raises(DataError, match=f"{name} is damaged: expected bytes {size}, found {size - 9}; delete the folder"):
+        with pytest.raises(
+            DataError, match=f"{name} is damaged: expected bytes {size}, found {size - 9}; delete the folder"
+        ):
             open_shards(folder)
 
     def test_altered(self, write):
@@ -169,19 +190,27 @@ class TestDamage:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-        with pytest.raises(DataError, match="train-00000.arrow is damaged: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; delete"):
+        with pytest.raises(
+            DataError, match="train-00000.arrow is damaged: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; delete"
+        ):
             open_shards(folder, verify=True)
 
     def test_no_shards_at_all(self, tmp_path):
         with pytest.raises(DataError, match=r"holds no shards \(no manifest.json\); run `cfl-ray prepare`"):
             open_shards(tmp_path)
 
-    @pytest.mark.parametrize("change, where", [
-        ({"version": 2}, "version"), ({"view": "other"}, "view"), ({"scale": 0}, "scale"), ({"extra": 1}, "extra"),
-        ({"train": [{"name": "../secret.arrow", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
-        ({"train": [{"name": "/etc/passwd", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
-        ({"train": [{"name": "a.arrow", "rows": 1, "bytes": 1, "sha256": "../x"}]}, "train.0.sha256"),
-    ])
+    @pytest.mark.parametrize(
+        "change, where",
+        [
+            ({"version": 2}, "version"),
+            ({"view": "other"}, "view"),
+            ({"scale": 0}, "scale"),
+            ({"extra": 1}, "extra"),
+            ({"train": [{"name": "../secret.arrow", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
+            ({"train": [{"name": "/etc/passwd", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
+            ({"train": [{"name": "a.arrow", "rows": 1, "bytes": 1, "sha256": "../x"}]}, "train.0.sha256"),
+        ],
+    )
     def test_manifests_are_not_trusted(self, write, change, where):
         folder, _ = write()
         manifest = json.loads((folder / MANIFEST).read_text())

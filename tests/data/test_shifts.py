@@ -3,13 +3,13 @@ import pytest
 import torch
 from torchvision.transforms import functional
 
-from cfl_ray.config import Shift
+from cfl_ray.config import ShiftConfig
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.shifts import make_groups
 
 
 def groups(images, other=None, natural=True, **shift):
-    return make_groups(images, other, Shift(**shift), natural)
+    return make_groups(images, other, ShiftConfig(**shift), natural)
 
 
 def test_rotation_is_numpys_and_torchvisions(toy):
@@ -39,7 +39,7 @@ def test_shifted_labels(toy):
 
 def test_pathological_groups_hold_and_are_tested_on_their_labels(toy):
     images = toy()
-    for labels, group in zip(Shift().label_sets, groups(images, kind="pathological"), strict=True):
+    for labels, group in zip(ShiftConfig().label_sets, groups(images, kind="pathological"), strict=True):
         assert set(images.train_y[group.rows]) == set(images.test_y[group.test_rows]) == set(labels)
         assert len(group.rows) == 40 * len(labels)
 
@@ -52,8 +52,12 @@ def test_rotated_labels_is_the_product(toy):
 def test_hybrid_takes_each_group_from_its_own_data_set(toy):
     first, second = toy(seed=1), toy(n=300, seed=2)
     found = groups(first, second, kind="hybrid")
-    assert [group.variant.images for group in found] == [first, second] and [len(group.rows) for group in found] == [400, 300]
-    with pytest.raises(DataError, match=r"data.source is \(1, 4, 4, 10, 255\), data.shift.other 'fashion_mnist' is \(1, 6, 6, 10, 255\)"):
+    assert [group.variant.images for group in found] == [first, second]
+    assert [len(group.rows) for group in found] == [400, 300]
+    with pytest.raises(
+        DataError,
+        match=r"data.source is \(1, 4, 4, 10, 255\), data.shift.other 'fashion_mnist' is \(1, 6, 6, 10, 255\)",
+    ):
         groups(first, toy(shape=(1, 6, 6)), kind="hybrid")
 
 
@@ -64,12 +68,15 @@ def test_groups_that_the_data_came_with(toy):
     assert len(groups(images, natural=False)) == 1
 
 
-@pytest.mark.parametrize("kind, values, message", [
-    ("pathological", {"label_sets": [[0], [9, 10]]}, "label 10 does not exist; the data set has 10 classes, 0..9"),
-    ("pathological", {"label_sets": [[0], []]}, "label_sets has an empty list"),
-    ("rotated", {"angles": []}, "angles has an empty list"),
-    ("shifted", {"offsets": []}, "offsets has an empty list"),
-])
+@pytest.mark.parametrize(
+    "kind, values, message",
+    [
+        ("pathological", {"label_sets": [[0], [9, 10]]}, "label 10 does not exist; the data set has 10 classes, 0..9"),
+        ("pathological", {"label_sets": [[0], []]}, "label_sets has an empty list"),
+        ("rotated", {"angles": []}, "angles has an empty list"),
+        ("shifted", {"offsets": []}, "offsets has an empty list"),
+    ],
+)
 def test_values_that_do_not_fit(toy, kind, values, message):
     with pytest.raises(DataError, match=message):
         groups(toy(), kind=kind, **values)

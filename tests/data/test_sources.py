@@ -6,13 +6,13 @@ import pyarrow.parquet as pq
 import pytest
 from torchvision import datasets
 
-from cfl_ray.config import Data
+from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.sources import locate
 
 
 def read(name, pixels=True, **data):
-    return locate(name, Data(source=name, **data)).read(pixels, None)
+    return locate(name, DataConfig(source=name, **data)).read(pixels, None)
 
 
 def test_digits():
@@ -34,29 +34,40 @@ def test_torchvision_sets_are_what_torchvision_reads(data_root, name, kind):
 
 def test_the_environment_names_the_root(data_root, monkeypatch):
     monkeypatch.setenv("CFL_RAY_DATA", str(data_root))
-    assert locate("mnist", Data()).files[0].is_relative_to(data_root)
+    assert locate("mnist", DataConfig()).files[0].is_relative_to(data_root)
 
 
-def test_writers_stand_beside_the_images_they_wrote(data_root):
+def test_every_image_has_its_writer(data_root):
     images = read("mnist_by_writer", root=str(data_root))
     table = pq.read_table(data_root / "mnist_writers.parquet").filter(pa.compute.field("split") == "train").to_pylist()
     assert len(np.unique(images.client)) == 539 and np.bincount(images.group).tolist() == [30950, 29050]
-    assert all(images.client[one["row"]] == one["writer"] and images.group[one["row"]] == (one["hsf"] == 4) for one in table[::977])
+    assert all(
+        images.client[one["row"]] == one["writer"] and images.group[one["row"]] == (one["hsf"] == 4)
+        for one in table[::977]
+    )
     assert np.bincount(images.test_group).tolist() == [4999, 5001]
 
 
-def test_cifar10_is_never_replaced_by_something_else(data_root):
+def test_missing_cifar10_names_all_ways_to_get_it(data_root):
     with pytest.raises(DataError) as error:
         read("cifar10", root=str(data_root))
     for part in (str(data_root), str(data_root / "torchvision"), "data.download: true", "data.source: images"):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("name, advice", [("mnist", "data.download"), ("mnist_by_writer", "data.download"), ("femnist", "flwrlabs/femnist"),
-                                          ("femnist_leaf", "preprocess.sh"), ("images", "data.train_files")])
-def test_absent_data_name_the_places_and_the_way(tmp_path, name, advice):
+@pytest.mark.parametrize(
+    "name, advice",
+    [
+        ("mnist", "data.download"),
+        ("mnist_by_writer", "data.download"),
+        ("femnist", "flwrlabs/femnist"),
+        ("femnist_leaf", "preprocess.sh"),
+        ("images", "data.train_files"),
+    ],
+)
+def test_missing_data_name_the_places_and_how_to_get_them(tmp_path, name, advice):
     with pytest.raises(DataError, match="not found") as error:
-        locate(name, Data(source=name, root=str(tmp_path)))
+        locate(name, DataConfig(source=name, root=str(tmp_path)))
     assert str(tmp_path) in str(error.value) and advice in str(error.value)
 
 
@@ -72,7 +83,7 @@ def test_damaged_files_are_named(tmp_path):
 
 def test_globs_stay_below_the_root(tmp_path):
     with pytest.raises(DataError, match="must be a pattern below data.root"):
-        locate("images", Data(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
+        locate("images", DataConfig(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
 
 
 def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
@@ -80,15 +91,17 @@ def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
     folder = tmp_path / "torchvision/cifar-10-batches-py"
     folder.mkdir(parents=True)
     for row, name in enumerate([*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]):
-        (folder / name).write_bytes(pickle.dumps({"data": pixels[row:row + 1], "labels": [row]}))
+        (folder / name).write_bytes(pickle.dumps({"data": pixels[row : row + 1], "labels": [row]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)  # the real files' checksums
+    # Torchvision expects the checksums of the real files.
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
     images = read("cifar10", root=str(tmp_path))
-    assert np.array_equal(images.train_x, pixels[:5].reshape(5, 3, 32, 32)) and images.train_y.tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(images.train_x, pixels[:5].reshape(5, 3, 32, 32))
+    assert images.train_y.tolist() == [0, 1, 2, 3, 4]
     assert np.array_equal(images.test_x, pixels[5:].reshape(1, 3, 32, 32)) and images.test_y.tolist() == [5]
 
 
-def test_download_happens_only_where_it_is_asked_for_and_needed(tmp_path, monkeypatch):
+def test_download_happens_only_where_it_is_wanted_and_needed(tmp_path, monkeypatch):
     asked = []
 
     def fetch(root, train, download):
@@ -97,8 +110,8 @@ def test_download_happens_only_where_it_is_asked_for_and_needed(tmp_path, monkey
 
     monkeypatch.setattr(datasets, "MNIST", fetch)
     with pytest.raises(DataError, match="not found"):
-        locate("mnist", Data(root=str(tmp_path)))
+        locate("mnist", DataConfig(root=str(tmp_path)))
     assert asked == []
     with pytest.raises(DataError, match=f"'mnist' could not be downloaded to {tmp_path}: no route to host"):
-        locate("mnist", Data(root=str(tmp_path), download=True))
+        locate("mnist", DataConfig(root=str(tmp_path), download=True))
     assert asked == [(str(tmp_path), True)]

@@ -11,7 +11,7 @@ from cfl_ray.data.synthetic import SyntheticFederation
 def test_a_million_clients_cost_nothing_until_read():
     start = time.perf_counter()
     federation = SyntheticFederation(1_000_000)
-    assert federation.num_clients == 1_000_000 and federation.size_N[999_999] == 50
+    assert federation.num_clients == 1_000_000 and federation.num_samples_N[999_999] == 50
     assert time.perf_counter() - start < 0.1
     assert federation.group_N.dtype == np.int32 and np.bincount(federation.group_N).tolist() == [250_000] * 4
     assert len(pickle.dumps(federation)) < 1000
@@ -29,7 +29,8 @@ def test_a_client_is_the_same_in_every_process_and_differs_by_seed():
 def test_one_test_set_per_group():
     federation = SyntheticFederation(10, groups=3, input=(5,))
     assert federation.test_set_of(np.array([0, 4, 8])).tolist() == [0, 1, 2]
-    assert torch.equal(federation.test(4)[0], federation.test_set(1)[0]) and len(federation.test(4, max_images=20)[1]) == 20
+    assert torch.equal(federation.test(4)[0], federation.test_set(1)[0])
+    assert len(federation.test(4, max_images=20)[1]) == 20
     with pytest.raises(IndexError, match="test set 3 of 3"):
         federation.test_set(3)
     with pytest.raises(ValueError, match="one test set per group"):
@@ -42,7 +43,7 @@ def classify(x_train, y_train, x_test, classes):
     return torch.cdist(x_test.flatten(1), means).argmin(1)
 
 
-def test_a_group_can_be_learned_and_one_model_for_all_cannot():
+def test_one_model_fits_a_group_and_none_fits_all_groups():
     federation = SyntheticFederation(80, input=(1, 8, 8), groups=4)
     x_test, y_test = federation.test_set(2)
 
@@ -60,9 +61,12 @@ def test_gradients_at_a_common_point_separate_the_groups(classes, groups):
     signatures = []
     for client in range(24):
         x, y = federation.train(client)
-        residual = torch.full((len(y), classes), 1 / classes) - torch.nn.functional.one_hot(y, classes)  # gradient of a zero linear model
+        # Gradient of a linear model whose parameters are zero.
+        residual = torch.full((len(y), classes), 1 / classes) - torch.nn.functional.one_hot(y, classes)
         signatures.append((residual.T @ x.flatten(1)).flatten())
-    cosine = torch.nn.functional.cosine_similarity(torch.stack(signatures)[:, None], torch.stack(signatures)[None], dim=2)
+    cosine = torch.nn.functional.cosine_similarity(
+        torch.stack(signatures)[:, None], torch.stack(signatures)[None], dim=2
+    )
     same = torch.from_numpy(federation.group_N[:, None] == federation.group_N)
     same.fill_diagonal_(False)
     other = torch.from_numpy(federation.group_N[:, None] != federation.group_N)

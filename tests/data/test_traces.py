@@ -17,22 +17,27 @@ def csv(tmp_path):
 
 
 def test_csv_and_parquet_read_alike(csv, tmp_path):
-    pq.write_table(pa.table({"from": [1.5, 2], "client": [3, 0], "to": [4, 2], "more": ["a", "b"]}), tmp_path / "trace.parquet")
+    pq.write_table(
+        pa.table({"from": [1.5, 2], "client": [3, 0], "to": [4, 2], "more": ["a", "b"]}), tmp_path / "trace.parquet"
+    )
     for file in (csv("client,from,to\n3,1.5,4\n0,2,2\n"), tmp_path / "trace.parquet"):
         assert [part.tolist() for part in read_trace(file, 4)] == [[3, 0], [1.5, 2.0], [4.0, 2.0]]
 
 
-@pytest.mark.parametrize("text, message", [
-    ("client,from\n1,2\n", "has no column 'to'"),
-    ("client,from,to\n1,2,3\n4,1,2\n", "row 1: client 4 does not exist; the federation has clients 0 .. 3"),
-    ("client,from,to\n-1,2,3\n", "row 0: client -1 does not exist"),
-    ("client,from,to\n1,2,3\n1,5,4\n", "row 1: an interval from 5 to 4; from must not be after to"),
-    ("client,from,to\na,2,3\n", "column 'client' must hold client ids, integers, it holds string"),
-    ("client,from,to\n1,x,3\n", "column 'from' must hold numbers, it holds string"),
-    ("client,from,to\n1,2,3\n1,,3\n", "column 'from' is empty in row 1"),
-    ("", "cannot be read as a CSV file"),
-])  # fmt: skip
-def test_what_cannot_be_used_is_named(csv, text, message):
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("client,from\n1,2\n", "has no column 'to'"),
+        ("client,from,to\n1,2,3\n4,1,2\n", "row 1: client 4 does not exist; the federation has clients 0 .. 3"),
+        ("client,from,to\n-1,2,3\n", "row 0: client -1 does not exist"),
+        ("client,from,to\n1,2,3\n1,5,4\n", "row 1: an interval from 5 to 4; from must not be after to"),
+        ("client,from,to\na,2,3\n", "column 'client' must hold client ids, integers, it holds string"),
+        ("client,from,to\n1,x,3\n", "column 'from' must hold numbers, it holds string"),
+        ("client,from,to\n1,2,3\n1,,3\n", "column 'from' is empty in row 1"),
+        ("", "cannot be read as a CSV file"),
+    ],
+)
+def test_unusable_content_is_named(csv, text, message):
     with pytest.raises(DataError, match=message):
         read_trace(csv(text), 4)
 

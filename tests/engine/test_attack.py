@@ -1,4 +1,4 @@
-"""Attackers: what they upload, that they stay honest to themselves, and that everybody else is as without them."""
+"""Attackers: what they upload, that their client state stays honest, and that they change nothing for other clients."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from federations import Stage, planted, uneven
 from torch import nn
 
 import cfl_ray
-from cfl_ray.core.clients import Keep, Own
+from cfl_ray.core.aggregation import NormClipping
+from cfl_ray.core.clients import ClientState, LocalTraining, UpdateFeatures
 from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import torch_stream
-from cfl_ray.core.robust import NormClipping
 from cfl_ray.engine.attack import Attack
-from cfl_ray.runtime.setup import prepare
+from cfl_ray.runtime.prepare import prepare
 
 BAD = [1, 4]
 KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]
@@ -26,9 +26,10 @@ def stage(kind: str = "none", engine: str = "sequential", **options) -> Stage:
 
 
 def uploads(one: Stage, number: int = 1, **options) -> np.ndarray:
-    """float64 (M, P): what every client uploads after training from the common model."""
-    clients = one.clients(number=number)
-    return clients.train(clients.send(one.model()[None]), keep=one.network.spec.all, **options).kept_MF.double().numpy()
+    """float64 (M, P): the upload of every client after training from the common model."""
+    clients = one.clients(round=number)
+    updates = clients.train(clients.send(one.model()[None]), features=one.network.spec.all, **options)
+    return updates.features_MF.double().numpy()
 
 
 def noise(client: int, length: int, exchange: int = 1) -> np.ndarray:
@@ -43,20 +44,24 @@ class TestFormulas:
     def test_sign_flip_and_scaled(self):
         sent_P, honest_MP = self.sent_and_honest()
         for kind, factor in (("sign_flip", -3.0), ("scaled", 3.0)):
-            assert np.allclose(uploads(stage(kind, scale=3.0))[BAD], sent_P + factor * (honest_MP[BAD] - sent_P), rtol=0, atol=1e-6)
+            assert np.allclose(
+                uploads(stage(kind, scale=3.0))[BAD], sent_P + factor * (honest_MP[BAD] - sent_P), rtol=0, atol=1e-6
+            )
 
     def test_gaussian(self):
-        """Noise around what was sent, different for every attacker."""
+        """Noise around the model that was sent, different for every attacker."""
         sent_P, _ = self.sent_and_honest()
         found = uploads(stage("gaussian", sigma=2.0))
         for client in BAD:
             assert np.allclose(found[client], sent_P + 2.0 * noise(client, len(sent_P)), rtol=0, atol=1e-5)
 
-    def test_colluders_go_one_way_as_far_as_their_own_training_went(self):
+    def test_colluders_move_in_one_direction_as_far_as_their_training(self):
         sent_P, honest_MP = self.sent_and_honest()
         change = uploads(stage("colluders", scale=2.0))[BAD] - sent_P
         direction_P = noise(-1, len(sent_P), exchange=-1)
-        expected = 2.0 * np.linalg.norm(honest_MP[BAD] - sent_P, axis=1)[:, None] * direction_P / np.linalg.norm(direction_P)
+        expected = (
+            2.0 * np.linalg.norm(honest_MP[BAD] - sent_P, axis=1)[:, None] * direction_P / np.linalg.norm(direction_P)
+        )
         assert np.allclose(change, expected, rtol=0, atol=1e-5)
 
     def test_label_flip(self):
@@ -64,12 +69,14 @@ class TestFormulas:
         found, honest = uploads(stage("label_flip")), stage()
         train = honest.federation.train
         honest.federation.train = lambda client: (train(client)[0], 3 - train(client)[1])
-        assert np.array_equal(found[BAD], uploads(honest)[BAD]) and not np.array_equal(found[BAD], uploads(stage())[BAD])
+        assert np.array_equal(found[BAD], uploads(honest)[BAD]) and not np.array_equal(
+            found[BAD], uploads(stage())[BAD]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-class TestWhoeverAttacks:
-    def test_the_others_are_as_without_them(self, kind):
+class TestEveryKind:
+    def test_changes_nothing_for_honest_clients(self, kind):
         honest_M = np.delete(np.arange(6), BAD)
         assert np.array_equal(uploads(stage(kind, scale=2.0))[honest_M], uploads(stage())[honest_M])
 
@@ -80,37 +87,55 @@ class TestWhoeverAttacks:
     def test_draws_the_same_again(self, kind):
         assert np.array_equal(uploads(stage(kind)), uploads(stage(kind)))
 
-    @pytest.mark.parametrize("engine", ["vectorised", "span"])
-    def test_does_so_with_every_engine(self, kind, engine):
+    @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
+    def test_is_the_same_with_every_engine(self, kind, engine):
         """With few enough samples that `span` applies."""
         rows = []
         for name in ("sequential", engine):
-            one = Stage(uneven([5, 7, 6, 8, 5], (36,)), lambda: nn.Sequential(nn.Linear(36, 3)), LocalSGD(epochs=3, lr=0.3), name)
+            one = Stage(
+                uneven([5, 7, 6, 8, 5], (36,)),
+                lambda: nn.Sequential(nn.Linear(36, 3)),
+                LocalSGD(epochs=3, lr=0.3),
+                name,
+            )
             one.backend.worker.attack = Attack(kind, frozenset(BAD), scale=2.0)
             rows.append(uploads(one))
         assert np.allclose(*rows, rtol=0, atol=1e-5)
 
-    def test_uploads_the_same_to_every_use(self, kind):
-        """Kept, mixed at once, and mixed later."""
+    def test_uploads_the_same_for_every_use(self, kind):
+        """As features, averaged at once, and averaged later."""
         one = stage(kind, scale=2.0)
         clients = one.clients()
-        updates = clients.train(clients.send(one.model()[None]), keep=one.network.spec.all, mix=torch.eye(6), mix_later=True)
-        empty = one.model().repeat(6, 1)
-        assert torch.allclose(updates.mixed(empty), updates.kept_MF, atol=1e-6)
-        assert torch.equal(clients.mix(updates, torch.eye(6)).mixed(empty), updates.mixed(empty))
+        updates = clients.train(
+            clients.send(one.model()[None]), features=one.network.spec.all, average=torch.eye(6), defer_aggregation=True
+        )
+        default = one.model().repeat(6, 1)
+        assert torch.allclose(updates.averaged(default), updates.features_MF, atol=1e-6)
+        assert torch.equal(clients.average(updates, torch.eye(6)).averaged(default), updates.averaged(default))
 
     def test_sends_forged_signatures(self, kind):
-        found, honest = (one.clients().describe(lambda client, anchor_P: client.gradient(anchor_P), one.clients().known(one.model()[None]))[0] for one in (stage(kind, scale=2.0), stage()))
+        found, honest = (
+            one.clients().describe(
+                lambda client, anchor_P: client.gradient(anchor_P), one.clients().known_models(one.model()[None])
+            )[0]
+            for one in (stage(kind, scale=2.0), stage())
+        )
         changed_M = (found != honest).any(1)
         assert np.flatnonzero(changed_M).tolist() == BAD
 
-    def test_holds_and_owns_what_it_trained(self, kind):
-        """Of a label flip, what it trained on its labels."""
+    def test_keeps_its_training_result_as_client_state(self, kind):
+        """Of a label flip, the result of training on flipped labels."""
         one, honest = stage(kind, scale=2.0), stage("label_flip" if kind == "label_flip" else "none")
         for each in (one, honest):
             clients = each.clients()
-            clients.train(clients.send(each.model()[None]), own=Own("mine", private=False), keep=Keep(each.network.spec.all))
-        assert all(torch.equal(one.memory["mine", client], honest.memory["mine", client]) for client in range(6))
+            clients.train(
+                clients.send(each.model()[None]),
+                client_state=ClientState("mine", private=False),
+                features=UpdateFeatures(each.network.spec.all),
+            )
+        assert all(
+            torch.equal(one.client_states["mine", client], honest.client_states["mine", client]) for client in range(6)
+        )
 
 
 def test_flipped_labels_count_in_losses_and_not_in_tests():
@@ -121,50 +146,66 @@ def test_flipped_labels_count_in_losses_and_not_in_tests():
     assert np.array_equal(*found)
 
 
-def test_a_chain_goes_on_from_the_forgery():
-    """Client 2 starts from what 1 passed on: noise."""
+def test_a_chain_continues_from_the_forgery():
+    """Client 2 starts from the upload of client 1: noise."""
     one, honest = stage("gaussian"), stage()
-    found, expected = uploads(one, relay=True), uploads(honest, relay=True)
+    found, expected = (uploads(each, how=LocalTraining(chained=True)) for each in (one, honest))
     assert np.array_equal(found[0], expected[0]) and np.abs(found[2] - expected[2]).max() > 0.3
 
 
 def test_a_forgery_beyond_the_limit_is_rejected():
     one = stage("gaussian", sigma=1e6)
     clients = one.clients()
-    updates = clients.train(clients.send(one.model()[None]), keep=one.network.spec.all)
-    assert updates.ok_M.tolist() == [client not in BAD for client in range(6)] and set(one.books.rejected) == set(BAD)
+    updates = clients.train(clients.send(one.model()[None]), features=one.network.spec.all)
+    assert updates.valid_M.tolist() == [client not in BAD for client in range(6)] and set(one.stats.rejected) == set(
+        BAD
+    )
 
 
-def test_clipping_goes_by_the_length_of_the_forgery():
+def test_clipping_measures_the_forged_change():
     one = stage("scaled", scale=1000.0)
-    clients = one.clients(rule=NormClipping())
-    mixed = clients.train(clients.send(one.model()[None]), mix=torch.ones(1, 6)).mixed(one.model()[None])
-    assert (mixed[0] - one.model()).norm() < 3 * np.linalg.norm(uploads(stage()) - one.model().double().numpy(), axis=1).max()
+    clients = one.clients(aggregation=NormClipping())
+    averaged = clients.train(clients.send(one.model()[None]), average=torch.ones(1, 6)).averaged(one.model()[None])
+    assert (averaged[0] - one.model()).norm() < 3 * np.linalg.norm(
+        uploads(stage()) - one.model().double().numpy(), axis=1
+    ).max()
 
 
 class TestExperiments:
     def experiment(self, seed=0, **attack):
         data = {"source": "synthetic", "synthetic_shape": [4], "synthetic_samples": 20, "partition": {"clients": 10}}
         return cfl_ray.Experiment(
-            seed=seed, rounds=2, methods=["fedavg"], data=data, attack=attack, model={"options": {"hidden": 4}}, runtime={"engine": "sequential"}, tracking={"enabled": False}
-        )  # fmt: skip
+            seed=seed,
+            rounds=2,
+            methods=["fedavg"],
+            data=data,
+            attack=attack,
+            model={"options": {"hidden": 4}},
+            runtime={"engine": "sequential"},
+            tracking={"enabled": False},
+        )
 
     def run(self, **attack):
         return cfl_ray.simulate(self.experiment(**attack))["fedavg"]
 
-    def test_say_the_accuracy_of_the_honest(self):
+    def test_report_the_accuracy_of_honest_clients(self):
         final = self.run(kind="sign_flip", fraction=0.3, scale=5).final
         assert 0 <= final["accuracy_honest"] <= 1 and final["accuracy_honest"] != final["accuracy"]
         assert "accuracy_honest" not in self.run().final
 
-    def test_draw_who_attacks_by_their_seed(self):
-        one, again, other = (prepare(self.experiment(seed, kind="gaussian", fraction=0.3)).attack.clients for seed in (0, 0, 1))
+    def test_draw_the_attackers_by_their_seed(self):
+        one, again, other = (
+            prepare(self.experiment(seed, kind="gaussian", fraction=0.3)).attack.clients for seed in (0, 0, 1)
+        )
         assert one == again != other and len(one) == len(other) == 3
 
-    @pytest.mark.parametrize("attack, message", [
-        ({"clients": [3, 10]}, "attack.clients: client 10 does not exist; the federation has clients 0 .. 9"),
-        ({"clients": list(range(10))}, "attack: all 10 clients attack, so none is honest; leave at least one out"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "attack, message",
+        [
+            ({"clients": [3, 10]}, "attack.clients: client 10 does not exist; the federation has clients 0 .. 9"),
+            ({"clients": list(range(10))}, "attack: all 10 clients attack, so none is honest; leave at least one out"),
+        ],
+    )
     def test_refuse_attackers_that_cannot_be(self, attack, message):
         with pytest.raises(ConfigError, match=message):
             self.run(kind="sign_flip", **attack)

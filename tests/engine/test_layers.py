@@ -36,7 +36,13 @@ def test_ties_share_no_gradient(training):
 
 
 def test_only_what_halves_is_replaced():
-    others = [nn.MaxPool2d(3), nn.MaxPool2d(2, stride=1), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, dilation=2), nn.MaxPool2d(2, ceil_mode=True)]
+    others = [
+        nn.MaxPool2d(3),
+        nn.MaxPool2d(2, stride=1),
+        nn.MaxPool2d(2, padding=1),
+        nn.MaxPool2d(2, dilation=2),
+        nn.MaxPool2d(2, ceil_mode=True),
+    ]
     others += [nn.MaxPool2d((2, 1)), nn.MaxPool2d(2, return_indices=True), nn.AdaptiveMaxPool2d(2), nn.MaxPool1d(2)]
     halving = [nn.MaxPool2d(2), nn.MaxPool2d((2, 2), (2, 2)), nn.MaxPool2d(2, padding=(0, 0))]
     module = nn.Sequential(nn.Sequential(*others), *halving)

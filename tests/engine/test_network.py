@@ -4,20 +4,23 @@ import pytest
 import torch
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, vectorised
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import Task
+from cfl_ray.engine.task import TrainingTask
 
 ENGINES = {"sequential": sequential.train, "vectorised": vectorised.train}
 
 
-def tasks_of(network: Network, clients: int = 3) -> list[Task]:
+def tasks_of(network: Network, clients: int = 3) -> list[TrainingTask]:
     draw = torch.Generator().manual_seed(0)
     samples = [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(clients)]
     start = network.new_model(0, 0)
-    return [Task(client, start, x, y, 4, LocalSGD(2, None, 4, 0.1, weight_decay=0.1), Address(0, 1, 1)) for client, (x, y) in enumerate(samples)]
+    return [
+        TrainingTask(client, start, x, y, 4, LocalSGD(2, None, 4, 0.1, weight_decay=0.1), Address(0, 1, 1))
+        for client, (x, y) in enumerate(samples)
+    ]
 
 
 def frozen() -> nn.Module:
@@ -51,8 +54,12 @@ def test_unused_parameters_only_decay(engine):
     network = Network(Unused, (6,))
     tasks = tasks_of(network)
     for trained in ENGINES[engine](network, tasks):
-        before, after = (network.spec.tensors(row)["unused.weight"] for row in (tasks[trained.index].start_P, trained.row_P))
-        torch.testing.assert_close(after, before * (1 - 0.1 * 0.1) ** 4)  # (1 - lr * weight_decay) per step, no gradient
+        before, after = (
+            network.spec.tensors(row)["unused.weight"] for row in (tasks[trained.index].start_P, trained.row_P)
+        )
+        torch.testing.assert_close(
+            after, before * (1 - 0.1 * 0.1) ** 4
+        )  # (1 - lr * weight_decay) per step, no gradient
 
 
 def test_a_client_does_not_see_how_often_others_trained():

@@ -1,4 +1,4 @@
-"""The sequential engine against PyTorch's own optimiser, and every other engine against the sequential one."""
+"""The sequential engine equals PyTorch's optimiser, and every other engine equals the sequential one."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from federations import Stage, uneven
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import Pulled, Task
+from cfl_ray.engine.task import ProximalTask, TrainingTask
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
 
@@ -33,7 +33,9 @@ def wide_cnn():
 
 
 def dropout():
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.25), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8), nn.Dropout(0.25), nn.Linear(8, 3)
+    )
 
 
 def channel_dropout():
@@ -57,14 +59,23 @@ LOCALS = {
     "all of it, steps ending within an epoch": LocalSGD(steps=7, batch_size=4, lr=0.1, momentum=0.5, weight_decay=0.01),
 }
 
+EXTREMES = ["full batch", "all of it, steps ending within an epoch"]
 
-def tasks_of(network: Network, sizes, local: LocalSGD, steps=None, pulls=0, columns=None) -> list[Task]:
+
+def tasks_of(network: Network, sizes, local: LocalSGD, steps=None, proximal=0, columns=None) -> list[TrainingTask]:
     federation = uneven(sizes, network.input_shape)
     tasks = []
     for client, size in enumerate(sizes):
         count = int(local.steps_of(np.array([size]))[0]) if steps is None else steps[client]
-        anchors = tuple(Pulled(0.3 / (1 + which), network.new_model(9, 10 * client + which), columns) for which in range(pulls))
-        tasks.append(Task(client, network.new_model(1, client), *federation.train(client), count, local, ADDRESS, anchors))
+        anchors = tuple(
+            ProximalTask(0.3 / (1 + which), network.new_model(9, 10 * client + which), columns)
+            for which in range(proximal)
+        )
+        tasks.append(
+            TrainingTask(
+                client, network.new_model(1, client), *federation.train(client), count, local, ADDRESS, anchors
+            )
+        )
     return tasks
 
 
@@ -86,7 +97,7 @@ def assert_same(network, tasks, engine=vectorised):
 class TestSequentialIsTorchSGD:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     def test_of_one_client(self, local):
-        """torch.optim.SGD on the same batches; its momentum buffer starts empty, and the loss is that of the last epoch."""
+        """torch.optim.SGD on the same batches, from an empty momentum buffer; the loss is that of the last epoch."""
         network = Network(mlp, FLAT)
         (task,) = tasks_of(network, [10], local)
         expected, last_epoch = self.torch_sgd(network, task)
@@ -97,29 +108,33 @@ class TestSequentialIsTorchSGD:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     def test_with_the_proximal_term_added_to_the_loss(self, local):
         network = Network(mlp, FLAT)
-        (task,) = tasks_of(network, [10], local, pulls=2)
+        (task,) = tasks_of(network, [10], local, proximal=2)
         expected, last_epoch = self.torch_sgd(network, task)
-        assert not torch.allclose(expected, self.torch_sgd(network, replace(task, pulls=()))[0], atol=1e-3), "the pulls do nothing"
+        assert not torch.allclose(expected, self.torch_sgd(network, replace(task, proximal=()))[0], atol=1e-3), (
+            "the proximal terms have no effect"
+        )
         rows, losses = results(sequential, network, [task])
         assert torch.allclose(rows[0], expected, rtol=0, atol=1e-6)
         assert losses[0] == pytest.approx(np.mean(last_epoch), abs=1e-6), "the train loss is that of the data alone"
 
-    def torch_sgd(self, network: Network, task: Task) -> tuple[torch.Tensor, list[float]]:
+    def torch_sgd(self, network: Network, task: TrainingTask) -> tuple[torch.Tensor, list[float]]:
         module = mlp()
         with torch.no_grad():
             for parameter, value in zip(module.parameters(), network.spec.tensors(task.start_P).values()):
                 parameter.copy_(value)
         local = task.local
-        optimiser = torch.optim.SGD(module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.weight_decay)
+        optimiser = torch.optim.SGD(
+            module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.weight_decay
+        )
         losses = []
         for batch in task.batches():
             x, y = (task.x, task.y) if batch is None else (task.x[batch], task.y[batch])
             data_loss = cross_entropy(module(x), y)
             losses.append(data_loss.item())
             loss = data_loss
-            for pull in task.pulls:
-                anchors = network.spec.tensors(pull.anchor_P).values()
-                loss = loss + pull.weight / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), anchors))
+            for term in task.proximal:
+                anchors = network.spec.tensors(term.anchor_P).values()
+                loss = loss + term.weight / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), anchors))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
@@ -135,17 +150,30 @@ class TestSequentialIsTorchSGD:
 
 
 class TestVectorisedIsSequential:
-    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
-    @pytest.mark.parametrize("factory, shape", [(mlp, FLAT), (cnn, IMAGE), (wide_cnn, IMAGE), (group_norm, IMAGE), (dropout, FLAT), (channel_dropout, IMAGE)])
-    def test_for_clients_of_different_sizes(self, factory, shape, local):
+    @pytest.mark.parametrize(
+        "factory, shape, names",
+        [
+            (mlp, FLAT, LOCALS),
+            (dropout, FLAT, LOCALS),
+            (cnn, IMAGE, EXTREMES),
+            (wide_cnn, IMAGE, EXTREMES),
+            (group_norm, IMAGE, EXTREMES),
+            (channel_dropout, IMAGE, EXTREMES),
+        ],
+    )
+    def test_for_clients_of_different_sizes(self, factory, shape, names):
         network = Network(factory, shape)
-        assert_same(network, tasks_of(network, [10, 3, 7, 16], local))
+        for name in names:
+            assert_same(network, tasks_of(network, [10, 3, 7, 16], LOCALS[name]))
 
     @pytest.mark.parametrize("columns", [None, "head", "base"])
     @pytest.mark.parametrize("name", ["full batch", "momentum"])
-    def test_with_pulls(self, name, columns):
+    def test_with_proximal_terms(self, name, columns):
         network = Network(mlp, FLAT)
-        assert_same(network, tasks_of(network, [10, 3, 7], LOCALS[name], pulls=2, columns=columns and getattr(network.spec, columns)))
+        assert_same(
+            network,
+            tasks_of(network, [10, 3, 7], LOCALS[name], proximal=2, columns=columns and getattr(network.spec, columns)),
+        )
 
     def test_with_different_steps_per_client(self):
         network = Network(mlp, FLAT)
@@ -161,35 +189,65 @@ class TestVectorisedIsSequential:
         assert vectorised.refusal(network, tasks) is None
         assert_same(network, tasks)
         statistics = results(sequential, network, tasks)[0][:, network.spec.trained :]
-        assert (statistics != torch.stack([task.start_P for task in tasks])[:, network.spec.trained :]).all(), "statistics moved"
+        assert (statistics != torch.stack([task.start_P for task in tasks])[:, network.spec.trained :]).all(), (
+            "statistics moved"
+        )
 
     @pytest.mark.parametrize("sizes, steps", [([12, 11], None), ([12, 12], [3, 4])])
     def test_batch_statistics_of_unequal_batches_are_refused(self, sizes, steps):
         network = Network(batch_norm, FLAT)
-        assert "batches of one size and equal steps" in vectorised.refusal(network, tasks_of(network, sizes, LOCALS["full batch"], steps=steps))
-        assert vectorised.refusal(Network(mlp, FLAT), tasks_of(network, sizes, LOCALS["full batch"], steps=steps)) is None
+        assert "batches of one size and equal steps" in vectorised.refusal(
+            network, tasks_of(network, sizes, LOCALS["full batch"], steps=steps)
+        )
+        assert (
+            vectorised.refusal(Network(mlp, FLAT), tasks_of(network, sizes, LOCALS["full batch"], steps=steps)) is None
+        )
 
 
 class TestSpanIsSequential:
-    @pytest.mark.parametrize("pulls", [0, 2])
-    @pytest.mark.parametrize("local", [LocalSGD(epochs=5, lr=0.3), LocalSGD(epochs=5, lr=0.1, momentum=0.9, weight_decay=0.05)])
-    def test_where_it_applies(self, local, pulls):
+    @pytest.mark.parametrize("proximal", [0, 2])
+    @pytest.mark.parametrize(
+        "local", [LocalSGD(epochs=5, lr=0.3), LocalSGD(epochs=5, lr=0.1, momentum=0.9, weight_decay=0.05)]
+    )
+    def test_where_it_applies(self, local, proximal):
         network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)), IMAGE)
-        tasks = tasks_of(network, [10, 3, 18], local, pulls=pulls)
+        tasks = tasks_of(network, [10, 3, 18], local, proximal=proximal)
         assert all(span.applies(network, task) for task in tasks)
         assert_same(network, tasks, span)
 
     @pytest.mark.parametrize("columns", ["head", "base"])
-    def test_with_pulls_on_columns(self, columns):
+    def test_with_proximal_terms_on_columns(self, columns):
         network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)), IMAGE)
-        assert_same(network, tasks_of(network, [10, 3], LocalSGD(epochs=5, lr=0.3), pulls=2, columns=getattr(network.spec, columns)), span)
+        assert_same(
+            network,
+            tasks_of(network, [10, 3], LocalSGD(epochs=5, lr=0.3), proximal=2, columns=getattr(network.spec, columns)),
+            span,
+        )
 
-    @pytest.mark.parametrize("factory, shape, size, local", [
-        (cnn, IMAGE, 3, LocalSGD(epochs=2)),  # does not begin with a linear layer
-        (mlp, FLAT, 4, LocalSGD(epochs=2)),  # more than half as many samples as inputs
-        (mlp, FLAT, 3, LocalSGD(epochs=2, batch_size=2)),  # not full-batch
-        (dropout, FLAT, 3, LocalSGD(epochs=2)),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "rest",
+        [
+            lambda: [nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)],  # the manual engine does not support these layers
+            lambda: [nn.Tanh(), nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 3)],
+        ],
+        ids=["with autograd", "with the manual engine's layers"],
+    )
+    def test_with_any_layers_after_the_first(self, rest):
+        for bias in (True, False):
+            network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8, bias), *rest()), IMAGE)
+            local = LocalSGD(epochs=5, lr=0.1, momentum=0.9, weight_decay=0.05)
+            assert span.stackable(network) == isinstance(network.module[2], nn.Tanh)
+            assert_same(network, tasks_of(network, [10, 3], local, proximal=1), span)
+
+    @pytest.mark.parametrize(
+        "factory, shape, size, local",
+        [
+            (cnn, IMAGE, 3, LocalSGD(epochs=2)),  # does not begin with a linear layer
+            (mlp, FLAT, 4, LocalSGD(epochs=2)),  # more than half as many samples as inputs
+            (mlp, FLAT, 3, LocalSGD(epochs=2, batch_size=2)),  # not full-batch
+            (dropout, FLAT, 3, LocalSGD(epochs=2)),
+        ],
+    )
     def test_elsewhere_it_does_not_apply(self, factory, shape, size, local):
         network = Network(factory, shape)
         assert not span.applies(network, tasks_of(network, [size], local)[0])
@@ -198,7 +256,7 @@ class TestSpanIsSequential:
 
 class TestDropout:
     def test_masks_have_addresses(self):
-        """A client trains alike whoever is trained before it, in another address otherwise; the global generator is not touched."""
+        """Masks depend on the client and the address, not on other clients; the global generator is not used."""
         network = Network(dropout, FLAT)
         tasks = tasks_of(network, [10, 7], LOCALS["mini-batches, the last one partial"])
         state = torch.random.get_rng_state()
@@ -207,7 +265,9 @@ class TestDropout:
         assert torch.equal(results(sequential, network, tasks[1:])[0][0], rows[1])
         other = replace(tasks[1], address=replace(ADDRESS, exchange=2))
         full = LocalSGD(epochs=2)
-        assert not torch.equal(*(results(sequential, network, [replace(task, local=full, steps=2)])[0][0] for task in (tasks[1], other)))
+        assert not torch.equal(
+            *(results(sequential, network, [replace(task, local=full, steps=2)])[0][0] for task in (tasks[1], other))
+        )
 
     def test_keeps_the_mean_and_drops_the_share(self):
         network = Network(dropout, FLAT)
@@ -224,7 +284,7 @@ class TestDropout:
 
     def test_does_nothing_when_testing(self):
         network = Network(dropout, FLAT)
-        network.set_noise(1, torch.Generator().manual_seed(0))
+        network.draw_dropout_masks(1, torch.Generator().manual_seed(0))
         x = torch.ones(3, 6)
         plain = network._build(0, 0).eval()
         network.load(network.spec.row_of(plain))
@@ -245,7 +305,9 @@ class TestNetwork:
         state = torch.random.get_rng_state()
         one, other = Network(mlp, FLAT), Network(mlp, FLAT)
         assert torch.equal(one.new_model(3, 2), other.new_model(3, 2))
-        assert not torch.equal(one.new_model(3, 2), one.new_model(3, 1)) and not torch.equal(one.new_model(3, 2), one.new_model(4, 2))
+        assert not torch.equal(one.new_model(3, 2), one.new_model(3, 1)) and not torch.equal(
+            one.new_model(3, 2), one.new_model(4, 2)
+        )
         assert torch.equal(torch.random.get_rng_state(), state)
 
     def test_columns_name_tensors(self):
@@ -256,28 +318,44 @@ class TestNetwork:
         assert [view.shape for view in network.views(row_P, network.spec.head)] == [(3, 8), (3,)]
 
 
-def test_engines_of_a_worker_agree_on_sums_losses_and_memory():
+def test_engines_of_a_worker_agree_on_sums_losses_and_client_states():
     """Through the port: weighted sums, kept columns, a private head and P-local, with every engine."""
     found = {}
-    for engine in ("sequential", "vectorised", "span"):
-        stage = Stage(uneven([10, 6, 14, 9, 5], (36,)), lambda: nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)), LocalSGD(epochs=3, lr=0.2), engine)
+    for engine in ("sequential", "vectorised", "span", "manual"):
+        stage = Stage(
+            uneven([10, 6, 14, 9, 5], (36,)),
+            lambda: nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)),
+            LocalSGD(epochs=3, lr=0.2),
+            engine,
+        )
         found[engine] = port_results(stage)
-    for engine in ("vectorised", "span"):
+    for engine in ("vectorised", "span", "manual"):
         for name, value in found["sequential"].items():
             assert torch.allclose(found[engine][name], value, rtol=0, atol=1e-5, equal_nan=True), (engine, name)
 
 
 def port_results(stage: Stage) -> dict[str, torch.Tensor]:
-    from cfl_ray.core.clients import Own, Pull
+    from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 
-    head = Own("head", stage.network.spec.head)
+    head = ClientState("head", stage.network.spec.head)
     start_KP = torch.stack([stage.model(0), stage.model(1)])
-    mix = torch.tensor([[1.0, 2, 0, 0, 1], [0, 0, 3, 1, 1]])
+    weight_RM = torch.tensor([[1.0, 2, 0, 0, 1], [0, 0, 3, 1, 1]])
     for number in (1, 2):  # the second time from the heads of the first
-        clients = replace(stage.clients(number=number), measure=100)
+        clients = replace(stage.clients(round=number), local_test_samples=100)
         sent = clients.send(start_KP, np.array([0, 0, 1, 1, 0]))
-        updates = clients.train(sent, mix=mix, own=head, keep=stage.network.spec.head, pulls=[Pull(0.1, sent)])
-    memory = torch.stack([stage.memory["head", client] for client in range(5)])
-    assert torch.equal(memory, updates.kept_MF), "a client keeps the head that it brought back"
-    held = torch.tensor([stage.books.held[client] for client in range(5)])
-    return {"mixed": updates.mixed(empty=start_KP), "kept": updates.kept_MF, "loss": torch.tensor(updates.train_loss_M), "held": held}
+        updates = clients.train(
+            sent,
+            how=LocalTraining(proximal=[Proximal(0.1, sent)]),
+            average=weight_RM,
+            client_state=head,
+            features=stage.network.spec.head,
+        )
+    kept = torch.stack([stage.client_states["head", client] for client in range(5)])
+    assert torch.equal(kept, updates.features_MF)
+    local_scores = torch.tensor([stage.stats.local_scores[client] for client in range(5)])
+    return {
+        "averaged": updates.averaged(default=start_KP),
+        "features": updates.features_MF,
+        "loss": torch.tensor(updates.train_loss_M),
+        "local_scores": local_scores,
+    }

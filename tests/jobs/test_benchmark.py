@@ -1,35 +1,60 @@
-"""The part of the benchmark that needs neither Ray nor minutes, with a few clients."""
+"""The benchmarks where they need neither Ray nor minutes."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import numpy as np
 import pytest
-
-JOBS = Path(__file__).parents[2] / "jobs"
+import torch
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    found = importlib.util.spec_from_file_location("benchmark_clustering", JOBS / "benchmark_clustering.py")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # where its dataclasses look for their annotations
-    found.loader.exec_module(module)
-    yield module
-    del sys.modules[found.name]
+def clustering(load_job):
+    return load_job("benchmark_clustering")
 
 
 @pytest.mark.parametrize("name", ["fedclust", "pacfl", "stocfl"])
-def test_a_method_finds_the_groups_that_the_benchmark_plants(name, benchmark):
-    seconds, peak, clusters = benchmark.gather(name, 60)
-    assert clusters == benchmark.GROUPS and seconds > 0 and peak > 0
+def test_a_method_recovers_the_planted_groups(name, clustering):
+    threads = torch.get_num_threads()
+    try:
+        seconds, peak, clusters = clustering.cluster(name, 60)
+    finally:
+        torch.set_num_threads(threads)
+    assert clusters == clustering.GROUPS and seconds > 0 and peak > 0
 
 
-def test_signatures_are_as_long_as_those_of_real_clients(benchmark):
+def test_signatures_are_as_long_as_those_of_real_clients(clustering):
     """850 floats are the final layer of LeNet-5 for three channels, whose 62,006 parameters the papers count."""
-    what = benchmark.GATHERINGS["fedclust"]
-    spec = benchmark.ParamSpec.of(benchmark.recipe(what.model, what.options, what.input, 10)())
-    assert (spec.size, spec.head.count) == (62_006, what.length)
-    assert benchmark.GATHERINGS["stocfl"].length == benchmark.GATHERINGS["stocfl"].method.sketch
-    pacfl = benchmark.GATHERINGS["pacfl"]
-    assert pacfl.vectors % pacfl.method.vectors == 0 and benchmark.signatures(pacfl, 3).shape == (3, 6 * 784)
+    case = clustering.CLUSTERINGS["fedclust"]
+    spec = clustering.ParamSpec.of(clustering.recipe(case.model, case.options, case.input, 10)())
+    assert (spec.size, spec.head.count) == (62_006, case.length)
+    assert clustering.CLUSTERINGS["stocfl"].length == clustering.CLUSTERINGS["stocfl"].method.sketch
+    pacfl = clustering.CLUSTERINGS["pacfl"]
+    assert pacfl.vectors % pacfl.method.vectors == 0 and clustering.signatures(pacfl, 3).shape == (3, 6 * 784)
+
+
+class TestScale:
+    """Rounds with simulated hosts, cut, handed out and collected by the real server code."""
+
+    @pytest.fixture(scope="class")
+    def simulate_round(self, load_job):
+        return load_job("benchmark_scale").simulate_round
+
+    def test_as_many_clients_as_hosts_are_one_for_each(self, simulate_round):
+        found = simulate_round(100, 100, 1, 10)
+        assert (found.calls, found.busy) == (100, 1.0)
+
+    def test_hosts_are_busy_with_costs_drawn_log_normally(self, simulate_round):
+        draw = np.random.default_rng(0)
+        found = simulate_round(100, 10_000, 1, 10, draw.lognormal(0, 1, 10_000))
+        assert found.busy > 0.95 and found.calls < 2_000
+
+    def test_the_servers_traffic_does_not_depend_on_the_number_of_hosts(self, simulate_round):
+        """K models of float32 out, and K in, whether 3 nodes or 10 have the hosts; each link carries less than 10 s."""
+        columns, clusters = 11_000_000, 50
+        for hosts in (30, 100):
+            traffic = simulate_round(hosts, 10_000, clusters, columns).traffic
+            sent, received = traffic.sent["node 0"], traffic.received["node 0"]
+            assert sent == received == clusters * columns * 4
+            assert traffic.seconds(10) < 10
+
+    def test_small_totals_are_added_up_by_the_server(self, simulate_round):
+        traffic = simulate_round(20, 1000, 1, 1000).traffic
+        assert traffic.received["node 0"] == 20 * 1000 * 16

@@ -1,9 +1,6 @@
-"""One thread, as a client host has; `federations` beside this folder and `linear` in it can be imported."""
+"""Makes the helper modules beside this file importable."""
 
 import sys
 from pathlib import Path
 
-import torch
-
-torch.set_num_threads(1)
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,4 +1,4 @@
-"""Two clients with a linear model, full batch: what a method must arrive at, as formulas in numpy.
+"""Two clients with a linear model, full batch: the expected models as formulas in numpy.
 
 With weights W (C, D), a client's gradient is g(W) = (softmax(X W') - Y)' X / n, and one step is W - eta g(W).
 With two layers A (H, D) and B (C, H), logits are X A' B'.
@@ -11,7 +11,7 @@ import torch
 from federations import Stage, uneven
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data import Federation, federation_from_arrays
 
 ETA, N_0, N_1 = 0.5, 12, 4
@@ -19,8 +19,10 @@ STEPS = 2
 
 
 def stage(steps: int = STEPS, **changes) -> Stage:
-    """Clients 0 and 1 hold 12 and 4 samples with 5 inputs, of 3 classes."""
-    return Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=steps, lr=ETA, **changes))
+    """Clients 0 and 1 have 12 and 4 samples with 5 inputs, of 3 classes."""
+    return Stage(
+        uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=steps, lr=ETA, **changes)
+    )
 
 
 def data(one: Stage, client: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,10 +40,12 @@ def gradient(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
     return (np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True) - y).T @ x / len(x)
 
 
-def sgd(one: Stage, client: int, w: np.ndarray, pull: float = 0.0, to: np.ndarray | float = 0.0, steps: int = STEPS) -> np.ndarray:
-    """`steps` times W <- W - eta (g(W) + pull (W - to))."""
+def sgd(
+    one: Stage, client: int, w: np.ndarray, mu: float = 0.0, anchor: np.ndarray | float = 0.0, steps: int = STEPS
+) -> np.ndarray:
+    """`steps` times W <- W - eta (g(W) + mu (W - anchor))."""
     for _ in range(steps):
-        w = w - ETA * (gradient(one, client, w) + pull * (w - to))
+        w = w - ETA * (gradient(one, client, w) + mu * (w - anchor))
     return w
 
 
@@ -59,10 +63,13 @@ def mean(a: np.ndarray, b: np.ndarray, weights: str = "samples") -> np.ndarray:
 
 
 def alike(sizes: Sequence[int], shape: tuple[int, ...] = (5,), classes: int = 3) -> Federation:
-    """Client i holds one random sample `sizes[i]` times: all its batches, of whatever size, have one gradient."""
+    """Client i has one random sample `sizes[i]` times: all its batches, of whatever size, have one gradient."""
     draw = np.random.default_rng(1)
-    x, y, owner = draw.standard_normal((len(sizes), *shape)).astype(np.float32), draw.integers(0, classes, len(sizes)), np.repeat(np.arange(len(sizes)), sizes)
-    return federation_from_arrays(x[owner], y[owner], owner, x_test=x, y_test=y, test_clients=np.arange(len(sizes)), num_classes=classes)
+    x, y = draw.standard_normal((len(sizes), *shape)).astype(np.float32), draw.integers(0, classes, len(sizes))
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    return federation_from_arrays(
+        x[owner], y[owner], owner, x_test=x, y_test=y, test_clients=np.arange(len(sizes)), num_classes=classes
+    )
 
 
 HIDDEN = 4
@@ -70,17 +77,23 @@ HIDDEN = 4
 
 def deep_stage(steps: int = STEPS) -> Stage:
     """The same clients with two layers: A (4, 5), then B (3, 4)."""
-    return Stage(uneven([N_0, N_1], (5,)), lambda: nn.Sequential(nn.Linear(5, HIDDEN, bias=False), nn.Linear(HIDDEN, 3, bias=False)), LocalSGD(steps=steps, lr=ETA))
+    return Stage(
+        uneven([N_0, N_1], (5,)),
+        lambda: nn.Sequential(nn.Linear(5, HIDDEN, bias=False), nn.Linear(HIDDEN, 3, bias=False)),
+        LocalSGD(steps=steps, lr=ETA),
+    )
 
 
 def layers(row_P: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """A and B."""
+    """(A, B) of a model's row."""
     a, b = row_P.double().split([HIDDEN * 5, 3 * HIDDEN])
     return a.reshape(HIDDEN, 5).numpy(), b.reshape(3, HIDDEN).numpy()
 
 
-def deep_sgd(one: Stage, client: int, a: np.ndarray, b: np.ndarray, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
-    """`steps` steps of both layers together."""
+def deep_sgd(
+    one: Stage, client: int, a: np.ndarray, b: np.ndarray, steps: int = STEPS
+) -> tuple[np.ndarray, np.ndarray]:
+    """`steps` full-batch steps of both layers."""
     x, y = data(one, client)
     for _ in range(steps):
         logits = x @ a.T @ b.T

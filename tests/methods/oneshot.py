@@ -1,4 +1,4 @@
-"""What must hold of every method that clusters its clients once and then averages within clusters."""
+"""Checks for every method that clusters its clients once and then averages within clusters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +9,13 @@ import torch
 from federations import Spoiled, Stage, planted
 from torch import Tensor, nn
 
-from cfl_ray.core.cohort import Population
-from cfl_ray.core.grouping import agreement
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.clustering.agreement import agreement
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
-from cfl_ray.engine.owned import Owned
-from cfl_ray.runtime.checkpoint import CheckpointStore
+from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 CLIENTS, GROUPS, INPUTS = 12, 3, 16
 P, HEAD = 16 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4
@@ -27,17 +27,18 @@ def mlp() -> nn.Module:
 
 @dataclass
 class Reaching(Stage):
-    """A stage whose clients know who else can be reached in the round: `online`, or everybody."""
+    """A stage on which the clients `online` can be reached; None: all."""
 
     online: Sequence[int] | None = None
 
-    def clients(self, ids=None, number=1):
+    def clients(self, ids=None, round=1, **options):
         online = np.arange(self.federation.num_clients) if self.online is None else np.asarray(self.online, np.int64)
-        return replace(super().clients(ids, number), reachable=lambda: (online, self.federation.size_N[online]))
+        reachable = (online, self.federation.num_samples_N[online])
+        return replace(super().clients(ids, round, **options), reachable=lambda: reachable)
 
     def floats(self) -> tuple[float, float]:
-        """What crossed in the latest round, down and up."""
-        return self.books.ledger.down_bits / 32, self.books.ledger.up_bits / 32
+        """Traffic of the latest round in floats: (down, up)."""
+        return self.stats.traffic.down_bits / 32, self.stats.traffic.up_bits / 32
 
 
 def stage(federation=None, engine: str = "sequential", **local) -> Reaching:
@@ -51,7 +52,7 @@ def cohorts(participation: float, rounds: int) -> list[np.ndarray]:
 
 
 def accuracy(one: Stage, method: Method, state: State) -> float:
-    """P-server: the served model of every client on its group's test set."""
+    """Mean P-server accuracy: the served model of every client on its group's test set."""
     serving = method.serve(state, one.clients())
     hits = []
     for client, row in enumerate(serving.row_M):
@@ -64,25 +65,27 @@ def accuracy(one: Stage, method: Method, state: State) -> float:
 def restored(state: State, directory) -> State:
     """The state as it comes back from a checkpoint."""
     store = CheckpointStore(directory, "hash")
-    tensors, scalars = state.split()
-    store.save(1, tensors, {"state": scalars}, Owned())
+    tensors, scalars = state.to_checkpoint()
+    store.save(1, tensors, {"state": scalars}, ClientStateStore())
     saved = CheckpointStore(directory, "hash").load()
-    return type(state).join(saved.tensors, saved.values["state"])
+    return type(state).from_checkpoint(saved.tensors, saved.values["state"])
 
 
 def assert_same(one: State, other: State, tolerance: float = 0.0):
-    """Equal in every field, values within `tolerance`, types included."""
+    """Both states have the same fields of the same types and dtypes, with values within `tolerance`."""
     for name, value in vars(one).items():
         found = getattr(other, name)
         assert type(found) is type(value), name
         if isinstance(value, (Tensor, np.ndarray)):
-            assert found.dtype == value.dtype and np.allclose(found, value, rtol=0, atol=tolerance, equal_nan=True), name
+            assert found.dtype == value.dtype, name
+            assert np.allclose(found, value, rtol=0, atol=tolerance, equal_nan=True), name
         else:
-            assert found == pytest.approx(value, abs=tolerance, nan_ok=True) if isinstance(value, float) else found == value, name
+            expected = pytest.approx(value, abs=tolerance, nan_ok=True) if isinstance(value, float) else value
+            assert found == expected, name
 
 
 class OneShot:
-    """Subclasses say which method, and in which round it clusters."""
+    """Subclasses name the method and the round in which it clusters."""
 
     method: Method
     clustered = 1
@@ -96,23 +99,26 @@ class OneShot:
 
     @pytest.mark.parametrize("participation, rounds", [(1.0, 3), (0.3, 15)])
     def test_finds_the_groups(self, participation, rounds):
-        """Everybody takes part in the clustering, however few do in other rounds."""
+        """All reachable clients take part in the clustering, however small the cohorts of other rounds are."""
         one = stage(self.federation())
         state = one.play(self.method, *cohorts(participation, self.clustered + rounds))
         assert state.phase == "federate" and state.num_clusters == GROUPS
         known = state.assign_N >= 0
-        assert known.sum() >= CLIENTS - 1 and agreement(one.federation.group_N[known], state.assign_N[known])["ari"] == 1
+        assert known.sum() >= CLIENTS - 1
+        assert agreement(one.federation.group_N[known], state.assign_N[known])["ari"] == 1
         assert accuracy(one, self.method, state) > 0.85
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
     def test_engines_agree(self, engine):
         drawn = [*[None] * self.clustered, [0, 1, 5, 6], [2, 3, 7]]
         local = {"batch_size": None if engine == "span" else 40, "momentum": 0.5, "lr": 0.2}
-        one, other = (stage(self.federation(), kind, **local).play(self.method, *drawn) for kind in ("sequential", engine))
+        one, other = (
+            stage(self.federation(), kind, **local).play(self.method, *drawn) for kind in ("sequential", engine)
+        )
         assert one.num_clusters > 1
         assert_same(one, other, 2e-5)
 
-    def test_goes_on_from_a_checkpoint_after_any_round(self, tmp_path):
+    def test_continues_from_a_checkpoint_after_any_round(self, tmp_path):
         drawn, one = [*[None] * self.clustered, [0, 1, 5, 6], [2, 3, 7]], stage(self.federation(), epochs=1)
         states = [self.method.init(one.start())]
         for number, ids in enumerate(drawn, 1):
@@ -132,7 +138,7 @@ class OneShot:
             assert torch.equal(after.models_KP[k], state.models_KP[k]) == (k != mine)
 
     def test_newcomers_are_placed_with_their_group_and_served_its_model(self):
-        """Client 11 is absent while the others are clustered, trained for three rounds, and then comes."""
+        """Client 11 joins when the others are clustered and have trained for three rounds."""
         one = stage(self.federation())
         one.online = range(11)
         state = one.play(self.method, *[range(11)] * (self.clustered + 3))
@@ -143,16 +149,18 @@ class OneShot:
         assert torch.equal(joined.models_KP, state.models_KP)
         serving = self.method.serve(joined, one.clients([11, 2]))
         assert torch.equal(serving.models_KP[serving.row_M], state.models_KP[state.assign_N[[2, 2]]])
-        assert waiting.row_M[0] == -1 or not torch.equal(waiting.models_KP[waiting.row_M[0]], state.models_KP[state.assign_N[2]])
+        row = waiting.row_M[0]
+        assert row == -1 or not torch.equal(waiting.models_KP[row], state.models_KP[state.assign_N[2]])
 
-    def test_who_could_not_be_reached_is_placed_when_it_first_takes_part(self):
+    def test_clients_that_were_unreachable_are_placed_when_they_first_take_part(self):
         one = stage(self.federation())
         one.online = range(10)
         state = one.play(self.method, *[range(10)] * self.clustered)
         one.online = None
         after = one.play(self.method, [10, 0], state=state, first=self.clustered + 1)
         assert after.assign_N.tolist() == [*state.assign_N[:10], state.assign_N[1], -1]
-        assert not torch.equal(after.models_KP[after.assign_N[10]], state.models_KP[after.assign_N[10]]), "it took part in the same round"
+        mine = after.assign_N[10]
+        assert not torch.equal(after.models_KP[mine], state.models_KP[mine]), "it takes part in the same round"
 
     def test_newcomers_before_the_clustering_cost_nothing_and_take_part_in_it(self):
         one = stage(self.federation())
@@ -160,13 +168,14 @@ class OneShot:
         assert self.method.join(first, one.clients([3])) is first and one.floats() == (0, 0)
         assert one.play(self.method, *[None] * self.clustered, state=first).assign_N[3] >= 0
 
-    def test_leavers_are_forgotten_and_their_cluster_waits_for_others(self):
-        """All clients of a group go, and two come again: to the model that was kept."""
+    def test_leavers_are_forgotten_and_their_cluster_keeps_its_model(self):
+        """All clients of a group leave; two of them return and are served the cluster's last model."""
         one = stage(self.federation())
         state = self.clustering_state(one, None)
         gone = np.array([1, 4, 7, 10])
         left = self.method.leave(state, gone)
-        assert left.assign_N[gone].tolist() == [-1] * 4 and np.array_equal(np.delete(left.assign_N, gone), np.delete(state.assign_N, gone))
+        assert left.assign_N[gone].tolist() == [-1] * 4
+        assert np.array_equal(np.delete(left.assign_N, gone), np.delete(state.assign_N, gone))
         assert torch.equal(left.models_KP, state.models_KP)
         stay = np.delete(np.arange(CLIENTS), gone)
         after = one.play(self.method, stay, state=left, first=self.clustered + 2)
@@ -184,21 +193,22 @@ class OneShot:
         one.online = [0, 1, 2, 3, 4, 6, 7, 8]
         assert one.play(self.method, *[[0, 1, 2]] * self.clustered, state=state).assign_N.tolist()[5] == -1
 
-    def test_who_sends_nothing_sound_is_left_out_and_asked_again(self):
+    def test_a_client_without_a_valid_result_is_excluded_and_placed_in_a_later_round(self):
         one = stage(Spoiled([4], CLIENTS, GROUPS))
         state = self.clustering_state(one)
-        assert state.assign_N[4] == -1 and (np.delete(state.assign_N, 4) >= 0).all() and 4 in one.books.rejected
+        assert state.assign_N[4] == -1 and 4 in one.stats.rejected
+        assert (np.delete(state.assign_N, 4) >= 0).all()
         assert one.play(self.method, None, state=state, first=self.clustered + 1).assign_N[4] == -1
         one.federation.spoiled.clear()
         after = one.play(self.method, [4], state=state, first=self.clustered + 1)
         assert after.assign_N[4] >= 0 and torch.isfinite(after.models_KP).all()
 
-    def test_clusters_later_where_nobody_sends_anything_sound(self):
-        """And a newcomer that sends nothing sound changes nothing."""
+    def test_clustering_is_repeated_in_the_next_round_if_no_result_is_valid(self):
+        """And a newcomer without a valid result leaves the state unchanged."""
         one = stage(Spoiled(range(CLIENTS), CLIENTS, GROUPS))
         first = self.method.init(one.start())
         state = one.play(self.method, *[None] * self.clustered, state=first)
-        assert len(one.books.rejected) == CLIENTS
+        assert len(one.stats.rejected) == CLIENTS
         assert_same(first, state)
         one.federation.spoiled.clear()
         state = one.play(self.method, None, state=state, first=self.clustered + 1)

@@ -1,4 +1,4 @@
-"""Data that change in mid-run, and groups that are not there from the start: what a run with each method makes of them."""
+"""Runs in which client data change, or in which a true group joins later."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from cfl_ray.runtime.driver import Watcher
 
 
 class Notes(Watcher):
+    """Collects the notes of every round."""
+
     def __init__(self):
         self.notes = {}
 
@@ -16,57 +18,79 @@ class Notes(Watcher):
         self.notes[report.round] = list(report.notes)
 
 
-def experiment(methods, tmp_path, rounds=6, **sections):
-    data = {"source": "synthetic", "synthetic_shape": [1, 4, 4], "synthetic_classes": 4, "synthetic_groups": 2, "synthetic_samples": 60, "partition": {"clients": 12}}
+def experiment(methods, tmp_path, rounds=6, clients=12, **sections):
+    data = {
+        "source": "synthetic",
+        "synthetic_shape": [1, 4, 4],
+        "synthetic_classes": 4,
+        "synthetic_groups": 2,
+        "synthetic_samples": 60,
+        "partition": {"clients": clients},
+    }
     base = {
-        "data": data, "model": {"name": "mlp", "options": {"hidden": 16}}, "local": {"epochs": 3, "batch_size": 20, "lr": 0.3}, "cohort": {"fraction": 1.0},
-        "runtime": {"engine": "sequential"}, "tracking": {"enabled": False}, "output": str(tmp_path),
-    }  # fmt: skip
+        "data": data,
+        "model": {"name": "mlp", "options": {"hidden": 16}},
+        "local": {"epochs": 3, "batch_size": 20, "lr": 0.3},
+        "cohort": {"fraction": 1.0},
+        "evaluation": {"local_images": 100},
+        "runtime": {"engine": "sequential"},
+        "tracking": {"enabled": False},
+        "output": str(tmp_path),
+    }
     return cfl_ray.Experiment(methods=methods, rounds=rounds, **base | sections)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_federation_may_start_without_a_group(name, tmp_path):
-    """The odd clients, one true group, come before round 4; from then on everybody is served."""
-    watcher = Notes()
-    found = cfl_ray.simulate(experiment([name], tmp_path, schedule=[{"round": 4, "join": [1, 3, 5, 7, 9, 11]}]), watcher=watcher)[name]
-    assert [record.metrics["clients_online"] for record in found.records] == [6, 6, 6, 12, 12, 12]
+    """The odd clients, one true group, join before round 3; from then on all clients are served."""
+    watcher, joins = Notes(), [{"round": 3, "join": [1, 3, 5, 7, 9, 11]}]
+    run = experiment([name], tmp_path, 4, schedule=joins, local={"epochs": 1, "batch_size": 20, "lr": 0.3})
+    found = cfl_ray.simulate(run, watcher=watcher)[name]
+    assert [record.metrics["clients_online"] for record in found.records] == [6, 6, 12, 12]
     assert np.isfinite(found.final["accuracy"]) and np.isfinite(found.summary["newcomer_accuracy"])
-    assert watcher.notes[4] == ["joined: clients 1, 3, 5, 7, 9, 11"]
+    assert watcher.notes[3] == ["joined: clients 1, 3, 5, 7, 9, 11"]
 
 
-@pytest.mark.parametrize("name, options", [("stocfl", {"tau": 0.5}), ("fedgroup", {"num_clusters": 2, "alpha": 10}), ("ifca", {"num_clusters": 2})])
+@pytest.mark.parametrize(
+    "name, options",
+    [("stocfl", {"tau": 0.5}), ("fedgroup", {"num_clusters": 2, "alpha": 10}), ("ifca", {"num_clusters": 2})],
+)
 def test_newcomers_of_a_group_that_is_known_are_placed_with_it(name, options, tmp_path):
     found = cfl_ray.simulate(experiment([{name: options}], tmp_path, schedule=[{"round": 4, "join": [10, 11]}]))[name]
     assert found.final["ari"] == 1.0 and found.summary["newcomer_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("regroup, expected", [(True, 1.0), (False, None)])
-def test_fedgroup_groups_a_client_anew_when_its_data_changed(regroup, expected, tmp_path):
-    """Clients 0 and 1 swap their data, and with them their true groups; a static grouping is wrong about two of twelve from then on."""
-    swap = [{"round": 4, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
+def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, expected, tmp_path):
+    """Clients 0 and 1 swap their data, and so their true groups; a static grouping is wrong for two of twelve."""
+    swap = [{"round": 3, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
     watcher = Notes()
     method = {"fedgroup": {"num_clusters": 2, "alpha": 10, "regroup": regroup}}
-    records = cfl_ray.simulate(experiment([method], tmp_path, schedule=swap), watcher=watcher)["fedgroup"].records
+    records = cfl_ray.simulate(experiment([method], tmp_path, 4, schedule=swap), watcher=watcher)["fedgroup"].records
     aris = [record.metrics["ari"] for record in records]
-    assert aris[:3] == [1.0] * 3 and watcher.notes[4] == ["data changed: clients 0, 1"]
-    assert aris[3:] == [1.0] * 3 if regroup else max(aris[3:]) < 0.6
+    assert aris[:2] == [1.0] * 2 and watcher.notes[3] == ["data changed: clients 0, 1"]
+    assert aris[2:] == [1.0] * 2 if regroup else max(aris[2:]) < 0.6
 
 
 def test_a_client_whose_data_changed_trains_and_is_tested_on_the_new_ones(tmp_path):
-    """Local training alone: who is relabelled has to learn anew, and does."""
-    change = [{"round": 4, "change": [{"clients": "0-11", "relabel": 2}]}]
-    records = cfl_ray.simulate(experiment(["local"], tmp_path, schedule=change, local={"epochs": 10, "batch_size": 20, "lr": 0.3}))["local"].records
-    accuracy = [record.metrics["accuracy"] for record in records]
-    still = [record.metrics["accuracy"] for record in cfl_ray.simulate(experiment(["local"], tmp_path, local={"epochs": 10, "batch_size": 20, "lr": 0.3}))["local"].records]
-    assert accuracy[:3] == still[:3] and accuracy[3] < still[3] - 0.1 and accuracy[5] > 0.85
+    """Local training alone: a client with new labels has to learn them, and does."""
+    change = [{"round": 4, "change": [{"clients": "0-3", "relabel": 2}]}]
+    local, found = {"epochs": 10, "batch_size": 20, "lr": 0.3}, []
+    for sections in ({"schedule": change}, {}):
+        result = cfl_ray.simulate(experiment(["local"], tmp_path, clients=4, local=local, **sections))["local"]
+        found.append([record.metrics["accuracy"] for record in result.records])
+    changed, constant = found
+    assert changed[:3] == constant[:3] and changed[3] < constant[3] - 0.1 and changed[5] > 0.85
 
 
-def test_a_round_that_nobody_can_be_reached_in_changes_nothing(tmp_path):
+def test_a_round_without_reachable_clients_changes_nothing(tmp_path):
     (tmp_path / "trace.csv").write_text("client,from,to\n0,1,2\n1,1,2\n5,5,6\n")
     availability = {"kind": "trace", "file": str(tmp_path / "trace.csv")}
     watcher = Notes()
-    records = cfl_ray.simulate(experiment(["fedavg", "stocfl"], tmp_path, cohort={"fraction": 1.0, "availability": availability}), watcher=watcher)["fedavg"].records
+    records = cfl_ray.simulate(
+        experiment(["fedavg", "stocfl"], tmp_path, cohort={"fraction": 1.0, "availability": availability}),
+        watcher=watcher,
+    )["fedavg"].records
     losses = [record.metrics["test_loss"] for record in records]
     assert losses[1] == losses[2] == losses[3] != losses[4] and "train_loss" not in records[2].metrics
-    assert watcher.notes[3] == ["nobody could be reached: a round without training"] and watcher.notes[5] == []
+    assert watcher.notes[3] == ["no client could be reached: a round without training"] and watcher.notes[5] == []

@@ -1,4 +1,4 @@
-"""FedClust: the first round asks everybody for a classifier, and nothing of it but the clusters is kept."""
+"""FedClust: one clustering of all clients by their final layers, of which only the clusters and their means remain."""
 
 import math
 
@@ -10,7 +10,7 @@ from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, s
 from oneshot import CLIENTS, HEAD, OneShot, P, stage
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedclust import FedClust
 
@@ -44,7 +44,9 @@ class TestTwoClients:
         s_0, s_1 = (trained(one, client, w) for client in (0, 1))
         state = one.play(FedClust(threshold=float(np.linalg.norm(s_0 - s_1)) + margin), None)
         assert state.assign_N.tolist() == clusters
-        assert torch.equal(state.models_KP, one.model()[None].repeat(len(set(clusters)), 1)), "updates of the first round are thrown away"
+        assert torch.equal(state.models_KP, one.model()[None].repeat(len(set(clusters)), 1)), (
+            "the results of the first round are discarded"
+        )
         for k, centre in enumerate([(s_0 + s_1) / 2] if clusters == [0, 0] else [s_0, s_1]):
             assert_close(state.centre_KF[k], centre)
 
@@ -60,22 +62,26 @@ class TestTwoClients:
         assert_close(later.models_KP[0], trained(one, 1, mean(trained(one, 0, w), trained(one, 1, w), weights)))
 
     def test_signatures_are_the_final_layer_alone(self):
-        two = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), LocalSGD(steps=1, lr=ETA))
+        two = Stage(
+            uneven([N_0, N_1], (5,)), lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), LocalSGD(steps=1, lr=ETA)
+        )
         state = two.play(FedClust(num_clusters=2), None)
         assert state.centre_KF.shape == (2, 4 * 3 + 3)
         clients = two.clients()
-        whole = clients.train(clients.send(two.model()[None]), keep=clients.spec.all).kept_MF
+        whole = clients.train(clients.send(two.model()[None]), features=clients.spec.all).features_MF
         assert torch.equal(state.centre_KF, whole[:, -15:])
 
 
 class TestNewcomers:
-    """Client 2 comes to two clusters whose models have moved on."""
+    """Client 2 joins when the models of two clusters have moved on."""
 
     def arrive(self, method, centres, **changes):
-        """State before and after, where centres (as functions of s_2) and models are set by hand."""
+        """(stage, s_2, state before, state after), with models and centres (functions of s_2) set by hand."""
         one = linear((N_0, N_1, 6))
         s_2 = trained(one, 2, matrix(one.model()))
-        state = one.play(method, [0, 1]).advance(centre_KF=torch.cat([row(centre(s_2)) for centre in centres]), **changes)
+        state = one.play(method, [0, 1]).advance(
+            centre_KF=torch.cat([row(centre(s_2)) for centre in centres]), **changes
+        )
         state = state.advance(models_KP=state.models_KP + torch.tensor([[1.0], [2.0]]))
         return one, s_2, state, method.join(state, one.clients([2], 5))
 
@@ -85,50 +91,61 @@ class TestNewcomers:
         assert joined.assign_N.tolist() == [0, 1, int(np.argmin(offsets))]
         assert torch.equal(joined.models_KP, state.models_KP) and torch.equal(joined.centre_KF, state.centre_KF)
 
-    @pytest.mark.parametrize("height, founds", [(0.2 * 15**0.5 - 1e-4, True), (0.2 * 15**0.5 + 1e-4, False), (None, False)])
-    def test_found_a_cluster_beyond_lambda_if_wanted(self, height, founds):
-        """Every one of 15 coordinates differs by 0.2 from the nearest centre."""
-        one, s_2, state, joined = self.arrive(FedClust(num_clusters=2, newcomers="found"), [lambda s: s + 0.3, lambda s: s - 0.2], height=height)
+    @pytest.mark.parametrize(
+        "height, founds", [(0.2 * 15**0.5 - 1e-4, True), (0.2 * 15**0.5 + 1e-4, False), (None, False)]
+    )
+    def test_found_a_cluster_beyond_lambda_with_newcomers_found(self, height, founds):
+        """Each of 15 coordinates differs by 0.2 from the nearest centre."""
+        method, centres = FedClust(num_clusters=2, newcomers="found"), [lambda s: s + 0.3, lambda s: s - 0.2]
+        one, s_2, state, joined = self.arrive(method, centres, height=height)
         assert joined.assign_N.tolist() == [0, 1, 2 if founds else 1]
         assert joined.num_clusters == len(joined.centre_KF) == 2 + founds
         if founds:
             assert_close(joined.models_KP[2], matrix(one.model()))
             assert_close(joined.centre_KF[2], s_2)
             again = FedClust(newcomers="found").join(joined.advance(assign_N=state.assign_N), one.clients([2], 5))
-            assert again.assign_N.tolist() == [0, 1, 2], "the second of a kind joins the first"
+            assert again.assign_N.tolist() == [0, 1, 2], "a second newcomer joins the cluster of the first"
 
-    def test_several_of_a_kind_found_one_cluster(self):
+    def test_similar_newcomers_found_one_cluster(self):
         one = stage()
         one.online = [0, 1, 3, 4, 6, 7, 9, 10]
         method = FedClust(newcomers="found", cut="median")
         state = one.play(method, [0])
         joined = method.join(state, one.clients([2, 5, 8, 11], 2))
-        assert (state.num_clusters, joined.num_clusters) == (2, 3) and joined.assign_N[[2, 5, 8, 11]].tolist() == [2] * 4
+        assert (state.num_clusters, joined.num_clusters) == (2, 3)
+        assert joined.assign_N[[2, 5, 8, 11]].tolist() == [2] * 4
         assert method.join(joined, one.clients([], 3)).num_clusters == 3
 
-    def test_lambda_is_remembered(self):
+    def test_lambda_is_part_of_the_state(self):
         one = linear()
         distance = np.linalg.norm(trained(one, 0, matrix(one.model())) - trained(one, 1, matrix(one.model())))
-        heights = [one.play(FedClust(**options), None).height for options in ({}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})]
+        heights = [
+            one.play(FedClust(**options), None).height
+            for options in ({}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})
+        ]
         assert heights == [pytest.approx(distance / 2), 0.3, None, None]
 
 
 class TestFedClust(OneShot):
     method = FedClust(num_clusters=3)
 
-    @pytest.mark.parametrize("options", [{}, {"cut": "gap"}, {"threshold": 1.6}, {"linkage": "complete"}, {"linkage": "ward", "cut": "gap"}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"cut": "gap"}, {"threshold": 1.6}, {"linkage": "complete"}, {"linkage": "ward", "cut": "gap"}],
+        ids=str,
+    )
     def test_finds_the_groups_by_any_cut(self, options):
         one = stage()
         assert one.play(FedClust(**options), [0]).assign_N.tolist() == [0, 1, 2] * 4
 
-    def test_leaves_no_trace_of_a_client(self):
+    def test_the_state_has_no_signature_of_a_client(self):
         """Only means over clusters are stored."""
         state = self.clustering_state(stage())
-        assert {name for name, value in vars(state).items() if getattr(value, "shape", [0])[0] == CLIENTS} == {"assign_N"}
+        per_client = {name for name, value in vars(state).items() if getattr(value, "shape", [0])[0] == CLIENTS}
+        assert per_client == {"assign_N"}
 
     def test_traffic(self):
-        """First round: the model to all N, a classifier from each. Later: the model both ways, for participants. A newcomer: the first
-        again."""
+        """First round and newcomers: the model down, a classifier up. Later rounds: the model both ways."""
         one = stage()
         state = one.play(self.method, [0, 1])
         assert one.floats() == (CLIENTS * P, CLIENTS * HEAD)
@@ -141,17 +158,16 @@ class TestFedClust(OneShot):
         assert one.floats() == (4 * P, 3 * P + HEAD)
 
 
-@pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_one_cluster_is_fedavg_without_its_first_round(weights):
+def test_one_cluster_is_fedavg_without_its_first_round():
     """The same rounds, cohorts and mini-batches from the second round on."""
     drawn = [[0, 1, 5], [2, 3, 7, 9], [4]]
     one, other = stage(momentum=0.5), stage(momentum=0.5)
-    found = one.play(FedClust(threshold=math.inf, weights=weights), [0], *drawn)
-    expected = other.play(FedAvg(weights=weights), *drawn, first=2)
+    found = one.play(FedClust(threshold=math.inf), [0], *drawn)
+    expected = other.play(FedAvg(), *drawn, first=2)
     assert torch.equal(found.models_KP, expected.models_KP)
 
 
-def test_distances_are_those_of_formulas_without_momentum_too():
+def test_lambda_without_momentum_is_that_of_the_formula():
     one = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
     s_0, s_1 = (sgd(one, client, matrix(one.model())) for client in (0, 1))
     assert one.play(FedClust(), None).height == pytest.approx(np.linalg.norm(s_0 - s_1) / 2, abs=1e-6)

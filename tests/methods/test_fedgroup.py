@@ -1,4 +1,6 @@
-"""FedGroup: a sample of clients is grouped by the directions of their updates, and everybody else joins a group when first drawn."""
+"""FedGroup: groups by the update directions of a sample of clients, and the placement of all others."""
+
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -6,13 +8,13 @@ import torch
 from federations import Stage, planted, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
 from oneshot import CLIENTS, OneShot, P, stage
-from playing import accuracy
+from rounds import accuracy
 from sklearn.metrics import adjusted_rand_score
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.methods.fedgroup import FedGroup, decomposed, madc
+from cfl_ray.methods.fedgroup import FedGroup, decomposed_cosines, mean_difference_of_cosines
 
 PRETRAIN = 3
 
@@ -36,28 +38,28 @@ class TestTwoClients:
         one, w, state = self.groups(1, weights)
         w_0, w_1 = (sgd(one, client, w, steps=PRETRAIN) for client in (0, 1))
         assert_close(state.centre_KF[0], (w_0 + w_1) / 2 - w)
-        begun = (w_0 + w_1) / 2
-        assert_close(state.models_KP[0], mean(sgd(one, 0, begun), sgd(one, 1, begun), weights))
+        first = (w_0 + w_1) / 2
+        assert_close(state.models_KP[0], mean(sgd(one, 0, first), sgd(one, 1, first), weights))
 
     def test_two_groups(self):
         one, w, state = self.groups(2)
         assert state.assign_N.tolist() == [0, 1]
         for client in (0, 1):
-            begun = sgd(one, client, w, steps=PRETRAIN)
-            assert_close(state.models_KP[client], sgd(one, client, begun))
-            assert_close(state.centre_KF[client], begun - w)
+            first = sgd(one, client, w, steps=PRETRAIN)
+            assert_close(state.models_KP[client], sgd(one, client, first))
+            assert_close(state.centre_KF[client], first - w)
 
     @pytest.mark.parametrize("eta_g", [0.1, 1.0])
     def test_groups_are_mixed_after_the_round(self, eta_g):
-        """w_0 <- (w_0 + eta w_1 / |w_1|) / (1 + eta / |w_1|), and the same the other way round, at once."""
+        """w_0 <- (w_0 + eta w_1 / |w_1|) / (1 + eta / |w_1|), and w_1 in the same way from the old w_0."""
         one, w, state = self.groups(2, eta_g=eta_g)
         a, b = (sgd(one, client, sgd(one, client, w, steps=PRETRAIN)) for client in (0, 1))
         norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
         assert_close(state.models_KP[0], (a + eta_g * b / norm_b) / (1 + eta_g / norm_b))
         assert_close(state.models_KP[1], (b + eta_g * a / norm_a) / (1 + eta_g / norm_a))
 
-    def test_a_newcomer_joins_the_direction_most_like_its_own(self):
-        """Trained for as many steps from w_0. The wrong centre is nearer by distance, the right one by angle."""
+    def test_a_newcomer_joins_the_most_similar_direction(self):
+        """After the cold start's steps from w_0. The wrong centre is nearer by distance, the right one by angle."""
         one = linear((N_0, N_1, 6))
         method = FedGroup(num_clusters=2, pretrain_steps=PRETRAIN)
         state = one.play(method, *[[0, 1]] * 3)
@@ -76,14 +78,14 @@ class TestMixing:
         models_KP = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 7))).float()
         eta, w = 0.3, models_KP.double().numpy()
         norm = np.linalg.norm(w, axis=1)
-        for k, found in enumerate(FedGroup(eta_g=eta).mixed(models_KP)):
+        for k, found in enumerate(FedGroup(eta_g=eta).mix_groups(models_KP)):
             others = [l for l in range(3) if l != k]
             expected = (w[k] + eta * sum(w[l] / norm[l] for l in others)) / (1 + eta * sum(1 / norm[l] for l in others))
             assert np.allclose(found, expected, atol=1e-6)
 
-    def test_of_one_group_is_none(self):
+    def test_of_one_group_changes_nothing(self):
         models_KP = torch.arange(5.0)[None]
-        assert torch.allclose(FedGroup(eta_g=0.5).mixed(models_KP), models_KP)
+        assert torch.allclose(FedGroup(eta_g=0.5).mix_groups(models_KP), models_KP)
 
 
 def updates(rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -91,60 +93,63 @@ def updates(rows: int, columns: int, seed: int = 0) -> np.ndarray:
 
 
 class TestSimilarity:
-    @pytest.mark.parametrize("rows, columns, components", [(9, 40, 3), (40, 9, 5), (5, 30, 8), (1, 10, 3)])
-    def test_decomposed_cosines_are_those_with_the_leading_singular_directions(self, rows, columns, components):
-        """EDC_ij = |e_i - e_j|, e_i = [cos(Delta_i, v_j)], v_j left singular vectors of the updates as columns. Signs are free."""
-        delta = updates(rows, columns)
-        v = np.linalg.svd(delta.T, full_matrices=False)[0][:, :components]
-        expected = delta @ v / np.linalg.norm(delta, axis=1, keepdims=True)
-        found = decomposed(torch.from_numpy(delta).float(), components).double().numpy()
-        assert found.shape == expected.shape
-        assert np.allclose(np.abs(found), np.abs(expected), atol=1e-5)
-        distance = lambda e: np.linalg.norm(e[:, None] - e[None], axis=2)
-        assert np.allclose(distance(found), distance(expected), atol=1e-5)
+    def test_decomposed_cosines_are_those_with_the_leading_singular_directions(self):
+        """e_i = [cos(Delta_i, v_j)]_j up to signs, with v_j the left singular vectors of the updates as columns."""
+        distance = lambda e: np.linalg.norm(e[:, None] - e[None], axis=2)  # EDC_ij = |e_i - e_j|
+        for rows, columns, components in [(9, 40, 3), (40, 9, 5), (5, 30, 8), (1, 10, 3)]:
+            delta = updates(rows, columns)
+            v = np.linalg.svd(delta.T, full_matrices=False)[0][:, :components]
+            expected = delta @ v / np.linalg.norm(delta, axis=1, keepdims=True)
+            found = decomposed_cosines(torch.from_numpy(delta).float(), components).double().numpy()
+            assert found.shape == expected.shape
+            assert np.allclose(np.abs(found), np.abs(expected), atol=1e-5)
+            assert np.allclose(distance(found), distance(expected), atol=1e-5)
 
-    def test_a_client_that_did_not_move_has_no_direction(self):
+    def test_an_update_of_zeros_has_no_direction(self):
         delta = updates(4, 10)
         delta[2] = 0
-        assert decomposed(torch.from_numpy(delta).float(), 2)[2].tolist() == [0, 0]
+        assert decomposed_cosines(torch.from_numpy(delta).float(), 2)[2].tolist() == [0, 0]
 
-    @pytest.mark.parametrize("rows", [3, 4, 9])
-    def test_madc_is_the_mean_absolute_difference_of_cosines_with_others(self, rows):
-        delta = updates(rows, 6)
-        found = madc(torch.from_numpy(delta).float())
-        expected = [
-            np.mean([abs(cos(delta[i], delta[z]) - cos(delta[j], delta[z])) for z in range(rows) if z not in (i, j)])
-            for i in range(rows) for j in range(i + 1, rows)
-        ]  # fmt: skip
-        assert np.allclose(found, expected, atol=1e-6)
+    def test_madc_is_the_mean_absolute_difference_of_cosines_with_others(self):
+        for rows in (3, 4, 9):
+            delta = updates(rows, 6)
+            cosines = np.array([[cos(one, other) for other in delta] for one in delta])
+            expected = [
+                np.mean([abs(cosines[i, z] - cosines[j, z]) for z in range(rows) if z not in (i, j)])
+                for i, j in combinations(range(rows), 2)
+            ]
+            assert np.allclose(mean_difference_of_cosines(torch.from_numpy(delta).float()), expected, atol=1e-6)
 
-    @pytest.mark.parametrize("rows", [0, 1, 2])
-    def test_madc_of_two_has_nobody_to_ask(self, rows):
-        assert madc(torch.from_numpy(updates(rows, 6)).float()).tolist() == [0.0] * (rows == 2)
+    def test_madc_of_two_clients_without_others_is_zero(self):
+        for rows in (0, 1, 2):
+            found = mean_difference_of_cosines(torch.from_numpy(updates(rows, 6)).float())
+            assert found.tolist() == [0.0] * (rows == 2)
 
 
 class TestColdStart:
-    def asked(self, one, method, ids) -> tuple[object, list]:
-        works = []
-        one.backend.run = lambda work, run=type(one.backend).run: (works.append(work), run(one.backend, work))[1]
+    def played(self, one, method, ids) -> tuple[object, list]:
+        """The state after a round, and its work orders."""
+        works, run = [], one.backend.run
+        one.backend.run = lambda work: (works.append(work), run(work))[1]
         return one.play(method, ids), works
 
-    @pytest.mark.parametrize("alpha, clusters, expected", [(2, 3, 6), (1, 2, 2), (3, 4, 12), (20, 5, 12)])
-    def test_samples_alpha_times_k_of_all_that_can_be_reached(self, alpha, clusters, expected):
-        one = stage(epochs=1)
-        state, works = self.asked(one, FedGroup(num_clusters=clusters, alpha=alpha, pretrain_steps=2), [0])
-        assert len(works[0].ids_M) == len(set(works[0].ids_M)) == expected and works[0].steps_M.tolist() == [2] * expected
-        assert set(np.flatnonzero(state.assign_N >= 0)) == {0, *works[0].ids_M}
+    def test_samples_alpha_times_k_reachable_clients(self):
+        for alpha, clusters, expected in [(2, 3, 6), (1, 2, 2), (3, 4, 12), (20, 5, 12)]:
+            method = FedGroup(num_clusters=clusters, alpha=alpha, pretrain_steps=2)
+            state, works = self.played(stage(epochs=1), method, [0])
+            assert len(works[0].ids_M) == len(set(works[0].ids_M)) == expected
+            assert works[0].steps_M.tolist() == [2] * expected
+            assert set(np.flatnonzero(state.assign_N >= 0)) == {0, *works[0].ids_M}
 
-    def test_is_drawn_anew_with_every_seed_and_only_among_who_is_there(self):
+    def test_the_sample_depends_on_the_seed_and_has_reachable_clients_only(self):
         drawn = []
         for seed in range(12):
             one = stage(epochs=1)
             one.seed, one.online = seed, [1, 2, 3, 5, 7, 8]
-            drawn.append(tuple(self.asked(one, FedGroup(num_clusters=2, alpha=1, pretrain_steps=1), [1])[1][0].ids_M))
+            drawn.append(tuple(self.played(one, FedGroup(num_clusters=2, alpha=1, pretrain_steps=1), [1])[1][0].ids_M))
         assert len(set(drawn)) > 5 and {client for ids in drawn for client in ids} == {1, 2, 3, 5, 7, 8}
 
-    def test_newcomers_train_from_the_first_model_as_long_as_the_sample_did(self):
+    def test_newcomers_train_from_the_first_model_for_as_many_steps(self):
         one, method = stage(), FedGroup(num_clusters=3, pretrain_steps=7)
         left = method.leave(one.play(method, [0]), np.array([5]))
         works = []
@@ -152,7 +157,7 @@ class TestColdStart:
         method.join(left, one.clients([5], 2))
         assert [work.steps_M.tolist() for work in works] == [[7]] and torch.equal(works[0].tables[0], one.model()[None])
 
-    def test_whoever_is_drawn_later_is_placed_in_its_round(self):
+    def test_clients_outside_the_sample_are_placed_when_they_first_take_part(self):
         one = stage()
         method = FedGroup(num_clusters=3, alpha=3)
         state = one.play(method, [0])
@@ -167,7 +172,11 @@ class TestColdStart:
 class TestFedGroup(OneShot):
     method = FedGroup(num_clusters=3, pretrain_steps=15)
 
-    @pytest.mark.parametrize("options", [{"similarity": "madc"}, {"similarity": "edc", "sketch": 64}, {"similarity": "madc", "sketch": 64}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [{"similarity": "madc"}, {"similarity": "edc", "sketch": 64}, {"similarity": "madc", "sketch": 64}],
+        ids=str,
+    )
     def test_finds_the_groups_by_any_similarity(self, options):
         one = stage()
         assert one.play(FedGroup(num_clusters=3, **options), [0]).assign_N.tolist() == [0, 1, 2] * 4
@@ -178,7 +187,7 @@ class TestFedGroup(OneShot):
             assert one.play(FedGroup(similarity=similarity), None).assign_N.tolist() == [0, 1, 2]
 
     def test_traffic(self):
-        """A cold start is a model down and an update up, for the sample and for whoever has no group; the rest is FedAvg's."""
+        """A cold start is a model down and an update up, for the sample and clients without a group; else as FedAvg."""
         one = stage()
         method = FedGroup(num_clusters=3, alpha=2, pretrain_steps=5)
         state = one.play(method, [])
@@ -192,22 +201,21 @@ class TestFedGroup(OneShot):
         assert one.floats() == (P, P)
 
 
-@pytest.mark.parametrize("weights", ["samples", "uniform"])
-def test_one_group_is_fedavg_from_the_mean_of_pretrained_models(weights):
-    """Full batch, as the first round has another exchange before."""
+def test_one_group_is_fedavg_from_the_mean_of_pretrained_models():
+    """Full batch, since mini-batches depend on the exchange, and the first round has another one before."""
     drawn = [[0, 1, 5], [2, 3, 7, 9], None]
     one, other = (stage(batch_size=None, momentum=0.5, epochs=2) for _ in range(2))
-    found = one.play(FedGroup(num_clusters=1, alpha=100, weights=weights), *drawn)
-    begun = other.play(FedAvg(weights="uniform"), [])
+    found = one.play(FedGroup(num_clusters=1, alpha=100), *drawn)
     pretrain = stage(batch_size=None, momentum=0.5, epochs=None, steps=50)
-    begun = pretrain.play(FedAvg(weights="uniform"), None, state=begun)
-    assert torch.equal(found.models_KP, other.play(FedAvg(weights=weights), *drawn, state=begun).models_KP)
+    pretrained = pretrain.play(FedAvg(weights="uniform"), None)
+    assert torch.equal(found.models_KP, other.play(FedAvg(), *drawn, state=pretrained).models_KP)
 
 
 def test_p_server_is_over_the_clients_that_have_a_group():
     one = stage()
     method = FedGroup(num_clusters=3, alpha=2, pretrain_steps=5)
-    assert not np.isnan(accuracy(one, method, method.init(one.start()))).any(), "before the cold start everybody is served w_0"
+    before = accuracy(one, method, method.init(one.start()))
+    assert not np.isnan(before).any(), "before the cold start all clients are served w_0"
     state = one.play(method, [])
     outside_N = state.assign_N == -1
     assert outside_N.sum() == CLIENTS - 6 and np.array_equal(np.isnan(accuracy(one, method, state)), outside_N)

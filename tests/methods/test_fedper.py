@@ -1,9 +1,11 @@
+"""FedPer: base and private head by the formulas, its reductions to FedAvg and local training, and the client state."""
+
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage
+from federations import Spoiled, Stage, planted
 from linear import HIDDEN, STEPS, assert_layers, deep_sgd, deep_stage, layers, mean
-from playing import COHORTS, accuracy, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp, row_accuracy
+from rounds import COHORTS, accuracy, floats, groups, mlp, row_accuracy
 
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedper import FedPer
@@ -25,7 +27,7 @@ def test_bases_are_averaged_and_heads_stay(weights):
     second = [deep_sgd(one, client, a1, first[client][1]) for client in (0, 1)]
     assert_layers(state.models_KP[0], mean(second[0][0], second[1][0], weights), b0)
     for client in (0, 1):
-        assert np.allclose(one.memory["head", client].reshape(3, HIDDEN), second[client][1], rtol=0, atol=1e-6)
+        assert np.allclose(one.client_states["head", client].reshape(3, HIDDEN), second[client][1], rtol=0, atol=1e-6)
 
 
 def test_a_late_client_starts_from_the_first_head():
@@ -33,14 +35,15 @@ def test_a_late_client_starts_from_the_first_head():
     a0, b0 = layers(one.model())
     one.play(FedPer(), [0], [1])
     a1, _ = deep_sgd(one, 0, a0, b0, STEPS)
-    assert np.allclose(one.memory["head", 1].reshape(3, HIDDEN), deep_sgd(one, 1, a1, b0)[1], rtol=0, atol=1e-6)
+    expected = deep_sgd(one, 1, a1, b0)[1]
+    assert np.allclose(one.client_states["head", 1].reshape(3, HIDDEN), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
 def test_without_private_layers_it_is_fedavg_bit_for_bit(local):
     one, other = groups(**local), groups(**local)
     found, expected = one.play(FedPer(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
-    assert torch.equal(found.models_KP, expected.models_KP) and one.memory == {} and floats(one) == floats(other)
+    assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
 
 
 def test_with_all_layers_private_it_is_local_bit_for_bit():
@@ -49,60 +52,57 @@ def test_with_all_layers_private_it_is_local_bit_for_bit():
     other.play(Local(), *COHORTS)
     assert torch.equal(state.models_KP[0], one.model()) and floats(one) == (0, 0)
     for client in range(8):
-        assert torch.equal(one.memory["head", client], other.memory["personal", client])
+        assert torch.equal(one.client_states["head", client], other.client_states["personal", client])
 
 
-@pytest.mark.parametrize("cohorts", [[None] * 5, [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3], ids=["everybody", "30 %"])
+@pytest.mark.parametrize(
+    "cohorts",
+    [[None] * 5, [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3],
+    ids=["all clients", "30 %"],
+)
 def test_private_heads_serve_groups_that_disagree(cohorts):
     found = {}
     for method in (FedPer(), FedAvg()):
-        one = groups(epochs=5, lr=0.5, batch_size=40)
+        one = groups(federation=planted(samples=100), epochs=5, lr=0.5, batch_size=40)
         found[method.name] = accuracy(one, method, one.play(method, *cohorts))
     assert found["fedper"].min() > 0.8 and found["fedavg"].mean() < 0.55
 
 
-def test_who_never_took_part_has_the_base_and_the_first_head():
+def test_a_client_that_never_took_part_has_the_base_and_the_first_head():
     one, method = groups(), FedPer()
     state = one.play(method, [0, 1])
     serving = method.serve(state, one.clients())
-    assert serving.row_M.tolist() == [0] * 8 and serving.own.name == "head" and sorted(one.memory) == [("head", 0), ("head", 1)]
+    assert serving.row_M.tolist() == [0] * 8 and serving.client_state.name == "head"
+    assert sorted(one.client_states) == [("head", 0), ("head", 1)]
     head = one.network.spec.head
     assert torch.equal(head.of(state.models_KP[0]), head.of(one.model()))
-    mixed = state.models_KP[0].clone()
-    head.put(mixed, one.memory["head", 1])
-    expected = [row_accuracy(one, row_P, client) for client, row_P in ((1, mixed), (7, state.models_KP[0]))]
+    personal = state.models_KP[0].clone()
+    head.put(personal, one.client_states["head", 1])
+    expected = [row_accuracy(one, row_P, client) for client, row_P in ((1, personal), (7, state.models_KP[0]))]
     assert accuracy(one, method, state, [1, 7]) == pytest.approx(expected)
 
 
-def test_who_leaves_and_comes_again_begins_with_the_first_head():
+def test_a_client_that_left_and_returns_begins_with_the_first_head():
     one, method = groups(), FedPer()
     state = one.play(method, None)
     one.backend.forget(np.array([0]))
     state = method.join(method.leave(state, np.array([0])), one.clients([0], 2))
-    assert floats(one) == (0, 0) and ("head", 0) not in one.memory and len(one.memory) == 7
+    assert floats(one) == (0, 0) and ("head", 0) not in one.client_states and len(one.client_states) == 7
     assert accuracy(one, method, state, [0]) == pytest.approx([row_accuracy(one, state.models_KP[0], 0)])
     fresh = groups()
     one.play(method, [0], state=state, first=2)
     fresh.play(method, [0], state=state, first=2)
-    assert torch.equal(one.memory["head", 0], fresh.memory["head", 0])
+    assert torch.equal(one.client_states["head", 0], fresh.client_states["head", 0])
 
 
-@pytest.mark.parametrize("private, shared", [(1, BASE), (2, 0), (0, BASE + HEAD)])
-def test_traffic_is_the_shared_part_each_way(private, shared):
-    one = groups()
-    one.play(FedPer(private_layers=private), [0, 1, 2])
-    assert floats(one) == (3 * shared, 3 * shared)
+def test_traffic_is_the_shared_part_each_way():
+    for private, shared in [(2, 0), (0, BASE + HEAD)]:
+        one = groups()
+        one.play(FedPer(private_layers=private), [0, 1, 2])
+        assert floats(one) == (3 * shared, 3 * shared), private
 
 
 def test_a_rejected_client_keeps_no_head():
     one = Stage(Spoiled([4, 5]), mlp)
     state = one.play(FedPer(), [3, 4], [4, 5])
-    assert one.memory.keys() == {("head", 3)} and not state.models_KP.isnan().any()
-
-
-def test_engines_agree():
-    assert_engines_agree(lambda engine: groups(engine, batch_size=30, momentum=0.5), FedPer())
-
-
-def test_survives_an_interruption(tmp_path):
-    assert_survives_an_interruption(lambda: groups(batch_size=30), FedPer(), COHORTS, tmp_path)
+    assert one.client_states.keys() == {("head", 3)} and not state.models_KP.isnan().any()

@@ -1,4 +1,4 @@
-"""FeSEM-CAM: both threads by the formulas with the pull to the centre, weighted k-means from the present centres, and the warm-up."""
+"""FeSEM-CAM: both trainings by the formulas with the proximal term, weighted k-means from the centres, the warm-up."""
 
 from dataclasses import replace
 
@@ -7,14 +7,23 @@ import pytest
 import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, N_0, N_1, alike, assert_close, data, matrix, mean, sgd, stage
-from playing import COHORTS, accuracy, assert_engines_agree, assert_equal, assert_survives_an_interruption, floats, groups, mlp
+from rounds import (
+    COHORTS,
+    accuracy,
+    assert_engines_agree,
+    assert_equal,
+    assert_survives_an_interruption,
+    floats,
+    groups,
+    mlp,
+)
 from torch import nn
 
-from cfl_ray.core.clients import Clients
-from cfl_ray.core.cohort import Population
-from cfl_ray.core.grouping import agreement
-from cfl_ray.core.kmeans import kmeans
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.clustering.agreement import agreement
+from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.population import Population
 from cfl_ray.core.rng import Draws
 from cfl_ray.methods.fesem import FeSEM
 from cfl_ray.methods.fesem_cam import FeSEMCAM
@@ -22,13 +31,21 @@ from cfl_ray.methods.fesem_cam import FeSEMCAM
 P = 340
 
 
-def beside(one: Stage, client: int, w: np.ndarray, other: np.ndarray, pull: float = 0.0, to: np.ndarray | float = 0.0, momentum: float = 0.0) -> np.ndarray:
-    """Two steps of (softmax(X W' + X V') - Y)' X / n + pull (W - to) with V = `other` frozen."""
+def sgd_with_frozen(
+    one: Stage,
+    client: int,
+    w: np.ndarray,
+    frozen: np.ndarray,
+    lam: float = 0.0,
+    centre: np.ndarray | float = 0.0,
+    momentum: float = 0.0,
+) -> np.ndarray:
+    """Two steps of (softmax(X W' + X V') - Y)' X / n + lam (W - centre) with V frozen."""
     x, y = data(one, client)
     v = 0.0
     for _ in range(2):
-        z = np.exp(x @ w.T + x @ other.T)
-        v = momentum * v + (z / z.sum(1, keepdims=True) - y).T @ x / len(x) + pull * (w - to)
+        z = np.exp(x @ w.T + x @ frozen.T)
+        v = momentum * v + (z / z.sum(1, keepdims=True) - y).T @ x / len(x) + lam * (w - centre)
         w = w - ETA * v
     return w
 
@@ -52,24 +69,27 @@ class TestFormula:
         draw = np.random.default_rng(seed)
         whole = matrix(one.model(9))
         theta = [matrix(one.model()) + 0.1 * draw.standard_normal((3, 5)) for _ in range(2)]
-        w = [beside(one, client, theta[client], whole, lam, theta[client], momentum) for client in (0, 1)]
-        w0 = [beside(one, client, whole, theta[client], momentum=momentum) for client in (0, 1)]
+        w = [sgd_with_frozen(one, client, theta[client], whole, lam, theta[client], momentum) for client in (0, 1)]
+        w0 = [sgd_with_frozen(one, client, whole, theta[client], momentum=momentum) for client in (0, 1)]
         n = np.array([N_0, N_1]) if weights == "samples" else np.ones(2)
         expected = lloyd(np.stack(w).reshape(2, 15), n, np.stack(theta).reshape(2, 15))
         method = FeSEMCAM(num_clusters=2, lam=lam, weights=weights)
-        state = method.init(one.start()).advance(
-            models_KP=torch.tensor(np.stack(theta)).float().reshape(2, 15), global_KP=torch.tensor(whole).float().reshape(1, 15),
-            assign_N=np.array([0, 1], np.int32), phase="federate",
-        )  # fmt: skip
-        state = one.play(method, None, state=state, first=2)
+        start = method.init(one.start()).advance(
+            models_KP=torch.tensor(np.stack(theta)).float().reshape(2, 15),
+            global_KP=torch.tensor(whole).float().reshape(1, 15),
+            assign_N=np.array([0, 1], np.int32),
+            phase="federate",
+        )
+        state = one.play(method, None, state=start, first=2)
         assert state.assign_N.tolist() == expected.tolist()
         assert_close(state.global_KP[0], mean(*w0, weights))
         for k, centre in enumerate(theta):
-            members = np.flatnonzero(expected == k)
-            assert_close(state.models_KP[k], centre if not len(members) else w[members[0]] if len(members) == 1 else mean(*w, weights))
+            members = [client for client in (0, 1) if expected[client] == k]
+            after = {0: centre, 1: w[members[0]] if members else None, 2: mean(*w, weights)}[len(members)]
+            assert_close(state.models_KP[k], after)
 
     def test_the_warm_up_trains_theta_alone_for_beta_epochs(self):
-        """From one start, with h taken as 0 and without the pull; then every cluster is the mean of its members."""
+        """From one start, with h taken as 0 and without the proximal term; a cluster is the mean of its members."""
         one = stage()
         w = matrix(one.model(1))
         state = one.play(FeSEMCAM(num_clusters=2, warmup_epochs=3), None)
@@ -79,7 +99,7 @@ class TestFormula:
 
     @pytest.mark.parametrize("options, expected", [({"warmup_epochs": 2}, [6, 2]), ({"warmup_steps": 5}, [5, 5])])
     def test_the_warm_up_in_steps_is_the_same_for_clients_of_all_sizes(self, options, expected):
-        """Twelve samples and four, in batches of four, every sample of a client the same: three steps an epoch and one."""
+        """12 samples and 4, in batches of 4, all samples of a client the same: three steps an epoch and one."""
         one = Stage(alike([12, 4]), lambda: nn.Linear(5, 3, bias=False), LocalSGD(batch_size=4, lr=ETA))
         w = matrix(one.model(1))
         state = one.play(FeSEMCAM(num_clusters=2, **options), None)
@@ -94,25 +114,33 @@ class TestFormula:
         assert (first[272:] == 0).all() and torch.equal(first[:272], one.model()[:272])
         assert torch.equal(one.play(method, None).global_KP[0], first)
 
-    def test_without_pull_and_with_a_global_model_of_zeros_a_round_is_fesem(self):
-        """Full batch, everybody: theta_i trains alone, and one E-step decides as k-means does on groups so far apart."""
+    def test_without_proximal_term_and_with_a_global_model_of_zeros_a_round_is_fesem(self):
+        """Full batch, all clients: on groups so far apart one E-step decides as k-means does."""
         one, other = groups(), groups()
         state = one.play(FeSEM(num_clusters=2), None)
         method = FeSEMCAM(num_clusters=2, lam=0.0)
-        begun = method.init(one.start()).advance(models_KP=state.models_KP, assign_N=state.assign_N, global_KP=torch.zeros(1, P), phase="federate")
-        expected, found = other.play(FeSEM(num_clusters=2), None, state=state, first=2), one.play(method, None, state=begun, first=2)
+        begun = method.init(one.start()).advance(
+            models_KP=state.models_KP, assign_N=state.assign_N, global_KP=torch.zeros(1, P), phase="federate"
+        )
+        expected = other.play(FeSEM(num_clusters=2), None, state=state, first=2)
+        found = one.play(method, None, state=begun, first=2)
         assert torch.equal(found.models_KP, expected.models_KP) and np.array_equal(found.assign_N, expected.assign_N)
 
 
 class TestClustering:
     def test_sees_the_last_uploads_of_all_with_their_samples(self, monkeypatch):
-        one, asked = groups(), []
-        monkeypatch.setattr("cfl_ray.methods.fesem_cam.kmeans", lambda *args, **more: (asked.append((*args, more)), kmeans(*args, **more))[1])
+        one, calls = groups(), []
+
+        def recorded(*args, **more):
+            calls.append((*args, more))
+            return kmeans(*args, **more)
+
+        monkeypatch.setattr("cfl_ray.methods.fesem_cam.kmeans", recorded)
         state = one.play(FeSEMCAM(num_clusters=2), [0, 1, 2, 3], [2, 4])
-        features, _, _, more = asked[-1]
+        features, _, _, more = calls[-1]
         assert state.seen_S.tolist() == [0, 1, 2, 3, 4] and more["weight_S"].tolist() == [200] * 5
         assert torch.equal(features, state.signature_SF) and more["centres_KF"].shape == (2, P)
-        before = asked[0][0]
+        before = calls[0][0]
         assert torch.equal(features[[0, 1, 3]], before[[0, 1, 3]]) and not torch.equal(features[2], before[2])
 
     def test_moves_absent_clients_too_but_averages_participants_alone(self):
@@ -122,33 +150,35 @@ class TestClustering:
         swapped = state.advance(models_KP=state.models_KP.flip(0))
         after = one.play(method, [0, 2], state=swapped, first=2)
         assert after.assign_N[1] == after.assign_N[3] == 1 - state.assign_N[1]
-        uploads = after.signature_SF.double().numpy()
-        assert after.assign_N[after.seen_S].tolist() == lloyd(uploads, after.weight_S, swapped.models_KP.double().numpy()).tolist()
+        uploads, centres = after.signature_SF.double().numpy(), swapped.models_KP.double().numpy()
+        assert after.assign_N[after.seen_S].tolist() == lloyd(uploads, after.weight_S, centres).tolist()
         for k in (0, 1):
             mine = [client for client in (0, 2) if after.assign_N[client] == k]
             expected = after.signature_SF[mine].mean(0) if mine else swapped.models_KP[k]
             assert torch.allclose(after.models_KP[k], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("clients, participation, rounds", [(12, 1.0, 3), (30, 0.3, 10)])
+@pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 3), (15, 0.4, 8)])
 def test_planted_groups_are_found(clients, participation, rounds):
-    one = Stage(planted(clients, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.3))
+    one = Stage(planted(clients, 3, samples=120), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.3))
     population = Population(clients, (), 0)
     drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
     method = FeSEMCAM(num_clusters=3)
     state = one.play(method, *drawn)
     seen = np.unique(np.concatenate(drawn))
-    assert len(seen) >= 0.9 * clients and agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1 and state.num_clusters == 3
+    assert len(seen) >= 0.9 * clients and state.num_clusters == 3
+    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1
     assert accuracy(one, method, state, seen).mean() > 0.9
 
 
-@pytest.mark.parametrize("options", [{}, {"sketch": 64, "lam": 0.0, "weights": "uniform"}], ids=str)
-class TestEveryEngineAndInterruption:
-    def test_engines_agree(self, options):
-        assert_engines_agree(groups, FeSEMCAM(num_clusters=2, **options))
+class TestOtherOptions:
+    METHOD = FeSEMCAM(num_clusters=2, sketch=64, lam=0.0, weights="uniform")
 
-    def test_an_interruption_changes_nothing(self, options, tmp_path):
-        assert_survives_an_interruption(groups, FeSEMCAM(num_clusters=2, **options), COHORTS, tmp_path)
+    def test_engines_agree(self):
+        assert_engines_agree(groups, self.METHOD)
+
+    def test_an_interruption_changes_nothing(self, tmp_path):
+        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
 
 
 class TestComingAndGoing:
@@ -159,27 +189,29 @@ class TestComingAndGoing:
         one = groups()
         return one, one.play(self.METHOD, [0, 1, 2, 3, 4], [0, 1, 2, 3])
 
-    def test_newcomers_train_once_from_the_mean_beside_the_global_model(self, found):
+    def test_newcomers_train_once_from_the_mean_with_the_global_model_frozen(self, found):
         one, state = found
-        joined = self.METHOD.join(state, one.clients([5, 6], number=3))
+        joined = self.METHOD.join(state, one.clients([5, 6], round=3))
         assert agreement(np.arange(7) % 2, joined.assign_N[:7])["ari"] == 1 and not set(joined.seen_S) & {5, 6}
-        assert floats(one) == (2 * 2 * P, 2 * P) and not one.books.train_loss
+        assert floats(one) == (2 * 2 * P, 2 * P) and not one.stats.train_loss
         clients = groups().clients([5, 6])
         sent = clients.send(state.models_KP.mean(0, keepdim=True))
-        w = clients.train(sent, beside=clients.send(state.global_KP), keep=clients.spec.all).kept_MF
+        how = LocalTraining(frozen_model=clients.send(state.global_KP))
+        w = clients.train(sent, how=how, features=clients.spec.all).features_MF
         assert joined.assign_N[[5, 6]].tolist() == torch.cdist(w, state.models_KP).argmin(1).tolist()
 
     def test_newcomers_before_the_first_round_wait(self):
         one = groups()
         state = self.METHOD.init(one.start())
         assert_equal(self.METHOD.join(state, one.clients([5])), state)
-        assert self.METHOD.serve(state, one.clients()).beside_P is None and floats(one) == (0, 0)
+        assert self.METHOD.serve(state, one.clients()).frozen_P is None and floats(one) == (0, 0)
 
-    def test_are_served_their_centre_and_others_the_mean_beside_the_global_model(self, found):
+    def test_clients_are_served_their_centre_and_the_global_model_and_unseen_ones_the_mean(self, found):
         one, state = found
         serving = self.METHOD.serve(state, one.clients([0, 1, 7]))
-        assert serving.row_M.tolist() == [*state.assign_N[:2], 2] and torch.equal(serving.models_KP[2], state.models_KP.mean(0))
-        assert torch.equal(serving.beside_P, state.global_KP[0])
+        assert serving.row_M.tolist() == [*state.assign_N[:2], 2]
+        assert torch.equal(serving.models_KP[2], state.models_KP.mean(0))
+        assert torch.equal(serving.frozen_P, state.global_KP[0])
 
     def test_leavers_are_in_no_later_clustering(self, found):
         one, state = found
@@ -187,17 +219,18 @@ class TestComingAndGoing:
         left = self.METHOD.leave(state, gone)
         assert not set(left.seen_S) & set(gone) and len(left.weight_S) == len(left.signature_SF) == len(left.seen_S)
         later = one.play(self.METHOD, np.flatnonzero(state.assign_N == 0), state=left, first=3)
-        assert set(later.assign_N[gone]) == {-1} and torch.equal(later.models_KP[1], state.models_KP[1]), "the last member left: the model stays"
-        assert set(self.METHOD.join(later, one.clients(gone, number=4)).assign_N[gone]) == {1}
+        assert set(later.assign_N[gone]) == {-1}
+        assert torch.equal(later.models_KP[1], state.models_KP[1]), "the model stays when the last member has left"
+        assert set(self.METHOD.join(later, one.clients(gone, round=4)).assign_N[gone]) == {1}
 
-    def test_everybody_leaves_and_others_come(self, found):
+    def test_all_clients_leave_and_others_come(self, found):
         one, state = found
         left = self.METHOD.leave(state, np.arange(8))
         later = one.play(self.METHOD, [5, 6], state=left, first=3)
         assert later.seen_S.tolist() == [5, 6] and later.assign_N[5] >= 0 and not later.models_KP.isnan().any()
 
     @pytest.mark.parametrize("cohort", [[], [4, 5]])
-    def test_a_warm_up_without_a_sound_update_is_none(self, cohort):
+    def test_a_warm_up_without_a_valid_update_is_repeated(self, cohort):
         one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
         state = one.play(self.METHOD, cohort)
         assert state.phase == "warmup" and torch.equal(state.models_KP[0], one.model(1))
@@ -210,20 +243,18 @@ class TestComingAndGoing:
         assert state.num_clusters == 2 and sorted(state.assign_N[[0, 3]]) == [0, 1]
 
 
-def test_traffic_is_one_model_each_way_and_then_two():
-    one, method = groups(), FeSEMCAM(num_clusters=2)
-    state = one.play(method, None)
-    assert floats(one) == (8 * P, 8 * P)
-    one.play(method, [0, 1, 5], state=state, first=2)
-    assert floats(one) == (3 * 2 * P, 3 * 2 * P)
-
-
-def test_what_clients_hold_is_the_cluster_model_beside_the_global_one(monkeypatch):
-    """P-local and the train loss are those of theta_i, the first of the two threads."""
+def test_the_local_model_is_that_of_the_cluster_training(monkeypatch):
+    """P-local and the train loss are those of theta_i, the first of the two trainings."""
     one, method, losses = groups(), FeSEMCAM(num_clusters=2), []
     state = one.play(method, None)
     train = Clients.train
-    monkeypatch.setattr(Clients, "train", lambda *args, **more: (updates := train(*args, **more), losses.append(updates.train_loss_M))[0])
-    method.round(state, replace(one.clients(number=2), measure=50), Draws(0, 2))
+
+    def recorded(*args, **more):
+        updates = train(*args, **more)
+        losses.append(updates.train_loss_M)
+        return updates
+
+    monkeypatch.setattr(Clients, "train", recorded)
+    method.round(state, replace(one.clients(round=2), local_test_samples=50), Draws(0, 2))
     assert len(losses) == 2 and not np.allclose(*losses)
-    assert list(one.books.train_loss.values()) == losses[0].tolist() and len(one.books.held) == 8
+    assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8

@@ -10,7 +10,7 @@ from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
 from oneshot import CLIENTS, OneShot, P, stage
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fl_hc import FLHC
 
@@ -26,7 +26,7 @@ def linear(sizes=(N_0, N_1)) -> Stage:
 
 
 def second(one: Stage) -> tuple[np.ndarray, list[np.ndarray]]:
-    """w after one round of FedAvg by clients 0 and 1, and what each makes of it in the next."""
+    """w after one round of FedAvg by clients 0 and 1, and the local model of each in the next."""
     w = matrix(one.model())
     w = mean(sgd(one, 0, w), sgd(one, 1, w))
     return w, [sgd(one, client, w) for client in (0, 1)]
@@ -38,7 +38,8 @@ class TestTwoClients:
     def test_updates_of_the_second_round_are_compared(self, metric, margin, clusters):
         one = linear()
         w, (w_0, w_1) = second(one)
-        state = one.play(FLHC(cluster_round=2, metric=metric, threshold=METRICS[metric](w_0 - w, w_1 - w) + margin), None, None)
+        threshold = METRICS[metric](w_0 - w, w_1 - w) + margin
+        state = one.play(FLHC(cluster_round=2, metric=metric, threshold=threshold), None, None)
         assert state.assign_N.tolist() == clusters
         assert_close(state.start_KP[0], w)
         for k, centre in enumerate([(w_0 + w_1) / 2 - w] if clusters == [0, 0] else [w_0 - w, w_1 - w]):
@@ -76,7 +77,7 @@ class TestTwoClients:
 
     @pytest.mark.parametrize("metric, near", [("l1", 0), ("l2", 1), ("cosine", 2)])
     def test_newcomers_join_the_nearest_mean_update_from_the_stored_model(self, metric, near):
-        """Centres beside the newcomer's own update: 5 off in one of 15 coordinates, 1 off in each, and the update times 50."""
+        """Centres: the newcomer's update, 5 off in one of 15 coordinates, 1 off in each, and multiplied by 50."""
         one = linear((N_0, N_1, 6))
         method = FLHC(cluster_round=2, num_clusters=2, metric=metric)
         state = one.play(method, *[[0, 1]] * 4)
@@ -85,7 +86,9 @@ class TestTwoClients:
         off = 0.1 * np.abs(delta).max()
         centres = [delta + 5 * off * np.eye(1, 15).reshape(3, 5), delta + off, 50 * delta]
         assert np.argmin([METRICS[metric](delta, centre) for centre in centres]) == near
-        state = state.advance(centre_KF=torch.from_numpy(np.stack(centres)).float().reshape(3, 15), models_KP=state.models_KP[[0, 1, 1]])
+        state = state.advance(
+            centre_KF=torch.from_numpy(np.stack(centres)).float().reshape(3, 15), models_KP=state.models_KP[[0, 1, 1]]
+        )
         joined = method.join(state, one.clients([2], 5))
         assert joined.assign_N.tolist() == [0, 1, near] and torch.equal(joined.models_KP, state.models_KP)
 
@@ -93,13 +96,13 @@ class TestTwoClients:
 class TestFLHC(OneShot):
     method, clustered = FLHC(cluster_round=2, num_clusters=3), 2
 
-    @pytest.mark.parametrize("metric", METRICS)
-    @pytest.mark.parametrize("options", [{}, {"cut": "median"}, {"linkage": "complete"}, {"linkage": "single"}], ids=str)
-    def test_finds_the_groups_by_any_cut(self, options, metric):
-        one = stage()
-        assert one.play(FLHC(cluster_round=2, metric=metric, **options), None, None).assign_N.tolist() == [0, 1, 2] * 4
+    def test_finds_the_groups_by_any_metric_cut_and_linkage(self):
+        metrics, others = ("l1", "cosine"), ({"cut": "median"}, {"linkage": "complete"}, {"linkage": "single"})
+        for options in ({}, *({"metric": metric} for metric in metrics), *others):
+            state = stage().play(FLHC(cluster_round=2, **options), [0, 1, 2], [0])
+            assert state.assign_N.tolist() == [0, 1, 2] * 4, options
 
-    def test_clusters_in_round_five_unless_told_otherwise(self):
+    def test_clusters_in_round_five_by_default(self):
         one, method = stage(epochs=1), FLHC()
         states = [method.init(one.start())]
         for number in range(1, 7):
@@ -118,7 +121,7 @@ class TestFLHC(OneShot):
             state = one.play(FLHC(cluster_round=1, metric=metric, sketch=64), [0])
             assert state.centre_KF.shape == (3, features) and state.assign_N.tolist() == [0, 1, 2] * 4
 
-    def test_everybody_is_served_the_common_model_before(self):
+    def test_all_clients_are_served_the_common_model_before(self):
         one = stage()
         state = one.play(self.method, [0, 1])
         serving = self.method.serve(state, one.clients())
@@ -146,7 +149,7 @@ class TestFLHC(OneShot):
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_one_cluster_is_fedavg(weights):
-    """Everybody in the clustering round, fewer in others; the same mini-batches."""
+    """All clients in the clustering round, fewer in others; the same mini-batches."""
     drawn = [[0, 1, 5], [2, 3, 7, 9], None, [4], [4, 8]]
     one, other = stage(momentum=0.5), stage(momentum=0.5)
     found = one.play(FLHC(cluster_round=3, threshold=math.inf, weights=weights), *drawn)

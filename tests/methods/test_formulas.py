@@ -1,14 +1,14 @@
-"""One or two rounds of two clients with a linear model, full batch: the expected parameters are the formula of the paper."""
+"""Rounds of two clients with a linear model, full batch: the expected parameters are the paper's formula."""
 
 import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, data, gradient, loss, matrix, mean, sgd, stage
-from playing import floats, groups
+from rounds import floats, groups
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.methods.ditto import Ditto
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedprox import FedProx
@@ -34,8 +34,8 @@ class TestFedAvg:
 
 class TestFedProx:
     @pytest.mark.parametrize("mu", [0.01, 1.0])
-    def test_pulls_to_the_received_model_which_stays_frozen(self, mu):
-        """W2 = W1 - eta (g(W1) + mu (W1 - w)): the first step has no pull yet, the second one does."""
+    def test_the_anchor_is_the_received_model_which_stays_fixed(self, mu):
+        """W2 = W1 - eta (g(W1) + mu (W1 - w)): the term is zero in the first step and acts in the second one."""
         one = stage()
         w = matrix(one.model())
 
@@ -46,10 +46,10 @@ class TestFedProx:
         state = one.play(FedProx(mu=mu), None)
         assert_close(state.models_KP[0], mean(client(0), client(1)))
 
-    def test_the_pull_is_no_reference_to_the_live_model(self):
+    def test_the_anchor_is_no_reference_to_the_trained_model(self):
         """PACFL's trap: a penalty that is identically zero would give FedAvg."""
-        plain, pulled = (stage().play(method, None).models_KP for method in (FedAvg(), FedProx(mu=1.0)))
-        assert (plain - pulled).abs().max() > 1e-3
+        plain, proximal = (stage().play(method, None).models_KP for method in (FedAvg(), FedProx(mu=1.0)))
+        assert (plain - proximal).abs().max() > 1e-3
 
 
 class TestLocal:
@@ -57,15 +57,15 @@ class TestLocal:
         one = stage()
         w = matrix(one.model())
         one.play(Local(), None, [0])
-        assert_close(one.memory["personal", 0], sgd(one, 0, w, steps=2 * STEPS))
-        assert_close(one.memory["personal", 1], sgd(one, 1, w))
+        assert_close(one.client_states["personal", 0], sgd(one, 0, w, steps=2 * STEPS))
+        assert_close(one.client_states["personal", 1], sgd(one, 1, w))
 
 
 class TestDitto:
     LAM = 0.7
 
-    def test_the_personal_model_is_pulled_to_the_downloaded_one(self):
-        """v_i from w_0 near w_0, then from its own value near w_1: not near W_i, the client's own result."""
+    def test_the_personal_model_stays_near_the_downloaded_one(self):
+        """v_i from w_0 near w_0, then from its stored value near w_1: not near W_i, the client's training result."""
         one = stage()
         w0 = matrix(one.model())
         w1 = mean(sgd(one, 0, w0), sgd(one, 1, w0))
@@ -73,39 +73,39 @@ class TestDitto:
         assert_close(state.models_KP[0], w1)
         v1 = [sgd(one, client, w0, self.LAM, w0) for client in (0, 1)]
         for client in (0, 1):
-            assert_close(one.memory["personal", client], v1[client])
+            assert_close(one.client_states["personal", client], v1[client])
         state = one.play(Ditto(lam=self.LAM), None, state=state, first=2)
         for client in (0, 1):
-            assert_close(one.memory["personal", client], sgd(one, client, v1[client], self.LAM, w1))
+            assert_close(one.client_states["personal", client], sgd(one, client, v1[client], self.LAM, w1))
         assert_close(state.models_KP[0], mean(sgd(one, 0, w1), sgd(one, 1, w1)))
 
     def test_the_personal_model_of_a_late_client_starts_from_the_first_model(self):
         one = stage()
         w0 = matrix(one.model())
         one.play(Ditto(lam=self.LAM), [0], [1])
-        assert_close(one.memory["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
+        assert_close(one.client_states["personal", 1], sgd(one, 1, w0, self.LAM, sgd(one, 0, w0)))
 
     def test_the_personal_model_of_a_newcomer_starts_from_the_model_it_received(self):
         one, method = stage(), Ditto(lam=self.LAM)
         state = one.play(method, [0])
         w1 = sgd(one, 0, matrix(one.model()))
-        state = one.play(method, [1], state=method.join(state, one.clients([1], number=2)), first=2)
-        assert_close(one.memory["personal", 1], sgd(one, 1, w1, self.LAM, w1))
+        state = one.play(method, [1], state=method.join(state, one.clients([1], round=2)), first=2)
+        assert_close(one.client_states["personal", 1], sgd(one, 1, w1, self.LAM, w1))
         assert state.came_N.tolist() == [False, True] and floats(one) == (15, 15)
 
-    def test_serves_the_personal_model_and_the_global_one_to_who_has_none(self):
+    def test_serves_the_personal_model_and_the_global_one_where_there_is_none(self):
         one = stage()
         method = Ditto(lam=self.LAM)
         state = one.play(method, [0])
         serving = method.serve(state, one.clients())
         assert torch.equal(serving.models_KP, state.models_KP) and serving.row_M.tolist() == [0, 0]
-        assert serving.own.name == "personal" and [client for _, client in one.memory] == [0]
+        assert serving.client_state.name == "personal" and [client for _, client in one.client_states] == [0]
 
 
 class TestIFCA:
     @pytest.fixture
     def apart(self):
-        """Two models: model k is the one that has trained on client k, so that each client prefers its own."""
+        """Two models: model k was trained on client k, so that its loss there is the least."""
         one = stage()
         models = [sgd(one, client, matrix(one.model(client)), steps=8) for client in (0, 1)]
         assert [int(np.argmin([loss(one, client, w) for w in models])) for client in (0, 1)] == [0, 1]
@@ -119,11 +119,13 @@ class TestIFCA:
         for k in (0, 1):
             assert_close(state.models_KP[k], sgd(one, k, models[k]))
 
-    def test_a_model_that_nobody_chose_stays(self, apart):
+    def test_a_model_that_no_client_chose_stays(self, apart):
         one, _, state = apart
         state = state.advance(models_KP=torch.cat([state.models_KP, torch.full((1, 15), 9.0)]))
         after = one.play(IFCA(num_clusters=3), [0], state=state)
-        assert torch.equal(after.models_KP[1:], state.models_KP[1:]) and not torch.equal(after.models_KP[0], state.models_KP[0])
+        assert torch.equal(after.models_KP[1:], state.models_KP[1:]) and not torch.equal(
+            after.models_KP[0], state.models_KP[0]
+        )
         assert after.assign_N.tolist() == [0, -1]
 
     def test_ties_go_to_the_lowest(self, apart):
@@ -138,18 +140,18 @@ class TestIFCA:
         w = matrix(one.model())
         assert_close(one.play(method, None).models_KP[0], mean(sgd(one, 0, w), sgd(one, 1, w), weights))
 
-    def test_serves_by_the_loss_of_the_moment(self, apart):
+    def test_serves_by_the_present_losses(self, apart):
         one, _, state = apart
         assert IFCA(num_clusters=2).serve(state, one.clients([1, 0])).row_M.tolist() == [1, 0]
-        assert one.books.ledger.down_bits == 0
+        assert one.stats.traffic.down_bits == 0
 
     def test_compares_on_the_first_samples_only(self, apart):
         one, models, state = apart
         x, y = data(one, 0)
-        asked = []
-        one.backend.run = lambda work, run=one.backend.run: (asked.append(work), run(work))[1]
+        works = []
+        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
         one.play(IFCA(num_clusters=2, select_samples=3), None, state=state)
-        assert asked[0].max_samples == 3 and asked[0].num_models == 2
+        assert works[0].max_samples == 3 and works[0].num_models == 2
 
 
 class TestStoCFL:
@@ -179,7 +181,7 @@ class TestStoCFL:
             assert_close(state.signature_SF[client], moved / np.linalg.norm(moved))
 
     def test_two_clusters_each_near_the_global_model(self):
-        """theta_k = steps from theta_k with the pull to omega_t; omega the plain average."""
+        """theta_k = steps from theta_k with the proximal term around omega_t; omega the plain average."""
         one = stage()
         method, w = StoCFL(tau=self.cosine(one) + 1e-3, lam=self.LAM), matrix(one.model())
         state = one.play(method, None)
@@ -221,11 +223,16 @@ class TestStoCFL:
 
     @pytest.mark.parametrize("merge_model", ["larger", "mean"])
     def test_model_of_a_merged_cluster(self, merge_model):
-        """Two clusters with equal signatures and one member each merge: the lower number's model, or the mean of both."""
+        """Two clusters of one client each with equal signatures merge: the lower one's model, or the mean of both."""
         one = stage(steps=1)
         first = StoCFL(tau=1.0).init(one.start())
         models_KP = torch.stack([torch.full((15,), 1.0), torch.full((15,), 3.0)])
-        state = first.advance(models_KP=models_KP, assign_N=np.array([0, 1], np.int32), seen_S=np.arange(2), signature_SF=torch.ones(2, 15) / 15**0.5)
+        state = first.advance(
+            models_KP=models_KP,
+            assign_N=np.array([0, 1], np.int32),
+            seen_S=np.arange(2),
+            signature_SF=torch.ones(2, 15) / 15**0.5,
+        )
         method = StoCFL(tau=0.9, lam=0.0, merge_model=merge_model)
         begun = matrix(torch.full((15,), 1.0 if merge_model == "larger" else 2.0))
         state = one.play(method, None, state=state)
@@ -233,15 +240,15 @@ class TestStoCFL:
         assert_close(state.models_KP[0], mean(*(sgd(one, client, begun, steps=1) for client in (0, 1))))
 
     def test_newcomers_are_placed_by_their_signature(self):
-        """At least tau: into the cluster. Below: a cluster of its own, with the model of the most similar one. Costs a signature each."""
+        """Cosine >= tau: into the cluster; below: a new one, with the most similar one's model. Costs a signature."""
         for margin, clusters in ((-1e-3, [0, 0]), (1e-3, [0, 1])):
             one = stage()
             method = StoCFL(tau=self.cosine(one) + margin, lam=self.LAM)
             state = one.play(method, [0])
-            joined = method.join(state, one.clients([1], number=2))
+            joined = method.join(state, one.clients([1], round=2))
             assert joined.assign_N.tolist() == clusters and joined.seen_S.tolist() == [0, 1]
             assert torch.equal(joined.models_KP, state.models_KP.repeat(max(clusters) + 1, 1))
-            assert (one.books.ledger.down_bits, one.books.ledger.up_bits) == (0, 32 * 15)
+            assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (0, 32 * 15)
             assert method.serve(joined, one.clients()).row_M.tolist() == clusters
 
     @pytest.mark.parametrize("tau", [-1.0, 0.5])
@@ -252,7 +259,7 @@ class TestStoCFL:
         assert state.assign_N.tolist() == [-1, 0] and torch.equal(state.models_KP, state.global_KP)
         assert one.play(method, None, state=state).assign_N.min() == 0
 
-    def test_leavers_signatures_are_forgotten_and_clusters_of_nobody_stay_for_newcomers(self):
+    def test_signatures_of_leavers_are_dropped_and_empty_clusters_stay_for_newcomers(self):
         one = stage()
         method = StoCFL(tau=self.cosine(one) + 1e-3)
         state = one.play(method, None)
@@ -262,10 +269,12 @@ class TestStoCFL:
         assert left.empty_E.tolist() == [0] and torch.equal(left.mean_EF, state.signature_SF[:1])
         after = one.play(method, [1], state=left, first=2)
         assert after.assign_N.tolist() == [-1, 1] and torch.equal(after.models_KP[0], state.models_KP[0])
-        joined = method.join(after, one.clients([0], number=3))
+        joined = method.join(after, one.clients([0], round=3))
         again = one.play(method, None, state=after, first=3)
         for back in (joined, again):
-            assert back.seen_S.tolist() == [1, 0] and back.assign_N.tolist() == [0, 1], "who comes back is described anew"
+            assert back.seen_S.tolist() == [1, 0] and back.assign_N.tolist() == [0, 1], (
+                "a client that comes back is described again"
+            )
             assert not len(back.empty_E) and not len(back.mean_EF)
         assert torch.equal(joined.models_KP, after.models_KP)
 
@@ -276,19 +285,23 @@ class TestStoCFL:
         (empty,) = left.empty_E
         after = one.play(method, [3, 5], state=left, first=2)
         assert after.num_clusters == 2 and torch.equal(after.models_KP[after.empty_E[0]], state.models_KP[empty])
-        joined = method.join(after, one.clients([2], number=3))
-        assert joined.assign_N[2] == after.empty_E[0] and len(set(joined.assign_N[[1, 3, 5]])) == 1 and not len(joined.empty_E)
+        joined = method.join(after, one.clients([2], round=3))
+        assert (
+            joined.assign_N[2] == after.empty_E[0]
+            and len(set(joined.assign_N[[1, 3, 5]])) == 1
+            and not len(joined.empty_E)
+        )
 
-    def test_nobody_known_and_nobody_sound(self):
-        """Everybody has left, then a cohort, and a join, of clients whose data are not sound."""
+    def test_no_known_client_and_no_valid_one(self):
+        """All clients have left; then a cohort, and a join, of clients with invalid data."""
         one, method = groups(federation=Spoiled([5])), StoCFL()
         left = method.leave(one.play(method, [0, 1, 2]), np.array([0, 1, 2]))
         assert left.empty_E.tolist() == list(range(left.num_clusters))
         after = one.play(method, [5], state=left, first=2)
-        for state in (after, method.join(after, one.clients([5], number=3))):
+        for state in (after, method.join(after, one.clients([5], round=3))):
             assert torch.equal(state.models_KP, left.models_KP) and (state.assign_N == -1).all()
 
-    def test_serves_omega_to_who_is_not_known(self):
+    def test_serves_omega_to_unknown_clients(self):
         one = stage()
         method = StoCFL()
         state = one.play(method, [1])

@@ -1,4 +1,4 @@
-"""IFCA-CAM: sums of logits in choice, training and prediction, by the formulas; warm-up and one silent cluster are FedAvg."""
+"""IFCA-CAM: sums of logits in choice, training and prediction, by the formulas; its reductions to FedAvg."""
 
 from dataclasses import replace
 
@@ -7,12 +7,21 @@ import pytest
 import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, N_0, N_1, assert_close, data, matrix, mean, stage
-from playing import COHORTS, accuracy, assert_engines_agree, assert_equal, assert_survives_an_interruption, floats, groups, mlp
+from rounds import (
+    COHORTS,
+    accuracy,
+    assert_engines_agree,
+    assert_equal,
+    assert_survives_an_interruption,
+    floats,
+    groups,
+    mlp,
+)
 
-from cfl_ray.core.clients import Clients
-from cfl_ray.core.cohort import Population
-from cfl_ray.core.grouping import agreement
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.clustering.agreement import agreement
+from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.population import Population
 from cfl_ray.core.rng import Draws
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca_cam import IFCACAM
@@ -24,19 +33,21 @@ def softmax(z: np.ndarray) -> np.ndarray:
     return np.exp(z) / np.exp(z).sum(1, keepdims=True)
 
 
-def beside(one: Stage, client: int, w: np.ndarray, other: np.ndarray, steps: int = 2, momentum: float = 0.0) -> np.ndarray:
-    """Steps of g(W) = (softmax(X W' + X V') - Y)' X / n with V = `other` frozen."""
+def sgd_with_frozen(
+    one: Stage, client: int, w: np.ndarray, frozen: np.ndarray, steps: int = 2, momentum: float = 0.0
+) -> np.ndarray:
+    """Steps of g(W) = (softmax(X W' + X V') - Y)' X / n with V frozen."""
     x, y = data(one, client)
     v = 0.0
     for _ in range(steps):
-        v = momentum * v + (softmax(x @ w.T + x @ other.T) - y).T @ x / len(x)
+        v = momentum * v + (softmax(x @ w.T + x @ frozen.T) - y).T @ x / len(x)
         w = w - ETA * v
     return w
 
 
-def loss(one: Stage, client: int, w: np.ndarray, other: np.ndarray) -> float:
+def loss(one: Stage, client: int, w: np.ndarray, frozen: np.ndarray) -> float:
     x, y = data(one, client)
-    return -np.log((softmax(x @ w.T + x @ other.T) * y).sum(1)).mean()
+    return -np.log((softmax(x @ w.T + x @ frozen.T) * y).sum(1)).mean()
 
 
 class TestFormula:
@@ -50,13 +61,16 @@ class TestFormula:
     @pytest.mark.parametrize("seed", range(3))
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_a_round(self, weights, damped, seed, momentum):
-        """c(i) = argmin_k loss(h + f_k); theta_i beside Theta_g, theta0_i beside Theta_c(i), both as received; damped: Theta_k moves by q_k."""
+        """c(i) = argmin_k loss(h + f_k); theta_i with Theta_g frozen, theta0_i with Theta_c(i) frozen, as received.
+
+        damped: Theta_k moves by q_k.
+        """
         one = stage(momentum=momentum)
         one.seed = seed
         whole, clusters = self.models(one)
         chosen = [int(np.argmin([loss(one, client, w, whole) for w in clusters])) for client in (0, 1)]
-        theta = [beside(one, client, clusters[chosen[client]], whole, momentum=momentum) for client in (0, 1)]
-        theta0 = [beside(one, client, whole, clusters[chosen[client]], momentum=momentum) for client in (0, 1)]
+        theta = [sgd_with_frozen(one, client, clusters[chosen[client]], whole, momentum=momentum) for client in (0, 1)]
+        theta0 = [sgd_with_frozen(one, client, whole, clusters[chosen[client]], momentum=momentum) for client in (0, 1)]
         state = one.play(IFCACAM(num_clusters=2, warmup_rounds=0, damped=damped, weights=weights), None)
         assert state.assign_N.tolist() == chosen
         assert_close(state.global_KP[0], mean(*theta0, weights))
@@ -67,8 +81,7 @@ class TestFormula:
             after = sum(n[i] * theta[i] for i in members) / n[members].sum() if members else before
             assert_close(state.models_KP[k], (1 - q) * before + q * after if damped else after)
 
-    def test_seeds_of_both_kinds_are_among_them(self):
-        """Clients of one cluster, and clients of two."""
+    def test_those_seeds_put_the_clients_into_one_cluster_and_into_two(self):
         found = []
         for seed in range(3):
             one = stage()
@@ -90,10 +103,10 @@ class TestFormula:
         assert one.play(method, [0], state=state).assign_N[0] == 1 == method.serve(state, one.clients([0])).row_M[0]
 
     def test_compares_on_the_first_samples_only(self):
-        one, asked = stage(), []
-        one.backend.run = lambda work, run=one.backend.run: (asked.append(work), run(work))[1]
+        one, works = stage(), []
+        one.backend.run = lambda work, run=one.backend.run: (works.append(work), run(work))[1]
         one.play(IFCACAM(num_clusters=2, warmup_rounds=0, select_samples=3), None)
-        assert asked[0].max_samples == 3 and asked[0].num_models == 2
+        assert works[0].max_samples == 3 and works[0].num_models == 2
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -104,10 +117,11 @@ class TestIsFedAvg:
         method = IFCACAM(num_clusters=3, warmup_rounds=4, weights=weights)
         state = one.play(method, *COHORTS)
         assert torch.equal(state.global_KP, groups(**local).play(FedAvg(weights=weights), *COHORTS).models_KP)
-        assert torch.equal(state.models_KP, method.init(one.start()).models_KP) and state.phase == "federate" and set(state.assign_N) == {-1}
+        assert torch.equal(state.models_KP, method.init(one.start()).models_KP)
+        assert state.phase == "federate" and set(state.assign_N) == {-1}
 
-    def test_beside_one_cluster_that_predicts_nothing(self, weights):
-        """Full batch: the exchange has another number, so other batches. One round, for the cluster learns too."""
+    def test_with_one_cluster_model_of_zeros(self, weights):
+        """Full batch: the exchange has another number, so other batches. One round: the cluster model trains too."""
         one, method = groups(), IFCACAM(num_clusters=1, warmup_rounds=0, weights=weights)
         state = method.init(one.start())
         state = one.play(method, COHORTS[0], state=state.advance(models_KP=torch.zeros(1, P)))
@@ -115,7 +129,7 @@ class TestIsFedAvg:
 
 
 @pytest.mark.parametrize("warmup, phases", [(0, ["federate"] * 4), (2, ["warmup", "federate", "federate", "federate"])])
-def test_warm_up_lasts_as_many_rounds_as_it_is_told(warmup, phases):
+def test_warm_up_lasts_as_many_rounds_as_the_option_says(warmup, phases):
     one, method, found = groups(), IFCACAM(num_clusters=2, warmup_rounds=warmup), []
     state = method.init(one.start())
     for number, cohort in enumerate(COHORTS, 1):
@@ -126,24 +140,26 @@ def test_warm_up_lasts_as_many_rounds_as_it_is_told(warmup, phases):
     assert found == phases
 
 
-def test_the_warm_up_ends_also_where_nobody_was_there_for_its_last_round():
+def test_the_warm_up_ends_also_where_its_last_round_had_no_clients():
     one, method = groups(), IFCACAM(num_clusters=2, warmup_rounds=2)
     state = one.play(method, None)
     state = one.play(method, None, state=state, first=3)
-    assert state.phase == "federate" and method.serve(state, one.clients()).beside_P is not None
+    assert state.phase == "federate" and method.serve(state, one.clients()).frozen_P is not None
 
 
-@pytest.mark.parametrize("participation, rounds", [(1.0, 5), (0.3, 16)])
+@pytest.mark.parametrize("participation, rounds", [(1.0, 4), (0.3, 14)])
 def test_planted_groups_are_found(participation, rounds):
-    """From cluster models that each trained on one client of a group, beside a global model that knows nothing yet."""
-    one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+    """From cluster models that each trained on one client of a group, with an untrained global model frozen."""
+    one = Stage(planted(12, 3, samples=120), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
     method = IFCACAM(num_clusters=3, warmup_rounds=0)
     state = method.init(one.start())
     warm = []
     for group in range(3):
         clients = one.clients([group])
+        how = LocalTraining(frozen_model=clients.send(state.global_KP))
         sent = clients.send(state.models_KP[group : group + 1])
-        warm.append(clients.train(sent, beside=clients.send(state.global_KP), mix=torch.ones(1, 1)).mixed(state.models_KP[:1]))
+        updates = clients.train(sent, how=how, average=torch.ones(1, 1))
+        warm.append(updates.averaged(default=state.models_KP[:1]))
     population = Population(12, (), 0)
     drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
     state = one.play(method, *drawn, state=state.advance(models_KP=torch.cat(warm)))
@@ -154,15 +170,14 @@ def test_planted_groups_are_found(participation, rounds):
     assert accuracy(one, method, state).mean() > 0.9
 
 
-@pytest.mark.parametrize("options", [{}, {"damped": True, "select_samples": 20, "weights": "uniform"}], ids=str)
-class TestEveryEngineAndInterruption:
-    METHOD = {"num_clusters": 2, "warmup_rounds": 2}
+class TestOtherOptions:
+    METHOD = IFCACAM(num_clusters=2, warmup_rounds=2, damped=True, select_samples=20, weights="uniform")
 
-    def test_engines_agree(self, options):
-        assert_engines_agree(groups, IFCACAM(**self.METHOD | options), COHORTS)
+    def test_engines_agree(self):
+        assert_engines_agree(groups, self.METHOD, COHORTS)
 
-    def test_an_interruption_changes_nothing(self, options, tmp_path):
-        assert_survives_an_interruption(groups, IFCACAM(**self.METHOD | options), COHORTS, tmp_path)
+    def test_an_interruption_changes_nothing(self, tmp_path):
+        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
 
 
 class TestComingAndGoing:
@@ -171,19 +186,20 @@ class TestComingAndGoing:
     def test_newcomers_choose_when_they_are_served_and_when_they_take_part(self):
         one = groups()
         state = one.play(self.METHOD, [0, 1, 2, 3], [0, 1, 2, 3])
-        joined = self.METHOD.join(state, one.clients([6], number=3))
+        joined = self.METHOD.join(state, one.clients([6], round=3))
         assert joined.assign_N[6] == -1 and floats(one) == (0, 0)
         chosen = self.METHOD.serve(joined, one.clients([6])).row_M[0]
         assert floats(one) == (0, 0) and one.play(self.METHOD, [6], state=joined, first=3).assign_N[6] == chosen
 
-    def test_in_the_warm_up_everybody_is_served_the_global_model_alone(self):
+    def test_in_the_warm_up_all_clients_are_served_the_global_model_alone(self):
         one = groups()
         method = IFCACAM(num_clusters=2, warmup_rounds=3)
         state = one.play(method, [0, 1])
         serving = method.serve(state, one.clients())
-        assert torch.equal(serving.models_KP, state.global_KP) and serving.row_M.tolist() == [0] * 8 and serving.beside_P is None
+        assert torch.equal(serving.models_KP, state.global_KP)
+        assert serving.row_M.tolist() == [0] * 8 and serving.frozen_P is None
         later = one.play(method, [0], [0], [0], state=state, first=2)
-        assert torch.equal(method.serve(later, one.clients()).beside_P, later.global_KP[0])
+        assert torch.equal(method.serve(later, one.clients()).frozen_P, later.global_KP[0])
 
     def test_a_leaver_is_forgotten_and_its_cluster_stays(self):
         one = groups()
@@ -192,16 +208,17 @@ class TestComingAndGoing:
         assert set(left.assign_N) == {-1} and torch.equal(left.models_KP, state.models_KP)
 
     @pytest.mark.parametrize("damped", [False, True])
-    def test_rejected_clients_count_nowhere(self, damped):
+    def test_rejected_clients_are_in_no_average(self, damped):
         """5's update is NaN: the round is that of the others, also in the shares of a damped step."""
         method, local = IFCACAM(num_clusters=2, warmup_rounds=0, damped=damped), LocalSGD(epochs=3, lr=0.3)
         one, other = Stage(Spoiled([5]), mlp, local), Stage(Spoiled([]), mlp, local)
         found, expected = one.play(method, [0, 1, 2, 5]), other.play(method, [0, 1, 2])
-        assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6) and torch.allclose(found.global_KP, expected.global_KP, rtol=0, atol=1e-6)
+        assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
+        assert torch.allclose(found.global_KP, expected.global_KP, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("cohort", [[], [4, 5]])
     @pytest.mark.parametrize("damped", [False, True])
-    def test_a_round_without_a_sound_update_moves_nothing(self, cohort, damped):
+    def test_a_round_without_a_valid_update_changes_nothing(self, cohort, damped):
         method = IFCACAM(num_clusters=2, warmup_rounds=1, damped=damped)
         one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
         state = one.play(method, cohort)
@@ -210,26 +227,24 @@ class TestComingAndGoing:
         assert torch.equal(after.models_KP, state.models_KP) and torch.equal(after.global_KP, state.global_KP)
 
 
-def test_traffic_is_that_of_fedavg_and_then_k_plus_one_down_and_two_up():
-    one, method = groups(), IFCACAM(num_clusters=3, warmup_rounds=1)
-    state = one.play(method, None)
-    assert floats(one) == (8 * P, 8 * P)
-    one.play(method, [0, 1, 5], state=state, first=2)
-    assert floats(one) == (3 * 4 * P, 3 * 2 * P)
-
-
 def test_states_of_a_pure_round_are_equal():
     one, method = groups(), IFCACAM(num_clusters=2, warmup_rounds=0)
     state = method.init(one.start())
     assert_equal(one.play(method, [0, 1], state=state), one.play(method, [0, 1], state=state))
 
 
-def test_what_clients_hold_is_the_cluster_model_beside_the_global_one(monkeypatch):
-    """P-local and the train loss are those of theta_i, the first of the two threads."""
+def test_the_local_model_is_that_of_the_cluster_training(monkeypatch):
+    """P-local and the train loss are those of theta_i, the first of the two trainings."""
     one, method, losses = groups(), IFCACAM(num_clusters=2, warmup_rounds=0), []
     state = method.init(one.start())
     train = Clients.train
-    monkeypatch.setattr(Clients, "train", lambda *args, **more: (updates := train(*args, **more), losses.append(updates.train_loss_M))[0])
-    method.round(state, replace(one.clients(number=1), measure=50), Draws(0, 1))
+
+    def recorded(*args, **more):
+        updates = train(*args, **more)
+        losses.append(updates.train_loss_M)
+        return updates
+
+    monkeypatch.setattr(Clients, "train", recorded)
+    method.round(state, replace(one.clients(round=1), local_test_samples=50), Draws(0, 1))
     assert len(losses) == 2 and not np.allclose(*losses)
-    assert list(one.books.train_loss.values()) == losses[0].tolist() and len(one.books.held) == 8
+    assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8

@@ -1,9 +1,11 @@
+"""LG-FedAvg: private lower and shared upper layers by the formulas, its reductions, and the client state."""
+
 import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, planted, uneven
 from linear import HIDDEN, assert_layers, deep_sgd, deep_stage, layers, mean
-from playing import COHORTS, accuracy, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp, row_accuracy
+from rounds import COHORTS, accuracy, floats, groups, mlp, row_accuracy
 from torch import nn
 
 from cfl_ray.methods.fedavg import FedAvg
@@ -15,12 +17,21 @@ BASE, HEAD = 16 * 16 + 16, 16 * 4 + 4
 
 
 def four_layers() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 4))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.ReLU(),
+        nn.Linear(8, 7),
+        nn.ReLU(),
+        nn.Linear(7, 6),
+        nn.ReLU(),
+        nn.Linear(6, 4),
+    )
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_upper_layers_are_averaged_and_lower_ones_stay(weights):
-    """(l_i, g_i) jointly, each from the client's own l_i and the averaged g; the server's lower layers never change."""
+    """(l_i, g_i) jointly, from the client's own l_i and the averaged g; the server's lower layers never change."""
     one = deep_stage()
     a0, b0 = layers(one.model())
     state = one.play(LGFedAvg(weights=weights), None)
@@ -31,7 +42,7 @@ def test_upper_layers_are_averaged_and_lower_ones_stay(weights):
     second = [deep_sgd(one, client, first[client][0], b1) for client in (0, 1)]
     assert_layers(state.models_KP[0], a0, mean(second[0][1], second[1][1], weights))
     for client in (0, 1):
-        assert np.allclose(one.memory["base", client].reshape(HIDDEN, 5), second[client][0], rtol=0, atol=1e-6)
+        assert np.allclose(one.client_states["base", client].reshape(HIDDEN, 5), second[client][0], rtol=0, atol=1e-6)
 
 
 def test_a_late_client_starts_from_the_first_lower_layers():
@@ -39,14 +50,15 @@ def test_a_late_client_starts_from_the_first_lower_layers():
     a0, b0 = layers(one.model())
     one.play(LGFedAvg(), [0], [1])
     _, b1 = deep_sgd(one, 0, a0, b0)
-    assert np.allclose(one.memory["base", 1].reshape(HIDDEN, 5), deep_sgd(one, 1, a0, b1)[0], rtol=0, atol=1e-6)
+    expected = deep_sgd(one, 1, a0, b1)[0]
+    assert np.allclose(one.client_states["base", 1].reshape(HIDDEN, 5), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
 def test_without_private_layers_it_is_fedavg_bit_for_bit(local):
     one, other = groups(**local), groups(**local)
     found, expected = one.play(LGFedAvg(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
-    assert torch.equal(found.models_KP, expected.models_KP) and one.memory == {} and floats(one) == floats(other)
+    assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
 
 
 def test_with_all_layers_private_it_is_local_bit_for_bit():
@@ -55,25 +67,27 @@ def test_with_all_layers_private_it_is_local_bit_for_bit():
     other.play(Local(), *COHORTS)
     assert torch.equal(state.models_KP[0], one.model()) and floats(one) == (0, 0)
     for client in range(8):
-        assert torch.equal(one.memory["base", client], other.memory["personal", client])
+        assert torch.equal(one.client_states["base", client], other.client_states["personal", client])
 
 
 LAYERS = [16 * 8 + 8, 8 * 7 + 7, 7 * 6 + 6, 6 * 4 + 4]
 
 
-@pytest.mark.parametrize("private, shared", [(None, sum(LAYERS[2:])), (0, sum(LAYERS)), (1, sum(LAYERS[1:])), (3, LAYERS[3]), (4, 0)])
-def test_traffic_is_the_shared_part_each_way(private, shared):
+def test_traffic_is_the_shared_part_each_way():
     """By default two of the four layers are shared."""
-    one = Stage(planted(), four_layers)
-    one.play(LGFedAvg(private_layers=private), [0, 1, 2])
-    assert floats(one) == (3 * shared, 3 * shared)
-    assert {len(value) for value in one.memory.values()} == ({sum(LAYERS) - shared} if private != 0 else set())
+    cases = [(None, sum(LAYERS[2:])), (0, sum(LAYERS)), (1, sum(LAYERS[1:])), (3, LAYERS[3]), (4, 0)]
+    for private, shared in cases:
+        one = Stage(planted(), four_layers)
+        one.play(LGFedAvg(private_layers=private), [0, 1, 2])
+        assert floats(one) == (3 * shared, 3 * shared), private
+        kept = {len(value) for value in one.client_states.values()}
+        assert kept == ({sum(LAYERS) - shared} if private != 0 else set()), private
 
 
 def test_of_two_layers_one_is_shared():
     one = groups()
     one.play(LGFedAvg(), [0, 1, 2])
-    assert floats(one) == (3 * HEAD, 3 * HEAD) and len(one.memory["base", 0]) == BASE
+    assert floats(one) == (3 * HEAD, 3 * HEAD) and len(one.client_states["base", 0]) == BASE
 
 
 def test_lenet_5_shares_the_last_two_layers():
@@ -83,27 +97,31 @@ def test_lenet_5_shares_the_last_two_layers():
     assert floats(one) == (2 * 11_014, 2 * 11_014)
 
 
-@pytest.mark.parametrize("cohorts", [[None] * 5, [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3], ids=["everybody", "30 %"])
+@pytest.mark.parametrize(
+    "cohorts",
+    [[None] * 5, [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3],
+    ids=["all clients", "30 %"],
+)
 def test_private_lower_layers_serve_groups_that_disagree(cohorts):
     found = {}
     for method in (LGFedAvg(), FedAvg()):
-        one = groups(epochs=5, lr=0.5, batch_size=40)
+        one = groups(federation=planted(samples=100), epochs=5, lr=0.5, batch_size=40)
         found[method.name] = accuracy(one, method, one.play(method, *cohorts))
     assert found["lg_fedavg"].min() > 0.75 and found["fedavg"].mean() < 0.55
 
 
-def test_everybody_is_served_its_lower_layers_under_the_shared_ones():
+def test_every_client_is_served_its_lower_layers_under_the_shared_ones():
     one, method = groups(), LGFedAvg()
     state = one.play(method, [0, 1], [1])
     base, expected = one.network.spec.base, []
     for client in (0, 7):
         row_P = state.models_KP[0].clone()
-        base.put(row_P, one.memory.get(("base", client), base.of(one.model())))
+        base.put(row_P, one.client_states.get(("base", client), base.of(one.model())))
         expected.append(row_accuracy(one, row_P, client))
     assert accuracy(one, method, state, [0, 7]) == pytest.approx(expected)
 
 
-def test_who_leaves_and_comes_again_begins_with_the_first_lower_layers():
+def test_a_client_that_left_and_returns_begins_with_the_first_lower_layers():
     one, method, fresh = groups(), LGFedAvg(), groups()
     state = one.play(method, None)
     one.backend.forget(np.array([0]))
@@ -111,18 +129,10 @@ def test_who_leaves_and_comes_again_begins_with_the_first_lower_layers():
     assert floats(one) == (0, 0)
     one.play(method, [0], state=state, first=2)
     fresh.play(method, [0], state=state, first=2)
-    assert torch.equal(one.memory["base", 0], fresh.memory["base", 0])
+    assert torch.equal(one.client_states["base", 0], fresh.client_states["base", 0])
 
 
 def test_a_rejected_client_keeps_no_layers():
     one = Stage(Spoiled([4, 5]), mlp)
     state = one.play(LGFedAvg(), [3, 4], [4, 5])
-    assert one.memory.keys() == {("base", 3)} and not state.models_KP.isnan().any()
-
-
-def test_engines_agree():
-    assert_engines_agree(lambda engine: groups(engine, batch_size=30, momentum=0.5), LGFedAvg())
-
-
-def test_survives_an_interruption(tmp_path):
-    assert_survives_an_interruption(lambda: groups(batch_size=30), LGFedAvg(), COHORTS, tmp_path)
+    assert one.client_states.keys() == {("base", 3)} and not state.models_KP.isnan().any()

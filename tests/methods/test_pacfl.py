@@ -14,23 +14,29 @@ from scipy.linalg import subspace_angles
 from scipy.spatial.distance import squareform
 from torch import nn
 
-from cfl_ray.core.local import LocalSGD
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.pacfl import PACFL, PrincipalVectors
 
 
 def apart(clients: int = CLIENTS, groups: int = GROUPS, samples: int = 80, classes: int = 4, noise: float = 0.05):
-    """Groups see images of their own, which lie near `classes` directions each, and the labels are the same for all."""
+    """Groups have images of their own, near `classes` directions each, and the labels are the same for all."""
     draw = np.random.default_rng(0)
-    direction = np.linalg.qr(draw.standard_normal((INPUTS, INPUTS)))[0][: groups * classes].reshape(groups, classes, INPUTS)
+    rotation = np.linalg.qr(draw.standard_normal((INPUTS, INPUTS)))[0]
+    direction = rotation[: groups * classes].reshape(groups, classes, INPUTS)
     make = lambda count: (draw.integers(0, classes, count * clients), np.repeat(np.arange(clients), count))
     arrays = {}
     for name, count in (("", samples), ("_test", 40)):
         y, owner = make(count)
         x = 2 * direction[owner % groups, y] + noise * draw.standard_normal((len(y), INPUTS))
-        arrays |= {"x" + name: x.astype(np.float32).reshape(-1, 1, 4, 4), "y" + name: y, ("test_clients" if name else "clients"): owner}
-    return federation_from_arrays(**arrays, num_classes=classes, groups={client: client % groups for client in range(clients)})
+        arrays |= {
+            "x" + name: x.astype(np.float32).reshape(-1, 1, 4, 4),
+            "y" + name: y,
+            ("test_clients" if name else "clients"): owner,
+        }
+    groups_of = {client: client % groups for client in range(clients)}
+    return federation_from_arrays(**arrays, num_classes=classes, groups=groups_of)
 
 
 def vectors(one: Stage, client: int, p: int = 3) -> np.ndarray:
@@ -91,10 +97,11 @@ class TestVectors:
             assert np.allclose(np.abs((found * expected).sum(0)), 1, atol=1e-5)
 
     def test_of_a_budget_are_spread_by_the_shares_of_the_classes(self):
-        """Of 10: 12, 5 and 3 of 20 samples give 6, 2 (2.5 rounds to even) and 2 (1.5 to even); a rare class has one all the same."""
+        """Of 10: 12, 5 and 3 of 20 samples give 6, 2 (2.5 rounds to even) and 2 (1.5 to even); at least one a class."""
         y = np.repeat([0, 1, 2], [12, 5, 3])
         x = np.random.default_rng(0).standard_normal((20, 30)).astype(np.float32)
-        one = Stage(federation_from_arrays(x, y, np.zeros(20, int), num_classes=3, holdout=1e-9), lambda: nn.Linear(30, 3), LocalSGD())
+        federation = federation_from_arrays(x, y, np.zeros(20, int), num_classes=3, holdout=1e-9)
+        one = Stage(federation, lambda: nn.Linear(30, 3), LocalSGD())
         x, y = (part.numpy() for part in one.federation.train(0))
         for budget in (10, 1, 2):
             share = [max(1, round(budget * np.mean(y == label))) for label in range(3)]
@@ -107,15 +114,19 @@ class TestVectors:
                 inside = span @ (span.T @ found[at[label] : at[label + 1]].double().numpy().T)
                 assert np.allclose(inside.T, found[at[label] : at[label + 1]], atol=1e-5)
 
-    def test_are_as_many_as_their_forecast_says_at_most(self):
-        assert (PrincipalVectors(3, None).floats(784, 10), PrincipalVectors(3, 20).floats(784, 10)) == (784 * 30, 784 * 20)
+    def test_their_largest_size_is_forecast(self):
+        assert PrincipalVectors(3, None).floats(784, 10) == 784 * 30
+        assert PrincipalVectors(3, 20).floats(784, 10) == 784 * 20
 
-    def test_of_black_images_are_no_signature(self):
+    def test_of_black_images_are_not_valid(self):
         x = np.zeros((8, 6), np.float32)
         x[:4] = np.random.default_rng(0).standard_normal((4, 6))
-        one = Stage(federation_from_arrays(x, np.arange(8) % 2, np.repeat([0, 1], 4), num_classes=2, holdout=1e-9), lambda: nn.Linear(6, 2), LocalSGD())
+        y, owner = np.arange(8) % 2, np.repeat([0, 1], 4)
+        federation = federation_from_arrays(x, y, owner, num_classes=2, holdout=1e-9)
+        one = Stage(federation, lambda: nn.Linear(6, 2), LocalSGD())
         state = one.play(PACFL(), None)
-        assert state.assign_N.tolist() == [0, -1] and one.books.rejected == {1: "its signature has values that are not finite"}
+        assert state.assign_N.tolist() == [0, -1]
+        assert one.stats.rejected == {1: "its signature has values that are not finite"}
 
 
 class TestMatrix:
@@ -125,7 +136,9 @@ class TestMatrix:
         one = wide((12, 2, 7, 20, 4, 9))
         method = PACFL(vectors=2, angle=kind)
         whole = one.play(method, None)
-        one_by_one = replace(whole, **{name: getattr(method.init(one.start()), name) for name in ("signature_SF", "seen_S", "angle_SS")})
+        first = method.init(one.start())
+        empty = {name: getattr(first, name) for name in ("signature_SF", "seen_S", "angle_SS")}
+        one_by_one = replace(whole, **empty)
         for ids in ([1], [0, 2], [3], [4, 5]):
             one_by_one = method.place(one_by_one, one.clients(ids))
         assert one_by_one.seen_S.tolist() == [1, 0, 2, 3, 4, 5]
@@ -136,7 +149,6 @@ class TestMatrix:
 
     def test_newcomers_are_placed_as_clustering_all_again_says(self):
         """With the tree of all seven recomputed from scratch: the old cluster that most of its companions are in."""
-        one = wide((12, 2, 7, 20, 4, 9, 6))
         for beta in (20, 40, 60, 80):
             method = PACFL(vectors=1, threshold=beta)
             one = wide((12, 2, 7, 20, 4, 9, 6))
@@ -146,11 +158,13 @@ class TestMatrix:
             label = fcluster(linkage(squareform(angle, checks=False), "average"), beta, "distance")
             for client in (5, 6):
                 companions = np.flatnonzero(label[:5] == label[client])
-                expected = np.bincount(state.assign_N[companions]).argmax() if len(companions) else state.assign_N[angle[client, :5].argmin()]
-                assert joined.assign_N[client] == expected, beta
-            assert joined.assign_N[:5].tolist() == state.assign_N[:5].tolist() and torch.equal(joined.models_KP, state.models_KP)
+                if not len(companions):
+                    companions = [angle[client, :5].argmin()]
+                assert joined.assign_N[client] == np.bincount(state.assign_N[companions]).argmax(), beta
+            assert joined.assign_N[:5].tolist() == state.assign_N[:5].tolist()
+            assert torch.equal(joined.models_KP, state.models_KP)
 
-    def test_of_those_who_stay_is_left(self):
+    def test_of_the_clients_that_stay_is_left(self):
         one, method = stage(apart()), PACFL(vectors=1, num_clusters=3)
         state = one.play(method, None)
         left = method.leave(state, np.array([3, 0, 8]))
@@ -162,8 +176,8 @@ class TestMatrix:
         assert back.assign_N[[8, 3]].tolist() == state.assign_N[[8, 3]].tolist()
         assert np.allclose(back.angle_SS, state.angle_SS[back.seen_S][:, back.seen_S], atol=1e-4)
 
-    def test_of_nobody_starts_anew(self):
-        """All that were seen leave; who comes next is clustered among themselves."""
+    def test_of_no_client_starts_anew(self):
+        """All clients that were seen leave; the next newcomers are clustered among themselves."""
         one = stage(apart())
         one.online = range(6)
         method = PACFL(vectors=1, num_clusters=3)
@@ -180,21 +194,22 @@ class TestPACFL(OneShot):
         return apart()
 
     def check_return(self, one, state, after):
-        """Nobody of their group is left whom they could fall together with: they follow the nearest client."""
+        """No client of their group is left with which they could fall together: they follow the nearest client."""
         back = self.method.join(after, one.clients([4, 7], 3))
         nearest = back.angle_SS[8:, :8].argmin(1)
         assert back.assign_N[[4, 7]].tolist() == after.assign_N[after.seen_S[nearest]].tolist()
 
-    @pytest.mark.parametrize("options", [{}, {"cut": "gap"}, {"threshold": 30.0}, {"linkage": "weighted"}, {"angle": "code"}, {"angle": "sum"}, {"budget": 4}], ids=str)
-    def test_finds_the_groups_by_any_cut(self, options):
+    def test_finds_the_groups_by_any_cut_linkage_and_angle(self):
         """Groups span orthogonal directions: angles of 60 and more between them, and of a few degrees within them."""
-        one = stage(apart())
-        assert one.play(PACFL(**{"vectors": 1} | options), [0]).assign_N.tolist() == [0, 1, 2] * 4
+        cuts = ({}, {"cut": "gap"}, {"threshold": 30.0}, {"linkage": "weighted"})
+        for options in (*cuts, {"angle": "code"}, {"angle": "sum"}, {"budget": 4}):
+            state = stage(apart()).play(PACFL(**{"vectors": 1} | options), [0])
+            assert state.assign_N.tolist() == [0, 1, 2] * 4, options
 
-    def test_one_spoiled_client_does_not_stop_the_others(self):
+    def test_a_client_without_a_valid_signature_does_not_stop_the_others(self):
         one = stage(Spoiled([2], 4, 2))
         state = one.play(PACFL(), None, None)
-        assert state.seen_S.tolist() == [0, 1, 3] and one.books.rejected.keys() == {2}
+        assert state.seen_S.tolist() == [0, 1, 3] and one.stats.rejected.keys() == {2}
         assert_same(state, one.play(PACFL(), [2], state=state, first=3))
 
     def test_traffic(self):
@@ -212,7 +227,9 @@ class TestPACFL(OneShot):
         assert one.floats() == (3 * P, 3 * P + 4 * INPUTS)
 
 
-@pytest.mark.parametrize("options", [{"threshold": 180.0}, {"angle": "sum", "threshold": math.inf}, {"num_clusters": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"threshold": 180.0}, {"angle": "sum", "threshold": math.inf}, {"num_clusters": 1}], ids=str
+)
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
 def test_one_cluster_is_fedavg(options, weights):
     """Full batch: the exchange of vectors gives the first training another address."""

@@ -8,20 +8,23 @@ from cfl_ray.models import REGISTRY, recipe
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
 
-@pytest.mark.parametrize("name, options, shape, classes, parameters", [
-    ("mlp", {"hidden": 200}, MNIST, 10, 159_010),  # 784 * 200 + 200 + 200 * 10 + 10: IFCA
-    ("mlp", {"hidden": 2048}, MNIST, 10, 1_628_170),  # 784 * 2048 + 2048 + 2048 * 10 + 10: StoCFL
-    ("lenet5", {}, CIFAR, 10, 62_006),  # FedClust, PACFL
-    ("lenet5", {}, MNIST, 10, 44_426),
-    ("femnist_cnn", {}, MNIST, 62, 1_206_590),  # StoCFL's FEMNIST
-    ("leaf_cnn", {}, MNIST, 10, 582_026),  # CAM
-    ("leaf_cnn", {}, CIFAR, 10, 878_538),
-    ("autocfl_cnn", {}, MNIST, 10, 33_580),  # AutoCFL: MNIST, Fashion-MNIST, CIFAR-10
-    ("autocfl_cnn", {"channels": [16, 32]}, MNIST, 10, 18_378),
-    ("autocfl_cnn", {"channels": [6, 16]}, CIFAR, 10, 6_882),
-    ("resnet9", {}, CIFAR, 100, 6_621_540),  # FedClust on CIFAR-100
-    ("digits_cnn", {}, (1, 8, 8), 10, 16 * 9 + 16 + 16 * 16 * 10 + 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, shape, classes, parameters",
+    [
+        ("mlp", {"hidden": 200}, MNIST, 10, 159_010),  # 784 * 200 + 200 + 200 * 10 + 10: IFCA
+        ("mlp", {"hidden": 2048}, MNIST, 10, 1_628_170),  # 784 * 2048 + 2048 + 2048 * 10 + 10: StoCFL
+        ("lenet5", {}, CIFAR, 10, 62_006),  # FedClust, PACFL
+        ("lenet5", {}, MNIST, 10, 44_426),
+        ("femnist_cnn", {}, MNIST, 62, 1_206_590),  # StoCFL's FEMNIST
+        ("leaf_cnn", {}, MNIST, 10, 582_026),  # CAM
+        ("leaf_cnn", {}, CIFAR, 10, 878_538),
+        ("autocfl_cnn", {}, MNIST, 10, 33_580),  # AutoCFL: MNIST, Fashion-MNIST, CIFAR-10
+        ("autocfl_cnn", {"channels": [16, 32]}, MNIST, 10, 18_378),
+        ("autocfl_cnn", {"channels": [6, 16]}, CIFAR, 10, 6_882),
+        ("resnet9", {}, CIFAR, 100, 6_621_540),  # FedClust on CIFAR-100
+        ("digits_cnn", {}, (1, 8, 8), 10, 16 * 9 + 16 + 16 * 16 * 10 + 10),
+    ],
+)
 def test_has_the_parameters_of_its_paper(name, options, shape, classes, parameters):
     module = recipe(name, options, shape, classes)()
     assert sum(parameter.numel() for parameter in module.parameters()) == parameters
@@ -37,7 +40,10 @@ def test_femnist_cnn_starts_from_xavier():
     """Uniform in +-sqrt(6 / (fan in + fan out)) and biases of zero."""
     module = recipe("femnist_cnn", {}, MNIST, 62)()
     first, last = module[0], module[-1]
-    assert 0.9 < first.weight.abs().max() / (6 / (1 * 9 + 32 * 9)) ** 0.5 <= 1 and 0.9 < last.weight.abs().max() / (6 / (128 + 62)) ** 0.5 <= 1
+    assert (
+        0.9 < first.weight.abs().max() / (6 / (1 * 9 + 32 * 9)) ** 0.5 <= 1
+        and 0.9 < last.weight.abs().max() / (6 / (128 + 62)) ** 0.5 <= 1
+    )
     assert not first.bias.any() and not last.bias.any()
 
 
@@ -59,30 +65,147 @@ def factory(num_classes):
 def test_a_factory_is_given_what_it_asks_for():
     """Only parameters it names are passed; options come on top."""
     assert recipe(factory, {}, (3, 2, 2), 5)()[1].out_features == 5
-    assert recipe(lambda width: nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Linear(width, 5)), {"width": 9}, (3, 2, 2), 5)()[1].out_features == 9
+    assert (
+        recipe(
+            lambda width: nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Linear(width, 5)),
+            {"width": 9},
+            (3, 2, 2),
+            5,
+        )()[1].out_features
+        == 9
+    )
 
 
 def test_a_factory_from_a_file(tmp_path):
-    (tmp_path / "net.py").write_text("from torch import nn\n\ndef Net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes))\n")
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\ndef Net(num_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(12, num_classes))\n"
+    )
     assert recipe(f"{tmp_path}/net.py:Net", {}, (3, 2, 2), 5)()[1].out_features == 5
 
 
-@pytest.mark.parametrize("name, options, shape, message", [
-    ("lenet", {}, MNIST, r"unknown model 'lenet' \(did you mean 'lenet5'\?\)"),
-    ("mlp", {"hiden": 5}, MNIST, "model mlp cannot be built with options {'hiden': 5}: .*unexpected keyword argument 'hiden'"),
-    ("mlp", {"hidden": -5}, MNIST, "model mlp cannot be built with options {'hidden': -5}: RuntimeError"),
-    ("mlp", {"hidden": "many"}, MNIST, "model mlp cannot be built with options {'hidden': 'many'}: TypeError"),
-    ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),
-    ("lenet5", {}, (64,), "model lenet5 cannot be built with options {}: ValueError"),
-    (lambda: nn.Linear(784, 10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\)"),
-    (lambda: nn.BatchNorm1d(10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\): ValueError"),
-    (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 7)), {}, MNIST,
-     r"answers 2 samples with shape \(2, 7\), but the data has 10 classes: its output size must be 10"),
-    (lambda: nn.Linear(28, 10), {}, MNIST, r"answers 2 samples with shape \(2, 1, 28, 10\), but the data has 10 classes"),
-    (lambda: None, {}, MNIST, "cannot be built with options {}: AttributeError"),
-    ("missing.py:Net", {}, MNIST, "model 'missing.py:Net': there is no file /"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, shape, message",
+    [
+        ("lenet", {}, MNIST, r"unknown model 'lenet' \(did you mean 'lenet5'\?\)"),
+        (
+            "mlp",
+            {"hiden": 5},
+            MNIST,
+            "model mlp cannot be built with options {'hiden': 5}: .*unexpected keyword argument 'hiden'",
+        ),
+        ("mlp", {"hidden": -5}, MNIST, "model mlp cannot be built with options {'hidden': -5}: RuntimeError"),
+        ("mlp", {"hidden": "many"}, MNIST, "model mlp cannot be built with options {'hidden': 'many'}: TypeError"),
+        ("lenet5", {}, (1, 8, 8), r"model lenet5 does not take samples of shape \(1, 8, 8\)"),
+        ("lenet5", {}, (64,), "model lenet5 cannot be built with options {}: ValueError"),
+        (lambda: nn.Linear(784, 10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\)"),
+        (lambda: nn.BatchNorm1d(10), {}, MNIST, r"does not take samples of shape \(1, 28, 28\): ValueError"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 7)),
+            {},
+            MNIST,
+            r"answers 2 samples with shape \(2, 7\), but the data has 10 classes: its output size must be 10",
+        ),
+        (
+            lambda: nn.Linear(28, 10),
+            {},
+            MNIST,
+            r"answers 2 samples with shape \(2, 1, 28, 10\), but the data has 10 classes",
+        ),
+        (lambda: None, {}, MNIST, "returns NoneType, expected a torch.nn.Module"),
+        ("missing.py:Net", {}, MNIST, "model 'missing.py:Net': there is no file /"),
+    ],
+)
 def test_what_cannot_work_is_refused_before_a_run(name, options, shape, message):
     with pytest.raises(ConfigError, match=message):
         recipe(name, options, shape, 10)
 
+
+class Flat(nn.Sequential):
+    def __init__(self, shape, count, width=3):
+        super().__init__(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), width), nn.Linear(width, count))
+
+
+def positional(a, b, /, width):
+    return Flat(a, b, width)
+
+
+@pytest.mark.parametrize(
+    "given, options",
+    [
+        (Flat, {}),  # one name of the documented ones, one by position
+        (lambda first, second: Flat(first, second), {}),
+        (lambda n_classes, in_shape: Flat(in_shape, n_classes), {}),
+        (positional, {"width": 4}),
+        (lambda: Flat((3, 2, 2), 5), {}),
+        (lambda classes=7, **rest: Flat((3, 2, 2), classes, **rest), {"width": 6}),
+        (lambda number: Flat((3, 2, 2), 5, number), {"number": 2}),
+    ],
+)
+def test_a_factory_is_passed_what_its_signature_asks_for(given, options):
+    module = recipe(given, options, (3, 2, 2), 5)()
+    assert module[1].in_features == 12 and module[2].out_features == 5
+    assert module[1].out_features == options.get("width", options.get("number", 3))
+
+
+def test_a_lazy_module_has_its_sizes():
+    made = recipe(
+        lambda num_classes: nn.Sequential(
+            nn.LazyConv2d(4, 2), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes)
+        ),
+        {},
+        (3, 4, 4),
+        5,
+    )
+    assert [tuple(p.shape) for p in made().parameters()] == [(4, 3, 2, 2), (4,), (4,), (4,), (5, 36), (5,)]
+
+
+def test_a_lazy_layer_without_a_call_is_named():
+    class Idle(nn.Linear):
+        def __init__(self):
+            super().__init__(12, 5)
+            self.idle = nn.LazyLinear(3)
+
+    with pytest.raises(
+        ConfigError, match=r"Idle \(.*test_models.py, line \d+\): idle.weight of a lazy layer has no size"
+    ):
+        recipe(Idle, {}, (12,), 5)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (
+            "def Net(a, b, c): ...",
+            r"model Net \(.*net.py, line 2\) has a parameter 'c' without a value; .* set model.opt",
+        ),
+        ("def Net():\n    return 1 / 0", r"Net \(.*net.py, line 2\) cannot be built .* division by zero \(line 3\)"),
+        ("Net = 5", "net.py:Net' is int, expected a function or class to call"),
+        ("def Net(): return 5", "returns int, expected a torch.nn.Module"),
+        ("def Net(): return nn.Flatten()", "has no parameter to train"),
+        ("def Net(): return nn.LSTM(12, 5)", "answers with tuple, expected one tensor"),
+        (
+            "class Net(nn.Linear):\n    def __init__(self): super().__init__(12, 5)\n    def forward(self, x):\n"
+            "        assert not self.training\n        return super().forward(x)",
+            r"in training mode: AssertionError:  \(line 5\)",
+        ),
+    ],
+)
+def test_errors_name_the_authors_file_and_line(source, message, tmp_path):
+    (tmp_path / "net.py").write_text(f"from torch import nn\n{source}\n")
+    with pytest.raises(ConfigError, match=message):
+        recipe(f"{tmp_path}/net.py:Net", {}, (12,), 5)
+
+
+def test_an_entry_point_of_an_installed_package(tmp_path, monkeypatch):
+    (tmp_path / "their_nets.py").write_text("from torch import nn\nNet = lambda: nn.Linear(12, 5)\n")
+    info = tmp_path / "their_nets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-nets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cfl_ray.models]\ntheirs = their_nets:Net\nbroken = their_nets:Absent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert recipe("theirs", {}, (12,), 5)().out_features == 5
+    with pytest.raises(ConfigError, match=r"'broken' of package their-nets \(their_nets:Absent\) cannot be imported"):
+        recipe("broken", {}, (12,), 5)
+    with pytest.raises(ConfigError, match=r"unknown model 'their' \(did you mean 'theirs'\?\)"):
+        recipe("their", {}, (12,), 5)

@@ -1,6 +1,8 @@
 import math
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from cfl_ray.report.figures import spread, write_figures
@@ -8,6 +10,7 @@ from cfl_ray.tracking import RoundRecord
 
 
 def curve(top, clusters=None):
+    """Ten records whose accuracy rises to `top`."""
     extra = {"num_clusters": clusters, "ari": 0.5} if clusters else {}
     return [RoundRecord(round, {"accuracy": top * round / 9, "mbit_up": float(round), **extra}) for round in range(10)]
 
@@ -22,14 +25,29 @@ def test_figures_are_drawn_for_what_was_recorded(tmp_path):
 
 
 def test_no_cluster_figure_where_no_method_has_clusters(tmp_path):
-    assert [path.name for path in write_figures(tmp_path, {"fedavg": curve(0.5)})] == ["accuracy_by_round.png", "accuracy_by_mbit.png"]
+    written = write_figures(tmp_path, {"fedavg": curve(0.5)})
+    assert [path.name for path in written] == ["accuracy_by_round.png", "accuracy_by_mbit.png"]
     assert write_figures(tmp_path, {}) == []
 
 
 def test_every_method_shows_in_its_colour(tmp_path):
     path = write_figures(tmp_path, {"fedavg": curve(0.5), "ifca": curve(0.9)})[0]
-    pixels = {tuple(round(255 * channel) for channel in pixel[:3]) for row in imread(path) for pixel in row}
-    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= pixels
+    pixels = np.round(255 * imread(path)[:, :, :3]).astype(np.uint8)
+    for colour in ([0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00]):
+        assert (pixels == colour).all(2).any()
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 7, 300])
+def test_ticks_are_at_whole_rounds(rounds, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+    records = [RoundRecord(round, {"accuracy": 0.5, "num_clusters": 2}) for round in range(1, rounds + 1)]
+    write_figures(tmp_path, {"ifca": records})
+    by_round = [drawn[0], drawn[2]]
+    for axes in (axes for figure in by_round for axes in figure.axes):
+        low, high = axes.get_xlim()
+        shown = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert shown and all(tick == int(tick) for tick in shown), shown
 
 
 def test_a_diverged_run_and_a_single_round_do_not_stop_the_drawing(tmp_path):
@@ -39,7 +57,12 @@ def test_a_diverged_run_and_a_single_round_do_not_stop_the_drawing(tmp_path):
 
 @pytest.mark.parametrize(
     ("wanted", "placed"),
-    [([0.1, 0.5], [0.1, 0.5]), ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]), ([0.95, 1.0], [0.9, 1.0]), ([-1.0, 0.3], [0.0, 0.3])],
+    [
+        ([0.1, 0.5], [0.1, 0.5]),
+        ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]),
+        ([0.95, 1.0], [0.9, 1.0]),
+        ([-1.0, 0.3], [0.0, 0.3]),
+    ],
 )
 def test_spread(wanted, placed):
     assert spread(wanted, 0.1, 0.0, 1.0) == pytest.approx(placed)

@@ -1,6 +1,8 @@
-"""One Ray of our own for all tests of this folder, experiments that take a second, and a view of the processes at work."""
+"""One Ray for all tests of this folder and its subfolders, small experiments, and a view of the processes."""
 
+import functools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -10,8 +12,9 @@ import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
-from cfl_ray import Experiment
-from cfl_ray.core.plugin import load_plugin
+from cfl_ray import Experiment, simulate
+from cfl_ray.core.plugins import load_plugin
+from cfl_ray.core.threads import one_thread
 from cfl_ray.runtime.driver import Watcher
 
 HERE = Path(__file__).parent
@@ -19,13 +22,19 @@ CPUS, GPUS = 6, 1  # logical: no test needs the hardware
 PLUGIN = load_plugin(f"{HERE / 'logged.py'}:LoggedFederation", "federation").__module__
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="package")  # for pytest the session, since these folders hold no __init__.py
 def cluster():
-    """Address of a Ray started for these tests; every `run` in this process joins it."""
+    """Address of the Ray started for these tests; every `run` in this process joins it."""
     import ray
 
     ray.init(
-        address="local", num_cpus=CPUS, num_gpus=GPUS, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False, logging_level="error"
+        address="local",
+        num_cpus=CPUS,
+        num_gpus=GPUS,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+        logging_level="error",
     )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -33,25 +42,32 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def two_hosts(cluster):
-    """Returns a function: what an experiment was prepared to -> its port over two hosts, with the server in this process."""
+    """Returns a function: Setup -> RayBackend over two hosts, with the server in this process."""
     import ray
 
-    from cfl_ray.runtime.actors import begin_host
-    from cfl_ray.runtime.pool import Pool
-    from cfl_ray.runtime.port import OnRay
+    from cfl_ray.runtime.on_ray.backend import RayBackend
+    from cfl_ray.runtime.on_ray.host_actor import start_host
+    from cfl_ray.runtime.on_ray.pool import Pool
 
     pools = []
 
-    def start(setup) -> OnRay:
+    def start(setup) -> RayBackend:
         setup_ref = ray.put(setup)
         pools.append(Pool(setup))
-        pools[-1].start([begin_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
+        pools[-1].start([start_host(setup.experiment.runtime, setup_ref) for _ in range(2)], setup_ref)
         pools[-1].nodes()
-        return OnRay(pools[-1])
+        return RayBackend(pools[-1])
 
     yield start
     for pool in pools:
         pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def compute_thread():
+    """One, as hosts have it: with several, sums in this process have other last bits."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +76,49 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def small_experiment(output: Path, **changes) -> Experiment:
+    """A small experiment; sections are merged into these defaults."""
+    values = {
+        "name": "small",
+        "rounds": 4,
+        "methods": ["ditto"],
+        "model": {"options": {"hidden": 16}},
+        "output": str(output),
+        "data": {
+            "source": "synthetic",
+            "synthetic_shape": [8],
+            "synthetic_samples": 20,
+            "partition": {"clients": 12},
+        },
+        "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9},
+        "cohort": {"fraction": 0.75},
+        "runtime": {"engine": "sequential", "hosts": 2},
+        "tracking": {"enabled": False},
+    }
+    for key, value in changes.items():
+        merge = isinstance(value, dict) and isinstance(values.get(key), dict)
+        values[key] = values[key] | value if merge else value
+    return Experiment(**values)
+
+
 @pytest.fixture
 def experiment(tmp_path):
-    """Makes a small experiment; sections are merged into these defaults."""
+    """Makes a small experiment."""
+    return functools.partial(small_experiment, tmp_path)
 
-    def make(**changes) -> Experiment:
-        values = {
-            "name": "small", "rounds": 4, "methods": ["ditto"], "model": {"options": {"hidden": 16}}, "output": str(tmp_path),
-            "data": {"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 12}},
-            "local": {"epochs": 2, "batch_size": 8, "momentum": 0.9}, "cohort": {"fraction": 0.75},
-            "runtime": {"engine": "sequential", "hosts": 2}, "tracking": {"enabled": False},
-        }  # fmt: skip
-        for key, value in changes.items():
-            merge = isinstance(value, dict) and isinstance(values.get(key), dict)
-            values[key] = values[key] | value if merge else value
-        return Experiment(**values)
 
-    return make
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """Run directory of `experiment(rounds=2)`, not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    simulate(small_experiment(folder, rounds=2), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(finished_run, tmp_path):
+    """A copy of the finished run."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @pytest.fixture
@@ -95,11 +137,14 @@ def logged(tmp_path):
 
 @pytest.fixture
 def figures():
-    """Returns a function: results -> every metric of every round of every method, but the seconds."""
+    """Returns a function: results -> every metric of every round of every method, without the seconds."""
 
     def of(results):
         return {
-            label: [(record.round, {name: value for name, value in record.metrics.items() if name != "round_seconds"}) for record in method.records]
+            label: [
+                (record.round, {name: value for name, value in record.metrics.items() if name != "round_seconds"})
+                for record in method.records
+            ]
             for label, method in results.methods.items()
         }
 
@@ -107,7 +152,7 @@ def figures():
 
 
 class Notes(Watcher):
-    """Keeps what a run says, and does something after each round."""
+    """Keeps the notes of a run, and calls a function after each round."""
 
     def __init__(self, after_round=lambda number: None):
         self.lines, self.rounds, self.facts, self.after_round = [], [], {}, after_round
@@ -130,7 +175,7 @@ def notes():
 
 
 def actors(kind: str, of: int | None = None) -> list[int]:
-    """Process ids of the actors of a class that are below process `of` (None: this one)."""
+    """Process ids of the actors of a class below process `of` (None: this one)."""
     parent, title = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -157,7 +202,7 @@ def _actors():
 
 @pytest.fixture
 def memory(actors):
-    """Returns a sampler: `with memory(kind) as peak` puts the largest private memory (bytes) of any actor of the class in peak[0]."""
+    """Returns a sampler: `with memory(kind) as peak` sets peak[0] to the largest private memory (bytes)."""
 
     class Sampler:
         def __init__(self, kind):
@@ -180,7 +225,7 @@ def memory(actors):
 
 
 def private(pid: int) -> int:
-    """Bytes of memory that a process shares with nobody."""
+    """Bytes of the private memory of a process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -188,11 +233,11 @@ def private(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def until(condition, seconds: float = 60):
-    """Waits for a true value of `condition()` and returns it."""
+def until(condition, seconds: float = 300):
+    """Waits for a true value of `condition()` and returns it. The limit only bounds a test that fails."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
         time.sleep(0.02)
     return found
 
@@ -204,7 +249,7 @@ def _until():
 
 @pytest.fixture
 def meanwhile():
-    """Runs functions beside the test; what they raise fails it."""
+    """Runs functions in threads beside the test; an error in one of them fails it."""
     threads, errors = [], []
 
     def start(function):

@@ -1,4 +1,4 @@
-"""A method whose rounds wait until a test lets them pass: loaded by its path, as a user's own file would be."""
+"""A method whose rounds wait for the test: loaded by path, as a user's own file would be."""
 
 import time
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from cfl_ray.methods.ditto import Ditto
 
 @dataclass(frozen=True)
 class Gated(Ditto, name="gated"):
-    """Ditto, whose round n waits while the file `gate` holds a number below n."""
+    """Ditto, whose round n waits while the file `gate` holds a number below n; `gate`.waiting then holds n."""
 
     gate: str = option("", "file with the number of the last round that may pass")
 
     def round(self, state, clients, rng):
-        while int(Path(self.gate).read_text()) < clients.number:
+        while int(Path(self.gate).read_text()) < clients.round:
+            Path(self.gate).with_suffix(".waiting").write_text(str(clients.round))
             time.sleep(0.05)
         return super().round(state, clients, rng)

@@ -1,4 +1,4 @@
-"""A federation that writes down who reads whose data, and plants faults: loaded by its path, as a user's own file would be."""
+"""Federations and models with planted faults: loaded by path, as a user's own file would be."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from cfl_ray.data.synthetic import SyntheticFederation
 
 
 class LoggedFederation(SyntheticFederation):
-    """The synthetic federation, which appends a line `pid client` to `log` whenever a client's training data are read.
+    """The synthetic federation; appends a line `pid client` to `log` whenever a client's training data are read.
 
     huge:    this client's inputs are 1e30 times too large, so that its update is not finite.
     missing: reading this client's data fails.
     stuck:   reading this client's data never ends.
-    odd:     this client's inputs are 1000 higher than any other's, for a model that chokes on them.
+    odd:     this client's inputs are 1000 higher, for a model that fails on them.
     """
 
     def __init__(self, clients: int, log: str, huge: int = -1, missing: int = -1, odd: int = -1, stuck: int = -1):
@@ -40,7 +40,7 @@ class LoggedFederation(SyntheticFederation):
 
 
 class Choking(torch.nn.Linear):
-    """A linear model that refuses inputs over 500."""
+    """A linear model that raises for inputs over 500."""
 
     def forward(self, x):
         if x.dim() and bool((x > 500).any()):
@@ -49,7 +49,7 @@ class Choking(torch.nn.Linear):
 
 
 class PoisonedFederation(SyntheticFederation):
-    """The synthetic federation of 12 clients; the first six hold each another kind of poison, the seventh has it in its test data."""
+    """The synthetic federation of 12 clients; the first six each have another kind of invalid data or update."""
 
     def __init__(self):
         super().__init__(12, input=(8,), samples=20)
@@ -66,13 +66,13 @@ class PoisonedFederation(SyntheticFederation):
             lambda: (x * 1e6, y),
             lambda: (x[:, :5], y),
             lambda: (x, y + 9),
-            lambda: (x * 2.0**16 / (x.abs().max() + 1), y),  # an input that passes, and an update that does not
+            lambda: (x * 2.0**16 / (x.abs().max() + 1), y),  # a valid input whose update is not valid
         ]
         return poison[client]() if client < len(poison) else (x, y)
 
 
 class Hanging(torch.nn.Linear):
-    """A linear model whose training never ends with inputs over 500; it can be tested on them."""
+    """A linear model whose training never ends with inputs over 500; its evaluation does."""
 
     def forward(self, x):
         while self.training and bool((x > 500).any()):
@@ -89,11 +89,11 @@ def choking(input_shape, num_classes):
 
 
 def read(log: str | Path) -> list[tuple[int, int]]:
-    """(pid, client) of every reading so far, in order."""
+    """(pid, client) of every read so far, in order."""
     path = Path(log)
     return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def end(pid: int) -> None:
-    """Ends a process as the out-of-memory killer would: it has no chance to say anything."""
+    """Ends a process as the out-of-memory killer does."""
     os.kill(pid, signal.SIGKILL)

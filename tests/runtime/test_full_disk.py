@@ -1,4 +1,4 @@
-"""A disk that is full, by a limit on the size of files: the run ends with a reason, nothing is torn, and it goes on once there is room."""
+"""A full disk, by a limit on the size of files: the run ends with a reason, no file is torn, it can be resumed."""
 
 import json
 import resource
@@ -9,8 +9,8 @@ import pytest
 from cfl_ray import resume, run, simulate
 from cfl_ray.core.errors import RunError
 from cfl_ray.runtime.lifecycle import Failed
+from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.session import InProcessSession
-from cfl_ray.runtime.setup import prepare
 
 FULL = r"(File too large|No space left on device).*Every saved round is kept; go on with: cfl-ray resume .*run"
 
@@ -39,19 +39,18 @@ def leftovers(directory: Path) -> list[Path]:
     return [path for path in directory.rglob(".*") if path.suffix != ".lock"]
 
 
-@pytest.mark.parametrize("size", [10, 2500])
-def test_checkpoint(experiment, figures, notes, tmp_path, limit, room, size):
-    """No byte of it, or a part."""
+def test_checkpoint(experiment, figures, notes, tmp_path, limit, room):
+    """A part of it can be written."""
     small = experiment()
     with pytest.raises(RunError, match=r"run/ditto/checkpoints/\S+ could not be written: .*" + FULL):
-        simulate(small, tmp_path / "run", watcher := notes(lambda number: limit(size) if number == 2 else None))
+        simulate(small, tmp_path / "run", watcher := notes(lambda number: limit(2500) if number == 2 else None))
     room()
     assert watcher.rounds == [1, 2] and not leftovers(tmp_path / "run")
     assert whole_lines(tmp_path / "run/ditto/metrics.jsonl") == [1, 2]
     assert figures(resume(tmp_path / "run", on_ray=False)) == figures(simulate(small))
 
 
-def test_the_server_knows_that_it_failed(experiment, tmp_path, limit, room):
+def test_the_state_is_failed(experiment, tmp_path, limit, room):
     session = InProcessSession(prepare(experiment()), tmp_path / "run")
     session.begin("ditto")
     session.advance()
@@ -60,41 +59,41 @@ def test_the_server_knows_that_it_failed(experiment, tmp_path, limit, room):
         session.advance()
     room()
     session.close()
-    assert isinstance(session.server.now, Failed) and session.server.now.from_round == 1
+    assert isinstance(session.loop.now, Failed) and session.loop.now.from_round == 1
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "moves.jsonl"])
-def test_logs(experiment, figures, notes, tmp_path, limit, room, name):
-    """IFCA's clients move in every one of the first rounds, and nothing but logs is written in them."""
-    small, log = experiment(methods=["ifca"], cohort={"fraction": 0.5}, runtime={"checkpoint_every": 4}), tmp_path / "run/ifca" / name
-
-    def fill(number):
-        if number == 1:
-            limit(log.stat().st_size + (0 if name == "moves.jsonl" else 10))
-
-    with pytest.raises(RunError, match=FULL):
-        simulate(small, tmp_path / "run", watcher := notes(fill))
-    room()
-    assert watcher.rounds == [1] and whole_lines(log) == [1] and not leftovers(tmp_path / "run")
-    assert figures(resume(tmp_path / "run", on_ray=False)) == figures(simulate(small))
-    simulate(small, tmp_path / "whole")
-    for file in ("ifca/moves.jsonl", "ifca/artifacts/assignments.parquet"):
-        assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+def test_logs(experiment, figures, notes, tmp_path, limit, room):
+    """IFCA's clients move in all of the first rounds, in which only logs are written."""
+    small = experiment(methods=["ifca"], cohort={"fraction": 0.5}, runtime={"checkpoint_every": 4})
+    expected = figures(simulate(small, tmp_path / "whole"))
+    for name, more in (("metrics.jsonl", 10), ("moves.jsonl", 0)):
+        run_dir = tmp_path / name / "run"
+        log = run_dir / "ifca" / name
+        watcher = notes(lambda round: limit(log.stat().st_size + more) if round == 1 else None)
+        with pytest.raises(RunError, match=FULL):
+            simulate(small, run_dir, watcher)
+        room()
+        assert watcher.rounds == [1] and whole_lines(log) == [1] and not leftovers(run_dir)
+        assert figures(resume(run_dir, on_ray=False)) == expected
+        for file in ("ifca/moves.jsonl", "ifca/artifacts/assignments.parquet"):
+            assert (run_dir / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 def test_artifacts(experiment, figures, notes, tmp_path, limit, room):
-    """The last round is kept; what is made of the records is made when the run goes on."""
+    """The last round is kept; the artifacts are made when the run is resumed."""
     small = experiment(rounds=2)
     with pytest.raises(RunError, match=FULL):
         simulate(small, tmp_path / "run", notes(lambda number: limit(1500) if number == 2 else None))
     room()
-    assert json.loads((tmp_path / "run/ditto/end.json").read_text())["status"] == "FAILED" and not leftovers(tmp_path / "run")
+    assert json.loads((tmp_path / "run/ditto/end.json").read_text())["status"] == "FAILED"
+    assert not leftovers(tmp_path / "run")
     assert figures(resume(tmp_path / "run", on_ray=False)) == figures(simulate(small))
-    assert {"accuracy_by_round.png", "assignments.parquet", "config.yaml"} <= {path.name for path in (tmp_path / "run/ditto/artifacts").iterdir()}
+    artifacts = {path.name for path in (tmp_path / "run/ditto/artifacts").iterdir()}
+    assert {"accuracy_by_round.png", "assignments.parquet", "config.yaml"} <= artifacts
 
 
 def test_config(experiment, tmp_path, limit, room):
-    """A part of it would be taken for another config."""
+    """A part of config.yaml would be taken for another config."""
     limit(100)
     with pytest.raises(RunError, match="config.yaml.*Nothing was kept|Nothing was kept"):
         simulate(experiment(), tmp_path / "run")
@@ -108,8 +107,9 @@ def test_run_folder_that_is_no_folder(experiment, tmp_path):
         simulate(experiment(), tmp_path / "file/run")
 
 
+@pytest.mark.slow
 def test_checkpoint_on_ray(experiment, figures, cluster, actors, notes, tmp_path, limit):
-    """Of the server alone: what clients own is more than a file may hold."""
+    """The limit is the server's: client states take more than a file may hold."""
     large = experiment(model={"options": {"hidden": 4096}}, local={"epochs": 1}, rounds=3)
 
     def fill(number):

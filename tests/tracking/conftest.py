@@ -1,4 +1,4 @@
-"""A real MLflow server that a test can kill, an SQLite store shared by the tests, and a plain way to see what they hold."""
+"""An MLflow server that a test can kill, an SQLite store that the tests share, and a function that reads a store."""
 
 import os
 import signal
@@ -24,14 +24,20 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        self._command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder / "artifacts")]
+        options = {
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--workers": "1",
+            "--backend-store-uri": f"sqlite:///{folder}/server.db",
+            "--artifacts-destination": str(folder / "artifacts"),
+        }
+        self._command = [sys.executable, "-m", "mlflow", "server", *(word for pair in options.items() for word in pair)]
         self._log = folder / "server.log"
 
     def start(self):
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             try:
                 return urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
@@ -49,7 +55,7 @@ class Server:
 def environment(monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    for name in DEFAULTS:  # set and removed, so that what `connect` sets is undone after the test
+    for name in DEFAULTS:  # set and deleted, so that the values set by `connect` are undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -72,16 +78,21 @@ def sqlite(tmp_path_factory):
 
 @pytest.fixture
 def record():
-    """Returns a function: round -> its record, with a figure of its own in every metric."""
-    return lambda round: RoundRecord(round, {name: round + place / 10 for place, name in enumerate(METRICS_OF_A_ROUND)}, 1_700_000_000_000 + round)
+    """Returns a function: round -> its record, whose values no other round or metric has."""
+    return lambda round: RoundRecord(
+        round, {name: round + place / 10 for place, name in enumerate(METRICS_OF_A_ROUND)}, 1_700_000_000_000 + round
+    )
 
 
 @pytest.fixture
 def expected(record):
-    """Returns a function: rounds -> the histories MLflow must hold, every round once."""
+    """Returns a function: rounds -> the histories that MLflow must hold, every round once."""
 
     def histories(rounds):
-        return {name: [(round, record(round).metrics[name], record(round).time_ms) for round in rounds] for name in METRICS_OF_A_ROUND}
+        return {
+            name: [(round, record(round).metrics[name], record(round).time_ms) for round in rounds]
+            for name in METRICS_OF_A_ROUND
+        }
 
     return histories
 
@@ -93,14 +104,17 @@ def info():
 
 @pytest.fixture
 def runs():
-    """Returns a function: the runs of an experiment, with every entry of every metric's history."""
+    """Returns a function: (URI, experiment) -> its runs, with the history of every metric."""
 
     def read(uri, experiment):
         client, experiment_id = connect(uri, experiment)
         found = client.search_runs([experiment_id])
         for run in found:
             run.histories = {
-                name: sorted((entry.step, entry.value, entry.timestamp) for entry in client.get_metric_history(run.info.run_id, name))
+                name: sorted(
+                    (entry.step, entry.value, entry.timestamp)
+                    for entry in client.get_metric_history(run.info.run_id, name)
+                )
                 for name in run.data.metrics
             }
             run.files = {file.path for file in client.list_artifacts(run.info.run_id)}

@@ -6,17 +6,17 @@ import pytest
 from cfl_ray.tracking import METRICS, RoundRecord, RunInfo, flatten
 
 
-def test_unknown_metric_is_refused_with_the_nearest_name():
+def test_an_unknown_metric_is_an_error_with_the_nearest_name():
     with pytest.raises(ValueError, match="unknown metric 'acuracy' .did you mean 'accuracy'"):
         RoundRecord(1, {"acuracy": 0.5})
 
 
-def test_every_metric_has_a_meaning_and_can_be_recorded():
+def test_every_metric_has_a_description_and_can_be_recorded():
     assert set(RoundRecord(0, dict.fromkeys(METRICS, 1)).metrics) == set(METRICS)
     assert all(METRICS.values())
 
 
-def test_a_record_survives_its_line_also_where_training_diverged():
+def test_a_record_equals_its_line_also_if_training_diverged():
     record = RoundRecord(3, {"accuracy": np.float32(0.5), "test_loss": math.inf, "train_loss": math.nan}, time_ms=17)
     again = RoundRecord.from_line(record.to_line())
     assert (again.round, again.time_ms, again.metrics["accuracy"], again.metrics["test_loss"]) == (3, 17, 0.5, math.inf)
@@ -25,7 +25,12 @@ def test_a_record_survives_its_line_also_where_training_diverged():
 
 
 def test_flatten():
-    config = {"seed": 0, "local": {"lr": 0.1, "steps": None}, "methods": ["fedavg", {"ifca": {"num_clusters": 4}}], "options": {}}
+    config = {
+        "seed": 0,
+        "local": {"lr": 0.1, "steps": None},
+        "methods": ["fedavg", {"ifca": {"num_clusters": 4}}],
+        "options": {},
+    }
     assert flatten(config) == {
         "seed": "0",
         "local.lr": "0.1",
@@ -35,5 +40,6 @@ def test_flatten():
     }
 
 
-def test_params_hide_credentials():
-    assert RunInfo("run", params={"tracking.uri": "http://bob:hunter2@host"}).params == {"tracking.uri": "http://***@host"}
+def test_params_have_no_credentials():
+    info = RunInfo("run", params={"tracking.uri": "http://bob:hunter2@host"})
+    assert info.params == {"tracking.uri": "http://***@host"}

@@ -3,7 +3,7 @@ import resource
 import pytest
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.tracking import RunInfo, Spool, read_end, read_info, read_records
+from cfl_ray.tracking import FileTracker, RunInfo, read_end, read_info, read_records
 from cfl_ray.tracking.tracker import METRICS_LOG
 
 
@@ -12,21 +12,26 @@ def rounds(run_dir):
 
 
 def start(run_dir, info):
-    spool = Spool(run_dir)
-    spool.start(info)
-    return spool
+    tracker = FileTracker(run_dir)
+    tracker.start(info)
+    return tracker
 
 
-def test_a_run_is_in_its_directory_as_it_was_reported(tmp_path, info, record):
-    spool = start(tmp_path, info)
+def test_the_run_directory_holds_what_was_reported(tmp_path, info, record):
+    tracker = start(tmp_path, info)
     for round in range(3):
-        spool.log(record(round))
+        tracker.log(record(round))
     assert read_end(tmp_path) is None
-    spool.finish("FINISHED", {"rounds_to_target": 2})
+    tracker.finish("FINISHED", {"rounds_to_target": 2})
     assert read_info(tmp_path) == info
     assert list(read_records(tmp_path)) == [record(0), record(1), record(2)]
     end = read_end(tmp_path)
-    assert (end.status, end.summary.metrics, end.summary.round, end.summary.time_ms) == ("FINISHED", {"rounds_to_target": 2}, 2, record(2).time_ms)
+    assert (end.status, end.summary.metrics, end.summary.round, end.summary.time_ms) == (
+        "FINISHED",
+        {"rounds_to_target": 2},
+        2,
+        record(2).time_ms,
+    )
 
 
 def test_a_record_is_in_the_file_when_log_returns(tmp_path, info, record):
@@ -51,14 +56,15 @@ def test_a_resumed_run_has_not_ended(tmp_path, info):
     assert read_end(tmp_path) is None
 
 
-@pytest.mark.parametrize("torn", [b'{"round": 2, "ti', b'{"round": 2, "time_ms": 5, "accuracy": 1.0}'])
-def test_a_torn_last_line_is_repaired(tmp_path, info, record, torn):
-    start(tmp_path, info).log(record(1))
-    with (tmp_path / METRICS_LOG).open("ab") as file:
-        file.write(torn)
-    assert rounds(tmp_path) == [1]
-    start(tmp_path, info).log(record(2))
-    assert list(read_records(tmp_path)) == [record(1), record(2)]
+def test_an_incomplete_last_line_is_removed(tmp_path, info, record):
+    for number, line in enumerate((b'{"round": 2, "ti', b'{"round": 2, "time_ms": 5, "accuracy": 1.0}')):
+        run_dir = tmp_path / str(number)
+        start(run_dir, info).log(record(1))
+        with (run_dir / METRICS_LOG).open("ab") as file:
+            file.write(line)
+        assert rounds(run_dir) == [1]
+        start(run_dir, info).log(record(2))
+        assert list(read_records(run_dir)) == [record(1), record(2)]
 
 
 def test_a_damaged_line_is_named(tmp_path, info, record):
@@ -69,22 +75,22 @@ def test_a_damaged_line_is_named(tmp_path, info, record):
         start(tmp_path, info)
 
 
-def test_a_full_disk_leaves_whole_lines_and_can_be_tried_again(tmp_path, info, record):
-    spool = start(tmp_path, info)
-    spool.log(record(1))
+def test_a_full_disk_leaves_complete_lines_and_logging_can_be_repeated(tmp_path, info, record):
+    tracker = start(tmp_path, info)
+    tracker.log(record(1))
     size = (tmp_path / METRICS_LOG).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # room for a part of the next line
     try:
         with pytest.raises(OSError, match="No space left"):
-            spool.log(record(2))
+            tracker.log(record(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / METRICS_LOG).stat().st_size == size
-    spool.log(record(2))
+    tracker.log(record(2))
     assert rounds(tmp_path) == [1, 2]
 
 
-def test_a_directory_without_a_run_says_so(tmp_path):
+def test_a_directory_without_a_run_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"holds no run: run\.json is missing"):
         read_info(tmp_path)

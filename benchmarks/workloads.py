@@ -1,0 +1,94 @@
+"""The workloads of the benchmarks: clients of one round, their data, and the first model. Needs NumPy alone."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+INPUT = (1, 28, 28)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Clients of one round and their local training. Inputs are 1x28x28."""
+
+    description: str
+    model: str
+    options: dict
+    classes: int
+    clients: int
+    samples: int
+    batch: int | None
+    epochs: int
+    lr: float = 0.05
+    shuffle: bool = (
+        True  # False: batches follow the order of the samples, so that systems can be compared number by number
+    )
+
+    @property
+    def steps(self) -> int:
+        """Local steps of one client in one round."""
+        return self.epochs * -(-self.samples // (self.batch or self.samples))
+
+    def with_clients(self, clients: int | None) -> "Workload":
+        """The workload with at most this number of clients; None: unchanged."""
+        return self if clients is None else replace(self, clients=min(clients, self.clients))
+
+    def for_check(self) -> "Workload":
+        """Four clients of few steps in a fixed order, for comparison with the plain loop."""
+        batches = 1 if self.batch is None else 5
+        samples = self.samples if self.batch is None else batches * self.batch
+        return replace(self, clients=4, samples=samples, epochs=min(self.epochs, 2), shuffle=False)
+
+
+WORKLOADS = {
+    "W1": Workload(
+        "MLP 784-2048-10, 480 clients of 50, full batch, 5 epochs", "mlp", {"hidden": 2048}, 10, 480, 50, None, 5
+    ),
+    "W2": Workload("LeNet-5, 10 clients of 500, batch 10, 10 epochs", "lenet5", {}, 10, 10, 500, 10, 10),
+    "W3": Workload(
+        "CNN 32-64-512, 62 classes, 180 clients of 200, batch 20, 1 epoch", "leaf_cnn", {}, 62, 180, 200, 20, 1
+    ),
+}
+
+
+def samples_of(work: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random inputs (uint8), labels and client ids of all samples."""
+    draw = np.random.default_rng(0)
+    total = work.clients * work.samples
+    return (
+        draw.integers(0, 256, (total, *INPUT), dtype=np.uint8),
+        draw.integers(0, work.classes, total),
+        np.repeat(np.arange(work.clients), work.samples),
+    )
+
+
+def samples_by_client(work: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs float32 (clients, samples, 1, 28, 28) in [0, 1], and labels int64 (clients, samples)."""
+    x, y, _ = samples_of(work)
+    x = (x / np.float32(255)).reshape(work.clients, work.samples, *INPUT)
+    return x, y.reshape(work.clients, work.samples)
+
+
+def shapes_of(work: Workload) -> list[tuple[int, ...]]:
+    """Shapes of the model's tensors, weights and biases in the order and layout of PyTorch."""
+    conv = {"lenet5": (6, 16), "leaf_cnn": (32, 64), "mlp": ()}[work.model]
+    dense = {"lenet5": (120, 84), "leaf_cnn": (512,), "mlp": (work.options.get("hidden", 200),)}[work.model]
+    shapes: list[tuple[int, ...]] = []
+    channels, side = INPUT[0], INPUT[1]
+    for out in conv:
+        shapes += [(out, channels, 5, 5), (out,)]
+        channels, side = out, (side - 4) // 2
+    width = channels * side**2
+    for out in (*dense, work.classes):
+        shapes += [(out, width), (out,)]
+        width = out
+    return shapes
+
+
+def first_model(work: Workload) -> list[np.ndarray]:
+    """The model from which all systems start, uniform in +- 1 / sqrt(inputs of the unit)."""
+    draw, shapes, arrays = np.random.default_rng(1), shapes_of(work), []
+    for weight, bias in zip(shapes[::2], shapes[1::2]):
+        bound = np.prod(weight[1:]) ** -0.5
+        arrays += [draw.uniform(-bound, bound, shape).astype(np.float32) for shape in (weight, bias)]
+    return arrays

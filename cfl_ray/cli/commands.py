@@ -1,0 +1,368 @@
+"""Commands of `cfl-ray`. Each prints its result and the next step.
+
+Exit status: 0 success, 1 failed run, 2 invalid input, 130 interrupted.
+"""
+
+import os
+import shlex
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import cfl_ray
+from cfl_ray.core.errors import ConfigError, Interrupted, RunStopped, UserError
+
+if TYPE_CHECKING:  # the help text does not wait for torch
+    from cfl_ray.config import Experiment
+
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
+app = typer.Typer(
+    help="Clustered federated learning: groups clients with similar data and trains one model per group.",
+    epilog="Start with `cfl-ray run`: it needs no download and takes about a minute.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+File = Annotated[
+    Path | None,
+    typer.Argument(help="Experiment as YAML; default: the built-in example, rotated digits.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Changes to the experiment, e.g. rounds=50 local.lr=0.05 methods=[stocfl]",
+        metavar="[SECTION.KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False)
+]
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=lambda wanted: _version(wanted))
+    ] = False,
+) -> None:
+    """Options of the program itself; its help text is that of `app`."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        _print(f"cfl-ray {cfl_ray.__version__}")
+        raise typer.Exit
+
+
+@app.command(short_help="Run an experiment.")
+def run(
+    file: File = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run; default: a new one below `output`.", show_default=False)
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run without Ray, in this process, for debugging; the results are the same."),
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Another run of this config, whose requests to join and leave are repeated in the same rounds.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run an experiment: all its methods, with live progress and a table of results at the end."""
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.runtime import launch
+
+    experiment = _load(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        if in_process:
+            results = launch.simulate(
+                experiment, run_dir or launch.new_run_dir(experiment), watcher=display, replay=replay
+            )
+        else:
+            results = launch.run(experiment, run_dir, watcher=display, replay=replay)
+    display.finish(results)
+
+
+@app.command(short_help="Resume a run.")
+def resume(run_dir: RunDir) -> None:
+    """Resume a run that was stopped or has died, from its last checkpoint."""
+    from cfl_ray import config
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.runtime import launch
+    from cfl_ray.runtime.run_lock import CONFIG, no_run
+
+    if not (run_dir / CONFIG).is_file():
+        raise no_run(run_dir)
+    experiment = config.load(run_dir / CONFIG)
+    display = Display(out, experiment.rounds)
+    results = launch.finished_results(run_dir, experiment)
+    if results is not None:
+        _print(f"{run_dir} is finished: nothing is left to do.")
+        _deliver_earlier_results(experiment)
+        display.show(results)
+        return
+    with display:
+        results = launch.resume(run_dir, watcher=display)
+    display.finish(results)
+
+
+@app.command(short_help="Show the progress of a run.")
+def status(
+    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
+) -> None:
+    """Show the progress of a run: round, accuracy, clusters, hosts, clients online and last fault.
+
+    For a run that is not live it also shows the command that resumes it.
+    """
+    import dataclasses
+    import json
+
+    from cfl_ray.runtime import live_client
+
+    found = live_client.status(run_dir)
+    if as_json:
+        _print(json.dumps(dataclasses.asdict(found), indent=1))
+        return
+    from cfl_ray.cli.tables import show_status
+
+    show_status(found, out)
+
+
+@app.command(short_help="Let clients join a live run.")
+def join(
+    run_dir: RunDir,
+    clients: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Known clients that are offline, as ids or ranges, e.g. 7 0-9.",
+            metavar="[CLIENT]...",
+            show_default=False,
+        ),
+    ] = None,
+    shards: Annotated[
+        str | None,
+        typer.Option(help="Shards of newcomers, as `cfl-ray prepare` wrote them: a path or URI.", show_default=False),
+    ] = None,
+) -> None:
+    """Let clients join a live run before its next round: known clients that are offline, or newcomers (--shards)."""
+    from cfl_ray.config.client_ids import parse_ids
+    from cfl_ray.runtime import live_client
+
+    if (shards is None) == (not clients):
+        raise ConfigError(
+            "join: name either clients of the federation or, with --shards, the location of the newcomers' shards"
+        )
+    if shards is None:
+        _print(live_client.ask(run_dir, "join", parse_ids(clients or ())))
+        return
+    location = shards if "://" in shards else os.path.abspath(Path(shards).expanduser())
+    _print(live_client.ask(run_dir, "join_shards", location))
+
+
+@app.command(short_help="Let clients leave a live run.")
+def leave(
+    run_dir: RunDir,
+    clients: Annotated[
+        list[str], typer.Argument(help="Ids or ranges, e.g. 7 0-9.", metavar="CLIENT...", show_default=False)
+    ],
+) -> None:
+    """Let clients leave a live run before its next round; their client state is dropped."""
+    from cfl_ray.config.client_ids import parse_ids
+    from cfl_ray.runtime import live_client
+
+    _print(live_client.ask(run_dir, "leave", parse_ids(clients)))
+
+
+@app.command(short_help="Stop a live run after its current round.")
+def stop(run_dir: RunDir) -> None:
+    """Stop a live run after its current round, which is saved; `cfl-ray resume` resumes it."""
+    from cfl_ray.runtime import live_client
+
+    _print(live_client.ask(run_dir, "stop"))
+
+
+@app.command(short_help="Validate an experiment and estimate its cost.")
+def check(
+    file: File = None,
+    overrides: Overrides = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
+    ] = False,
+) -> None:
+    """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
+
+    Runs nothing, and refuses what `cfl-ray run` refuses.
+    """
+    from cfl_ray.cli import estimate, tables
+    from cfl_ray.tracking import redact
+
+    experiment = _load(file, overrides)
+    found = estimate.estimate(experiment)
+    if as_yaml:
+        _print(redact(experiment.to_yaml()).rstrip())
+        return
+    tables.show_differences(experiment, out)
+    estimate.show(found, out)
+    _print(redact(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}"))
+
+
+@app.command(name="config", short_help="List the keys of an experiment, or explain one.")
+def explain(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A section or a key, e.g. local or local.lr; default: all.", show_default=False),
+    ] = None,
+) -> None:
+    """List the keys of an experiment with their meaning, values and defaults: all, those of a section, or one."""
+    from cfl_ray.cli.tables import show_keys
+    from cfl_ray.config import keys
+
+    show_keys(keys.find(key) if key else list(keys.sections()), out)
+
+
+@app.command(short_help="List the methods, or the options of one.")
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method whose options are shown.", show_default=False)] = None,
+) -> None:
+    """List the methods, or the options of one method with their defaults and meaning."""
+    from cfl_ray.cli import tables
+    from cfl_ray.methods import REGISTRY, find
+
+    if name is None:
+        tables.list_methods(REGISTRY, out)
+    else:
+        tables.describe_method(find(name), out)
+
+
+@app.command(short_help="Write a trained model to a file.")
+def export(
+    run_dir: RunDir,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File: .safetensors, .pt or .onnx.", show_default=False)
+    ],
+    method: Annotated[
+        str | None, typer.Option(help="Method of the run; not needed where there is one.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        int | None, typer.Option(help="Cluster whose model is written.", min=0, show_default=False)
+    ] = None,
+    client: Annotated[
+        int | None, typer.Option(help="Client whose own model is written, instead.", min=0, show_default=False)
+    ] = None,
+) -> None:
+    """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
+    from cfl_ray.runtime.export import export_model
+    from cfl_ray.runtime.load import load_run
+
+    results = load_run(run_dir)
+    if method is None and len(results.methods) > 1:
+        raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
+    trained = results.method(method or next(iter(results.methods))).trained
+    _print(export_model(trained, output, cluster, client))
+
+
+@app.command(short_help="Write the shards of a federation.")
+def prepare(file: File = None, overrides: Overrides = None) -> None:
+    """Write the shards of an experiment's federation; shards that exist are reused."""
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.runtime.prepare import prepare as prepare_setup
+
+    experiment = _load(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        federation = prepare_setup(experiment, display.preparing).federation
+    location = getattr(federation, "uri", None)
+    samples_N = federation.num_samples_N
+    _print(
+        f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
+        f"{federation.shape.num_classes} classes"
+    )
+    _print(f"Shards: {location}" if location else "No shards: the samples of this federation are generated on access.")
+    _print(f"Next: {_command('run', file, *(overrides or ()))}")
+
+
+def _load(file: Path | None, overrides: list[str] | None) -> "Experiment":
+    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example."""
+    from cfl_ray import config
+    from cfl_ray.methods import resolve
+
+    changes = list(overrides or ())
+    if file is not None and "=" in str(file) and not file.exists():
+        file, changes = None, [str(file), *changes]
+    experiment = config.load(file, changes)
+    resolve(experiment.methods)
+    if IN_JOB in os.environ and not Path(experiment.output).is_absolute():
+        # The working directory of a job is a copy that is deleted with the job.
+        experiment = experiment.model_copy(update={"output": str(Path.home() / experiment.output)})
+    _deliver_earlier_results(experiment)
+    return experiment
+
+
+def _command(*parts: object) -> str:
+    """Returns a command that can be pasted into a shell; a part that is None is left out."""
+    return shlex.join(["cfl-ray", *(str(part) for part in parts if part is not None)])
+
+
+def _deliver_earlier_results(experiment: "Experiment") -> None:
+    from cfl_ray.tracking import deliver_pending, resolve_uri
+
+    if not experiment.tracking.enabled:
+        return
+    uri = resolve_uri(experiment.tracking, experiment.output)
+    for delivered in deliver_pending(experiment.output, uri, warn=_warn):
+        _print(f"Delivered {delivered.rounds} rounds of {delivered.run_dir} to MLflow, which was out of reach before.")
+
+
+def _print(text: str) -> None:
+    out.print(text, markup=False, soft_wrap=True)
+
+
+def _warn(text: str) -> None:
+    err.print(text, markup=False, soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line. Every error becomes one message and an exit status."""
+    try:
+        app(arguments, standalone_mode=True)
+    except RunStopped as stopped:
+        _print(str(stopped))
+    except UserError as error:
+        _fail(str(error), error.exit_status)
+    except KeyboardInterrupt as error:  # possibly a second Ctrl-C, while the first one ends the run
+        _fail(_message_of_interruption(error) or "stopped", Interrupted.exit_status)
+    except OSError as error:
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    except Exception as error:
+        if os.environ.get("CFL_RAY_DEBUG"):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"{Path(frame.filename).name}, line {frame.lineno}"
+        _fail(f"{type(error).__name__}: {error} ({location}); set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+
+
+def _message_of_interruption(error: BaseException | None) -> str | None:
+    """Returns the message of the Interrupted during which `error` was raised; None if there is none."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return str(error) if error else None
+
+
+def _fail(message: str, status: int) -> None:
+    err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    if status == Interrupted.exit_status and "ray" in sys.modules:
+        # Without the exit handlers of Ray, which may wait; its processes end when this one does.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,266 @@
+"""Estimate of what an experiment needs, before it runs: sizes, memory and traffic."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from cfl_ray import data
+from cfl_ray.cli.tables import choice_line, method_table, print_table
+from cfl_ray.config import Experiment
+from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.clients import Clients, RoundStats
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method, Start
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.population import count_of
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.work import ClientStateKey, Describe, Outcome, Work
+from cfl_ray.data import FederationSummary
+from cfl_ray.data.federation import DataShape, Federation, tested_on
+from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
+from cfl_ray.runtime.session_file import cluster_address
+
+_PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
+
+
+@dataclass(frozen=True)
+class DryBackend:
+    """Backend without training, data or client states: results consist of ones, so that only traffic is counted."""
+
+    spec: ParamSpec
+    inputs: int  # floats of one sample
+    classes: int
+    deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
+
+    def run(self, work: Work) -> Outcome:
+        num_clients = len(work.ids_M)
+        if work.defers_results:
+            self.deferred.add(num_clients)
+        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
+        if isinstance(work, Describe):
+            length = self.num_features(work)
+            arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
+            arrays["floats"] = np.full(num_clients, length)
+        return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
+
+    def num_features(self, work: Describe) -> int:
+        """Floats that the function of `work` returns: by its attribute `floats`, otherwise those of a gradient."""
+        floats = getattr(work.function, "floats", None)
+        return self.spec.trained if floats is None else floats(self.inputs, self.classes)
+
+    def use(self, federation: Any) -> None:
+        """No effect: results do not depend on data."""
+
+    def forget(self, ids: np.ndarray) -> None:
+        """No effect: there are no client states."""
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        return iter(())
+
+    def forgotten(self) -> set[ClientStateKey]:
+        return set()
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+        """No effect: client states are not kept."""
+
+
+@dataclass(frozen=True)
+class TrafficEstimate:
+    """Traffic of a method in Mbit per client of the federation, as (download, upload), and what it holds."""
+
+    first_round: tuple[float, float]
+    later_round: tuple[float, float]
+    models: int  # cluster models after the second round
+    deferred: int  # clients whose results stay in the object store until they can be averaged
+
+
+def traffic(
+    method: Method[Any], num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: DataShape
+) -> TrafficEstimate:
+    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training."""
+    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input)
+    backend = DryBackend(spec, math.prod(shape.input), shape.num_classes)
+    state, mbit = method.init(start), []
+    for round in (1, 2):
+        stats = RoundStats()
+        clients = Clients(
+            np.arange(cohort),
+            np.ones(cohort, np.int64),
+            spec,
+            local,
+            backend,
+            seed=0,
+            round=round,
+            stats=stats,
+            reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
+        )
+        state = method.round(state, clients, Draws(0, round))
+        mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+    if isinstance(method.aggregation_rule, Mean):
+        deferred = max(backend.deferred, default=0)
+    else:
+        deferred = cohort  # a robust rule needs all results together
+    return TrafficEstimate(mbit[0], mbit[1], state.num_clusters, deferred)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of an experiment."""
+
+    federation: FederationSummary
+    spec: ParamSpec
+    local: LocalSGD
+    online: int  # clients before round 1
+    cohort: int  # clients of a round
+
+    @classmethod
+    def of(cls, setup: Setup, federation: FederationSummary) -> "_Sizes":
+        experiment = setup.experiment
+        online = len(population_of(experiment, federation.clients).online)
+        return cls(
+            federation,
+            ParamSpec.of(setup.recipe()),
+            setup.local,
+            online,
+            experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
+        )
+
+    @property
+    def model_bytes(self) -> int:
+        return self.spec.size * 4
+
+    def traffic(self, method: Method[Any]) -> TrafficEstimate:
+        shape = DataShape(tuple(self.federation.input), self.federation.num_classes)
+        return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape)
+
+    def server_bytes(self, estimate: TrafficEstimate) -> float:
+        return _PROCESS_BYTES + (estimate.models + 1) * 4 * self.model_bytes + 12 * self.federation.clients
+
+    def host_bytes(self, estimate: TrafficEstimate) -> float:
+        return _PROCESS_BYTES + (estimate.models * 3 + 6) * self.model_bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The sizes of an experiment that can run, and the traffic of its methods."""
+
+    setup: Setup  # on a stand-in for the federation
+    sizes: _Sizes
+    traffic: dict[str, TrafficEstimate]  # by method
+
+
+def estimate(experiment: Experiment) -> Estimate:
+    """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses."""
+    summary = data.describe(experiment.data, experiment.seed)
+    setup = setup_on(experiment, _stand_in(summary, experiment.seed))
+    check_machine(setup)
+    sizes = _Sizes.of(setup, summary)
+    return Estimate(setup, sizes, {label: sizes.traffic(method) for label, method in setup.methods.items()})
+
+
+def _stand_in(summary: FederationSummary, seed: int) -> Federation:
+    """Returns a federation of these sizes, whose samples are never generated."""
+    return SyntheticFederation(
+        summary.clients, input=tuple(summary.input), classes=summary.num_classes, groups=1, samples=1, seed=seed
+    )
+
+
+def check_machine(setup: Setup) -> None:
+    """Raises ConfigError where this machine has no room for the hosts, or no GPU to compute on.
+
+    No effect where the run joins a cluster: its resources are not known before.
+    """
+    runtime = setup.experiment.runtime
+    if cluster_address(runtime.address) is not None:
+        return
+    from cfl_ray.runtime.on_ray.placement import host_count  # imports ray
+
+    cpus = max(runtime.hosts or 0, len(os.sched_getaffinity(0)))
+    host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
+    compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))
+
+
+def show(found: Estimate, console: Console) -> None:
+    """Prints the sizes of the federation and, per method, traffic and memory."""
+    experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
+    _show_sizes(sizes, experiment.rounds, console)
+    if warning := experiment.data.view_warning:
+        _print(console, f"warning: {warning}")
+    if ignored := ignored_events(experiment):
+        _print(console, f"note: {ignored}")
+    print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
+    hosts = experiment.runtime.hosts or len(os.sched_getaffinity(0))
+    _print(
+        console,
+        f"memory is for one server and each of {hosts} hosts; "
+        "methods that find the number of clusters may hold more models at first",
+    )
+    _show_deferred(sizes, estimates, console)
+    if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
+        _print(console, line)
+
+
+def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
+    federation = sizes.federation
+    fewest, median, most = federation.samples
+    steps = sizes.local.steps_of(np.array([median]))[0]
+    _print(
+        console,
+        f"federation: {federation.clients} clients ({sizes.online} at the start), "
+        f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
+        f"{federation.groups or 'unknown'} true groups, {federation.num_classes} classes, "
+        f"samples of {'x'.join(map(str, federation.input))}",
+    )
+    _print(console, tested_on(federation.view, federation.groups))
+    _print(
+        console,
+        f"shards: {federation.bytes / 1e6:.1f} MB; "
+        f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB",
+    )
+    _print(console, f"a round: {sizes.cohort} clients, about {steps} steps each; {rounds} rounds")
+
+
+def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds: int) -> Table:
+    headings = (
+        "Mbit down, up\nof a client\nin round 1",
+        "\nin a later\nround",
+        "\nMbit\nin all",
+        "server\nMB",
+        "each\nhost MB",
+    )
+    table = method_table("expected", headings)
+    for label, estimate in estimates.items():
+        first_down, first_up = estimate.first_round
+        later_down, later_up = estimate.later_round
+        total = sum(estimate.first_round) + (rounds - 1) * sum(estimate.later_round)
+        table.add_row(
+            escape(label),
+            f"{first_down:.3f}, {first_up:.3f}",
+            f"{later_down:.3f}, {later_up:.3f}",
+            f"{total:.1f}",
+            f"{sizes.server_bytes(estimate) / 1e6:.0f}",
+            f"{sizes.host_bytes(estimate) / 1e6:.0f}",
+        )
+    return table
+
+
+def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console: Console) -> None:
+    """Prints the size of the results that wait in the object store, for the methods that defer averaging."""
+    megabytes = {label: estimate.deferred * sizes.model_bytes / 1e6 for label, estimate in estimates.items()}
+    deferring = ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size)
+    if deferring:
+        _print(console, f"results of a round that stay in the object store until their weights are known: {deferring}")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

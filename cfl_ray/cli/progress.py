@@ -1,0 +1,226 @@
+"""Progress of a live run on the terminal."""
+
+import shlex
+import threading
+import time
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from cfl_ray.cli.tables import SECONDS, alone_warning, choice_line, comparison, duration, metrics_line, print_table
+from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.live_client import own_phase
+from cfl_ray.runtime.prepare import Setup, ignored_events
+from cfl_ray.runtime.results import Results
+from cfl_ray.runtime.round_loop import RoundReport
+
+WATCH_SECONDS = 2.0  # between two looks at the round at work
+LONG_ROUND_SECONDS = 10.0  # from which a round's phase is shown
+MAX_NOTES = 8  # notes of one round that are shown
+
+
+class Pace:
+    """The time that rounds take, and an estimate of the time left. The first round of a method, a warm-up, is left out.
+
+    Only rounds of this process count: those of a resumed run before its interruption are not known here.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds  # of each method
+        self.seconds: dict[str, list[float]] = {}  # of the rounds so far, by method
+        self.since = 0.0  # end of the last round
+
+    def begin(self, label: str, now: float) -> None:
+        """A method begins."""
+        self.seconds[label], self.since = [], now
+
+    def add(self, label: str, now: float) -> None:
+        """A round is complete."""
+        if label in self.seconds:
+            self.seconds[label].append(now - self.since)
+        self.since = now
+
+    def left_of_method(self, label: str, round: int) -> float | None:
+        """Returns the seconds left after `round`; None before the second round."""
+        warm = self.seconds.get(label, [])[1:]
+        return fmean(warm) * (self.rounds - round) if warm else None
+
+    def left_of_run(self, label: str, round: int, waiting: int) -> float | None:
+        """Returns the seconds left of the run with `waiting` methods to come, each at the mean pace of those so far."""
+        left = self.left_of_method(label, round)
+        if left is None:
+            return None
+        paces = [fmean(seconds[1:]) for seconds in self.seconds.values() if seconds[1:]]
+        return left + waiting * self.rounds * fmean(paces)
+
+
+class Display(Watcher):
+    """Progress bars on a terminal; otherwise plain lines, about ten per method. A context manager."""
+
+    def __init__(self, console: Console, rounds: int) -> None:
+        self.console, self.rounds, self.began = console, rounds, time.monotonic()
+        self.live = console.is_terminal
+        columns = [
+            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+            BarColumn(24 if console.width >= 120 else 10),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}", table_column=Column(overflow="fold")),
+            TimeElapsedColumn(),
+        ]
+        self.progress = Progress(*columns, console=console, disable=not self.live)
+        self.preparation: TaskID | None = None  # its bar, while the federation is prepared
+        self.bars: dict[str, TaskID] = {}  # by method
+        self.metrics: dict[str, str] = {}  # of the last evaluation, by method
+        self.tested_on = ""
+        self.labels: list[str] = []  # of all methods, in order
+        self.run_dir: Path | None = None
+        self.at_work: tuple[str, int] | None = None  # method and last complete round
+        self.left: dict[str, str] = {}  # time left, by method
+        self.ended = threading.Event()
+        self.pace = Pace(rounds)
+
+    def __enter__(self) -> "Display":
+        self.progress.start()
+        if self.live:
+            threading.Thread(target=self._watch_long_rounds, name="long-rounds", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ended.set()
+        self.progress.stop()
+
+    # ---- reports of the run
+
+    def preparing(self, what: str, done: int = 0, total: int = 0) -> None:
+        if not self.live:
+            if not done:
+                self._line(f"preparing {what} ...")
+            return
+        if self.preparation is None:
+            self.preparation = self.progress.add_task("", total=None, metrics="")
+        self.progress.update(self.preparation, description=f"preparing {what}", completed=done, total=total or None)
+
+    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None:
+        if self.preparation is not None:
+            self.progress.remove_task(self.preparation)
+            self.preparation = None
+        self.labels, self.run_dir = list(setup.methods), run_dir
+        federation = setup.federation
+        groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
+        self._line(
+            f"{federation.num_clients} clients{groups}; {setup.network().spec.size:,} parameters; "
+            f"hosts: {facts['hosts']} ({facts['device']})"
+        )
+        self.tested_on = federation.tested_on
+        self._line(self.tested_on)
+        if setup.experiment.data.federation is None and (warning := setup.experiment.data.view_warning):
+            self._line(f"warning: {warning}")
+        if ignored := ignored_events(setup.experiment):
+            self._line(f"note: {ignored}")
+        self._line(f"engine {facts['engine']}")
+        limit = setup.experiment.evaluation.choice_samples
+        if line := choice_line(setup.methods, limit, int(federation.num_samples_N.max())):
+            self._line(line)
+        if run_dir is not None:
+            self._line(f"run directory {run_dir}")
+
+    def method(self, label: str, report: RoundReport) -> None:
+        self.pace.begin(label, time.monotonic())
+        if self.live:
+            self.bars[label] = self.progress.add_task(label, total=self.rounds, completed=report.round, metrics="")
+        self._notes(label, report)
+        self.at_work = (label, report.round)
+
+    def round(self, label: str, report: RoundReport) -> None:
+        self.pace.add(label, time.monotonic())
+        self._notes(label, report)
+        evaluated = "accuracy" in report.metrics
+        self.left[label] = left = self._time_left(label, report)
+        self.at_work = None if report.finished else (label, report.round)
+        if self.live:
+            if evaluated:
+                self.metrics[label] = metrics_line(report.metrics)
+            self.progress.update(self.bars[label], completed=report.round)
+            self._show(label)
+        elif evaluated and (report.round % max(1, self.rounds // 10) == 0 or report.finished):
+            line = f"{label} round {report.round}/{self.rounds}  {metrics_line(report.metrics)}"
+            self._line(f"{line}  {left}" if left else line)
+
+    def _show(self, label: str, *more: str) -> None:
+        """Writes metrics and time left, and `more`, beside the bar of a method."""
+        shown = filter(None, [self.metrics.get(label), self.left.get(label), *more])
+        self.progress.update(self.bars[label], metrics="  ".join(shown))
+
+    def _watch_long_rounds(self) -> None:
+        """Shows, of a round that takes long, how long it takes and its phase, until the display ends."""
+        while not self.ended.wait(WATCH_SECONDS):
+            at_work, seconds = self.at_work, time.monotonic() - self.pace.since
+            if at_work is None or seconds < LONG_ROUND_SECONDS:
+                continue
+            phase = own_phase(self.run_dir) if self.run_dir else None
+            label, done = at_work
+            if self.at_work == at_work and label in self.bars:
+                self._show(label, f"round {done + 1}: {f'{phase}, ' if phase else ''}{duration(seconds)} so far")
+
+    def _time_left(self, label: str, report: RoundReport) -> str:
+        """Returns the time left of the method and of the run, in words; empty where it is not known."""
+        waiting = len(self.labels) - self.labels.index(label) - 1 if label in self.labels else 0
+        of_method = self.pace.left_of_method(label, report.round)
+        of_run = self.pace.left_of_run(label, report.round, waiting)
+        if of_method is None or of_run is None or (report.finished and not waiting):
+            return ""
+        if not waiting:
+            return f"about {duration(of_run)} left"
+        if report.finished:
+            return f"about {duration(of_run)} left in all"
+        return f"about {duration(of_method)} left, {duration(of_run)} in all"
+
+    def warn(self, text: str) -> None:
+        self._line(f"note: {text}")
+
+    def _notes(self, label: str, report: RoundReport) -> None:
+        for note in report.notes[:MAX_NOTES]:
+            self._line(f"{label} round {report.round}: {note}")
+        if len(report.notes) > MAX_NOTES:
+            self._line(f"{label} round {report.round}: and {len(report.notes) - MAX_NOTES} more notes")
+
+    def _line(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, soft_wrap=True)
+
+    # ---- end of the run
+
+    def finish(self, results: Results) -> None:
+        """Prints how long the run took, and its results."""
+        self.show(results, f"finished in {time.monotonic() - self.began:.0f} s")
+
+    def show(self, results: Results, took: str | None = None) -> None:
+        """Prints the table of results, the places of all files, and the next commands."""
+        print_table(comparison(results), self.console)
+        self._line(
+            "accuracy: of the model that the server would give each client next, mean over clients (P-server); "
+            "P-local: of the model that each client holds after its own training"
+        )
+        self._line(SECONDS)
+        if self.tested_on:
+            self._line(self.tested_on)
+        for label, method in results.methods.items():
+            if warning := alone_warning(method.final):
+                self._line(f"warning: {label}: {warning}")
+        if took:
+            self._line(took)
+        if results.run_dir is not None:
+            self._line(f"results: {results.run_dir} (figures in artifacts/)")
+        if results.tracking is not None:
+            is_server = results.tracking.startswith("http")
+            command = shlex.join(["mlflow", "ui", "--backend-store-uri", results.tracking])
+            self._line(f"MLflow: {results.tracking}" + ("" if is_server else f"; view the results with: {command}"))
+        self._line(
+            "next: cfl-ray methods (the other methods), cfl-ray run FILE.yaml (your own experiment), "
+            "cfl-ray check --yaml (all settings, as a template)"
+        )

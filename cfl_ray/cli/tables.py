@@ -1,0 +1,272 @@
+"""Tables of the command line: results by method, methods and their options, progress of a run."""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
+    from cfl_ray.config import Experiment
+    from cfl_ray.config.keys import KeySection
+    from cfl_ray.core.method import Method
+    from cfl_ray.runtime.live_client import RunStatus
+    from cfl_ray.runtime.results import Results
+    from cfl_ray.tracking import RoundRecord
+
+_HEADINGS = {"accuracy": "accuracy", "accuracy_local": "P-local", "ari": "ARI", "num_clusters": "clusters"}
+_WRAPPED_NAME = 16  # columns of a method's name that a table of numbers leaves at least; a longer name wraps
+SECONDS = (
+    "seconds: training of a round (the median without the first round, which warms up) and of all rounds; "
+    "evaluation and start are not included"
+)
+
+
+def metrics_line(metrics: Mapping[str, float]) -> str:
+    """Returns the main metrics in one line: accuracy, clusters and ARI, as far as they apply."""
+    names = [name for name in ("accuracy", "num_clusters", "ari") if name in metrics]
+    return "  ".join(f"{_HEADINGS[name]} {_format(name, metrics[name])}" for name in names)
+
+
+def method_table(title: str, headings: Sequence[str]) -> Table:
+    """Returns a table of numbers by method; in a narrow terminal the methods' names wrap, and nothing is cut off."""
+    table = Table(title=title)
+    table.add_column("method", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Prints a table of numbers by method: in a narrow terminal without space between columns, or as a list."""
+    names, *numbers = table.columns
+    room = console.width - sum(map(_width, numbers)) - len(numbers) - 2  # for the names; 2: the outer borders
+    if room - 2 * len(table.columns) < min(_width(names), _WRAPPED_NAME):
+        table.padding = (0, 0, 0, 0)
+    if room >= min(_width(names), _WRAPPED_NAME):
+        console.print(table)
+        return
+    _print(console, f"{table.title}:")
+    headings = [" ".join(str(column.header).split()) for column in numbers]
+    for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        _print(console, Text.from_markup(str(name)).plain)
+        pairs = zip(headings, cells, strict=True)
+        _indented(console, Text(", ".join(f"{heading} {cell}" for heading, cell in pairs)), 2)
+
+
+def _width(column: Column) -> int:
+    """Returns the length of the longest line in a column."""
+    texts = (Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells))
+    return max(len(line) for text in texts for line in text.splitlines())
+
+
+def comparison(results: "Results") -> Table:
+    """Returns a table with one row of metrics per method."""
+    headings = (*_HEADINGS.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
+    table = method_table("results after the last round", headings)
+    for label, result in results.methods.items():
+        final = result.final
+        cells = [_format(name, final[name]) if name in final else "-" for name in _HEADINGS]
+        traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
+        table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds:.1f}")
+    return table
+
+
+def seconds_a_round(records: "Sequence[RoundRecord]") -> float:
+    """Returns the median of the rounds' seconds, without round 1 where there are others."""
+    seconds = [(record.round, record.metrics.get("round_seconds", math.nan)) for record in records]
+    return median([one for round, one in seconds if round > 1] or [one for _, one in seconds] or [math.nan])
+
+
+def alone_warning(final: Mapping[str, float]) -> str | None:
+    """Why a clustering is of no use: every client is a cluster of its own; None where it is not so."""
+    clusters, clients = final.get("num_clusters", 0.0), final.get("clients_online", 0.0)
+    if clusters < 2 or clusters < clients:
+        return None
+    return (
+        f"{clusters:.0f} clusters of {clients:.0f} clients: every client trains alone; "
+        "change the option that decides where clusters are cut (cfl-ray methods NAME)"
+    )
+
+
+def _format(name: str, value: float) -> str:
+    return f"{value:.0f}" if name == "num_clusters" else f"{value:.3f}"
+
+
+def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: int) -> str | None:
+    """Returns how clients choose models for the evaluation; None where no method compares models, or no limit acts.
+
+    limit: `evaluation.choice_samples`. most: training samples of the largest client.
+    """
+    choosing = [label for label, method in methods.items() if method.compares_models]
+    if not choosing or limit is None or most <= limit:
+        return None
+    return (
+        f"{', '.join(choosing)}: models for the evaluation are chosen on the first {limit} training samples of each "
+        "client (evaluation.choice_samples)"
+    )
+
+
+def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
+    """Prints a table of all methods with one line each."""
+    table = _folding("name", "description")
+    for name, cls in sorted(registry.items()):
+        table.add_row(name, cls.summary())
+    console.print(table)
+    _print(
+        console,
+        "Options of a method: cfl-ray methods NAME. "
+        "In a config: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]",
+    )
+
+
+def describe_method(cls: "type[Method[Any]]", console: Console) -> None:
+    """Prints the header of the method's module (paper, equations, departures) and a table of its options."""
+    module = importlib.import_module(cls.__module__)
+    _print(console, (module.__doc__ or cls.__doc__ or "").strip())
+    options = cls.options()
+    table = _folding("option", "default", "range", "meaning, and source of the default")
+    for option in options:
+        meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
+        table.add_row(option["name"], _default(option["default"]), _range(option), escape(meaning))
+    console.print(table if options else "It has no options.")
+    example = f"{{{cls.name}: {{{options[0]['name']}: {options[0]['default']}}}}}" if options else cls.name
+    _print(console, f"In a config: methods: [{example}]")
+
+
+def _default(value: object) -> str:
+    """Returns a default as it is written in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _range(option: Mapping[str, Any]) -> str:
+    if option["choices"]:
+        return " | ".join(map(str, option["choices"]))
+    low, high = option["low"], option["high"]
+    if low is not None and high is not None:
+        return f"{low:g} .. {high:g}"
+    if low is not None:
+        return f">= {low:g}"
+    return "" if high is None else f"<= {high:g}"
+
+
+def show_keys(sections: "Sequence[KeySection]", console: Console) -> None:
+    """Prints keys of an experiment below the heading of their section: values and default, then the meaning."""
+    for section in sections:
+        console.print(Text.assemble((section.name or "top level", "bold"), f"  {section.meaning}"))
+        for key in section.keys:
+            default = f"  ({key.values}; required)" if key.default is None else f" = {key.default}  ({key.values})"
+            _indented(console, Text.assemble((key.name, "cyan"), default), 2)
+            _indented(console, Text(key.meaning), 6)
+
+
+def show_differences(experiment: "Experiment", console: Console) -> None:
+    """Prints a table of the keys whose values are not the defaults."""
+    from cfl_ray.config import Experiment
+    from cfl_ray.config.keys import as_yaml
+    from cfl_ray.tracking import redact
+
+    ours, defaults = _leaves(experiment.to_dict()), _leaves(Experiment().to_dict())
+    table = _folding("key", "value", "default", title="settings that differ from the defaults")
+    for key, value in ours.items():
+        if key not in defaults or value != defaults[key]:
+            default = as_yaml(defaults[key]) if key in defaults else ""
+            table.add_row(escape(key), escape(redact(as_yaml(value))), escape(default))
+    console.print(table if table.rows else "All settings have their defaults.")
+    _print(console, "all settings: cfl-ray check --yaml; their meaning: cfl-ray config")
+
+
+def _folding(*headings: str, title: str | None = None) -> Table:
+    """Returns a table of texts that wrap and are never cut off."""
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a nested mapping by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
+def _indented(console: Console, text: Text, columns: int) -> None:
+    console.print(Padding(text, (0, 0, 0, columns), expand=False))
+
+
+def show_status(status: "RunStatus", console: Console) -> None:
+    """Prints one row per known fact about a run."""
+    table = _folding("fact", "value", title=f"{status.experiment}: {status.state}")
+    table.show_header = False
+    for name, value in _status_rows(status).items():
+        if value:
+            table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _status_rows(status: "RunStatus") -> dict[str, str | None]:
+    """Returns the rows of `show_status`; None or an empty text where a fact is not known."""
+    methods = [f"{label} {progress}" for label, progress in status.methods.items()]
+    if status.waiting:
+        methods.append(f"{status.waiting} waiting")
+    phase = f"({status.phase})" if status.phase else None
+    metrics = {name: _format(name, value) for name, value in status.metrics.items()}
+    return {
+        "methods": ", ".join(methods),
+        "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, phase])),
+        "round": f"{status.round} of {status.rounds}" if status.method else None,
+        "accuracy": f"{metrics['accuracy']} after round {status.evaluated}" if metrics else None,
+        "P-local": metrics.get("accuracy_local"),
+        "clusters": metrics.get("num_clusters"),
+        "hosts": _hosts(status),
+        "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
+        "seconds per round": _speed(status),
+        "last fault": _last_fault(status),
+        "pending requests": "\n".join(status.pending),
+        "driver": status.driver,
+        "resume with": status.next,
+    }
+
+
+def _hosts(status: "RunStatus") -> str | None:
+    if status.hosts is None:
+        return None
+    nodes = "1 node" if status.nodes == 1 else f"{status.nodes} nodes"
+    return f"{status.hosts} on {nodes}, {status.hosts_starting} starting"
+
+
+def _speed(status: "RunStatus") -> str | None:
+    if status.seconds_per_round is None:
+        return None
+    if status.seconds_left is None:
+        return f"{status.seconds_per_round:.1f}"
+    return f"{status.seconds_per_round:.1f}, about {duration(status.seconds_left)} left for this method"
+
+
+def _last_fault(status: "RunStatus") -> str | None:
+    if status.last_fault is None:
+        return None
+    age = "" if status.fault_age is None else f"{duration(status.fault_age)} ago: "
+    return age + status.last_fault
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Clustering algorithms on vectors, and the client signatures that they cluster; none belongs to one paper alone."""

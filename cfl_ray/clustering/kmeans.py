@@ -1,0 +1,108 @@
+"""k-means of signatures, on scikit-learn. S are the clients with a signature."""
+
+import warnings
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cfl_ray.clustering.agglomerative import by_lowest_member, nearest_centre, require_finite
+from cfl_ray.core.threads import one_thread
+
+ITERATIONS = 300  # at most, of Lloyd's algorithm
+
+
+def kmeans(
+    feature_SF: Tensor,
+    num_clusters: int,
+    seed: int,
+    *,
+    weight_S: np.ndarray | None = None,
+    centres_KF: Tensor | None = None,
+    restarts: int = 10,
+    cosine: bool = False,
+) -> tuple[np.ndarray, Tensor]:
+    """Clusters of the rows by k-means, from given centres or k-means++. The number of threads has no effect.
+
+    feature_SF: float (S, F), finite.
+    num_clusters: K, at least 1.
+    seed: any integer, for k-means++.
+    weight_S: weight of each row in its centre, (S,), at least 0 and not all 0; None: equal weights.
+    centres_KF: initial centres (K, F), which keep their numbers. A cluster that loses all its members keeps its last
+        centre, and nothing is drawn. None: the best of `restarts` k-means++ starts, with clusters numbered in the
+        order of their lowest members.
+    restarts: at least 1.
+    cosine: scale rows and given centres to norm 1 first; rows of zeros stay. A centre is the mean of its members, so
+        its norm is at most 1.
+
+    Returns the cluster of each row, int64 (S,), and the centres, float32 (K', F). K' is K with `centres_KF`; otherwise
+    it is less than K if there are fewer distinct rows. Raises ValueError for values out of range, shapes that do not
+    fit and rows that are not finite.
+    """
+    weight_S = np.ones(len(feature_SF)) if weight_S is None else np.asarray(weight_S, np.float64)
+    _check(feature_SF, num_clusters, weight_S, centres_KF, restarts)
+    feature_SF = feature_SF.float()
+    if cosine:
+        feature_SF = normalize(feature_SF, dim=1)
+    if centres_KF is None:
+        return _plus_plus(feature_SF, weight_S, num_clusters, seed, restarts)
+    centres_KF = centres_KF.float()
+    return _from_centres(feature_SF, weight_S, normalize(centres_KF, dim=1) if cosine else centres_KF)
+
+
+def _check(
+    feature_SF: Tensor, num_clusters: int, weight_S: np.ndarray, centres_KF: Tensor | None, restarts: int
+) -> None:
+    if num_clusters < 1 or restarts < 1:
+        raise ValueError(f"num_clusters and restarts must be at least 1, got {num_clusters} and {restarts}")
+    if weight_S.shape != (len(feature_SF),):
+        raise ValueError(f"{len(feature_SF)} rows need as many weights, got shape {weight_S.shape}")
+    if len(weight_S) and not (np.isfinite(weight_S).all() and weight_S.min() >= 0 and weight_S.max() > 0):
+        raise ValueError(
+            f"weights must be finite, at least 0 and not all 0; they are {weight_S.min()}..{weight_S.max()}"
+        )
+    expected = (num_clusters, feature_SF.shape[1])
+    if centres_KF is not None and tuple(centres_KF.shape) != expected:
+        raise ValueError(f"centres must have shape {expected} (clusters, features), got {tuple(centres_KF.shape)}")
+    require_finite(feature_SF)
+
+
+def _from_centres(feature_SF: Tensor, weight_S: np.ndarray, centre_KF: Tensor) -> tuple[np.ndarray, Tensor]:
+    """Lloyd's algorithm from given centres.
+
+    scikit-learn moves the centre of an empty cluster to a distant row, which would give the cluster's model to clients
+    that it was never trained for.
+    """
+    centre_KF = centre_KF.double()
+    label_S = np.full(len(feature_SF), -1)
+    for iteration in range(ITERATIONS):
+        before_S, label_S = label_S, nearest_centre(feature_SF, centre_KF, "l2")[0]
+        if iteration and np.array_equal(before_S, label_S):
+            break
+        centre_KF = centre_KF.clone()
+        for k in np.unique(label_S[weight_S > 0]):
+            members = np.flatnonzero(label_S == k)
+            centre_KF[k] = torch.from_numpy(np.average(feature_SF[members].numpy(), axis=0, weights=weight_S[members]))
+    return label_S, centre_KF.float()
+
+
+def _plus_plus(
+    feature_SF: Tensor, weight_S: np.ndarray, num_clusters: int, seed: int, restarts: int
+) -> tuple[np.ndarray, Tensor]:
+    """The best of `restarts` k-means++ starts, by scikit-learn."""
+    # Imported here because it takes a second: hosts start without it, and only the server clusters.
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    rows = feature_SF.numpy() + 0.0  # turns -0.0, whose bytes differ, into 0.0
+    distinct = len({row.tobytes() for row in rows})
+    if not distinct:
+        return np.empty(0, np.int64), feature_SF
+    model = KMeans(min(num_clusters, distinct), n_init=restarts, max_iter=ITERATIONS, random_state=seed % 2**32)
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of rows that differ by rounding: there are fewer clusters
+        found_S = model.fit(rows, sample_weight=weight_S).labels_
+    label_S = by_lowest_member(found_S)
+    _, first_K = np.unique(label_S, return_index=True)
+    return label_S, torch.from_numpy(model.cluster_centers_[found_S[first_K]])

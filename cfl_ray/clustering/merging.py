@@ -1,0 +1,101 @@
+"""Merging of clusters by the cosine similarity of their mean signatures. S are the clients with a signature."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+def cluster_means(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int) -> tuple[Tensor, np.ndarray]:
+    """Mean signature, float32 (K, F), and number of members, int64 (K,), of each cluster; zeros without members."""
+    count_K = np.bincount(cluster_S, minlength=num_clusters)
+    index_S = torch.as_tensor(cluster_S, dtype=torch.long)
+    sums_KF = torch.zeros(num_clusters, signature_SF.shape[1]).index_add_(0, index_S, signature_SF)
+    return sums_KF / torch.from_numpy(np.maximum(count_K, 1)).float()[:, None], count_K
+
+
+def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> list[tuple[int, int]]:
+    """Merges (kept, absorbed) of all pairs of clusters at or above a similarity, transitively: single linkage.
+
+    similarity_KK: symmetric, float (K, K), in -1..1. count_K: number of members of each cluster.
+    The most similar pair comes first. The larger side keeps its number, and on ties the lower number is kept.
+    """
+    if len(count_K) < 2:
+        return []
+    # 2 - similarity, since a distance of 0 would be no edge of the tree.
+    distance = scipy.spatial.distance.squareform(2.0 - similarity_KK, checks=False)
+    kept, size_K, done = list(range(len(count_K))), count_K.copy(), []
+    for left, right, height, _ in scipy.cluster.hierarchy.linkage(distance, "single"):
+        if 2.0 - height < threshold:
+            break
+        keep, drop = sorted((kept[int(left)], kept[int(right)]), key=lambda k: (-size_K[k], k))
+        kept.append(keep)
+        size_K[keep] += size_K[drop]
+        done.append((keep, drop))
+    return done
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Result of merging K clusters into K'."""
+
+    number_K: np.ndarray  # int64: new number, 0 .. K' - 1, of each old cluster
+    parts: list[list[int]]  # old clusters in each new one, the kept one first
+    count_K: np.ndarray  # number of members of each old cluster
+
+    def models(self, models_KP: Tensor, first_P: Tensor, average: bool) -> Tensor:
+        """Models (K', P) of the new clusters.
+
+        models_KP: models of the old clusters. An old cluster beyond its rows has the model `first_P`.
+        average: take the mean of the merged clusters' models, weighted by members; False: the kept cluster's model.
+        """
+        if self.parts == [[old] for old in range(len(models_KP))]:
+            return models_KP
+
+        def model(old: int) -> Tensor:
+            return models_KP[old] if old < len(models_KP) else first_P
+
+        rows: list[Tensor] = []
+        for parts in self.parts:
+            if not average or len(parts) == 1:
+                rows.append(model(parts[0]))
+                continue
+            share = self.count_K[parts] / max(self.count_K[parts].sum(), 1)
+            weighted = [model(old) * weight for old, weight in zip(parts, share.tolist(), strict=True)]
+            rows.append(sum(weighted, start=torch.zeros(())))
+        return torch.stack(rows)
+
+
+def merge_similar(
+    signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int, threshold: float, active: np.ndarray | None = None
+) -> Merged:
+    """Merges clusters whose mean signatures have a cosine of at least `threshold`, transitively.
+
+    signature_SF, cluster_S: signature and cluster of each client. Clusters without members stay as they are.
+    active: compare only these clusters; None: all with members.
+    """
+    mean_KF, count_K = cluster_means(signature_SF, cluster_S, num_clusters)
+    compared = np.flatnonzero(count_K) if active is None else np.asarray(active)
+    unit_kF = normalize(mean_KF[compared], dim=1)
+    parts = {k: [k] for k in range(num_clusters)}
+    for keep, drop in merges((unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy(), count_K[compared], threshold):
+        parts[int(compared[keep])] += parts.pop(int(compared[drop]))
+    alive = sorted(parts)
+    number_K = np.zeros(num_clusters, np.int64)
+    for number, old in enumerate(alive):
+        number_K[parts[old]] = number
+    return Merged(number_K, [parts[old] for old in alive], count_K)
+
+
+def most_similar(feature_MF: Tensor, mean_KF: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The cluster with the most similar mean signature for each row of `feature_MF`.
+
+    Returns its number, int64 (M,), and the cosine, (M,); without clusters they are -1 and -inf.
+    """
+    if not len(mean_KF) or not len(feature_MF):
+        return np.full(len(feature_MF), -1), np.full(len(feature_MF), -np.inf)
+    best = (normalize(feature_MF, dim=1) @ normalize(mean_KF, dim=1).T).clamp(-1, 1).max(1)
+    return best.indices.numpy(), best.values.numpy()

@@ -1,0 +1,128 @@
+"""States of methods that compare clients: with a signature of each client, or with a centre of each cluster.
+
+S are the clients with a signature.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cfl_ray.clustering.agglomerative import nearest_centre
+from cfl_ray.core.clients import Clients, LocalTraining, UpdateFeatures
+from cfl_ray.core.method import option
+from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.state import UNASSIGNED, State
+
+
+def sketch_option() -> Any:
+    """The option `sketch` of methods that compare whole models or updates."""
+    doc = "features that a longer model or update is projected to before clients are compared (cosines to 1.6 %)"
+    return option(8192, doc, source="ours", low=16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignatureState(State):
+    """A state with a signature of every client that has sent one.
+
+    A subclass may have further fields with a value per such client, arrays (S,) whose names end in `_S`.
+    """
+
+    signature_SF: Tensor  # float32
+    seen_S: np.ndarray  # int64: ids of the clients, in the order of their first signatures
+
+    @classmethod
+    def no_signatures(cls, features: int = 0) -> dict[str, Any]:
+        """Keyword arguments of a state without signatures, which have `features` values later."""
+        return {"signature_SF": torch.zeros(0, features), "seen_S": np.zeros(0, np.int64)}
+
+    @property
+    def cluster_S(self) -> np.ndarray:
+        """Cluster of every client with a signature, int32 (S,)."""
+        return self.assign_N[self.seen_S]
+
+    def remember(self, ids_M: np.ndarray, feature_MF: Tensor, **more: np.ndarray) -> Self:
+        """This state with signatures `feature_MF` of the clients `ids_M`, which replace earlier ones.
+
+        Shorter signatures are padded with zeros. more: values (M,) of further fields `*_S`, by name.
+        """
+        if not len(ids_M):
+            return self
+        position = {int(client): at for at, client in enumerate(self.seen_S)}
+        at_M = np.array([position.setdefault(int(client), len(position)) for client in ids_M], np.int64)
+        added = len(position) - len(self.seen_S)
+        width = max(feature_MF.shape[1], self.signature_SF.shape[1])
+        signature_SF = pad(self.signature_SF, (0, width - self.signature_SF.shape[1], 0, added))
+        signature_SF[at_M] = pad(feature_MF, (0, width - feature_MF.shape[1]))
+        changes: dict[str, Any] = {}
+        for name, value_M in more.items():
+            before_S = getattr(self, name)
+            value_S = np.concatenate([before_S, np.zeros(added, before_S.dtype)])
+            value_S[at_M] = value_M
+            changes[name] = value_S
+        seen_S = np.fromiter(position, np.int64, len(position))
+        return self.advance(signature_SF=signature_SF, seen_S=seen_S, **changes)
+
+    def subset(self, stay_S: np.ndarray) -> Self:
+        """This state with only the signatures, and values of fields `*_S`, for which the bool `stay_S` (S,) holds."""
+        names = [field.name for field in fields(self) if field.name.endswith("_S")]
+        signature_SF = self.signature_SF[torch.from_numpy(np.asarray(stay_S))]
+        return self.advance(signature_SF=signature_SF, **{name: getattr(self, name)[stay_S] for name in names})
+
+    def forget(self, ids: np.ndarray) -> Self:
+        """This state without the clients `ids`, which left, and their signatures."""
+        return super().forget(ids).subset(~np.isin(self.seen_S, ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentreState(State):
+    """A state with a centre per cluster, for signatures that result from local training of one fixed model."""
+
+    start_KP: Tensor  # float32 (1, P): the fixed model
+    centre_KF: Tensor  # float32: mean signature of the members of each cluster when they were clustered
+
+
+C = TypeVar("C", bound=CentreState)
+
+
+def place_by_training(
+    state: C,
+    clients: Clients,
+    features: UpdateFeatures | Columns,
+    metric: str,
+    steps_M: np.ndarray | None = None,
+    within: float = np.inf,
+) -> C:
+    """Assigns clients to the clusters with the nearest centres, by signatures from one local training.
+
+    features: columns of the results that are the signatures. metric: as `agglomerative.distances`.
+    steps_M: local steps of each client; None: the experiment's.
+    within: a client further than this from every centre founds a cluster, with its signature as the centre and the
+        state's fixed model as the model.
+    """
+    if not len(clients):
+        return state
+    start, how = clients.send(state.start_KP), LocalTraining(steps_M=steps_M)
+    updates = clients.train(start, how=how, features=features, keep_as_local_model=False)
+    ids_M, feature_MF, centre_KF = clients.ids_M[updates.valid_M], updates.valid_features_MF, state.centre_KF
+    found_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)
+    # in turn: similar clients join the cluster that the first one founds
+    for at in np.flatnonzero(distance_M > within):
+        (found_M[at],), (distance,) = nearest_centre(feature_MF[at : at + 1], centre_KF, metric)
+        if distance > within:
+            found_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
+    models_KP = torch.cat([state.models_KP, state.start_KP.repeat(len(centre_KF) - len(state.centre_KF), 1)])
+    return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
+
+
+def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:
+    """A client's whole update W - w, in the trained columns, as its signature."""
+    return UpdateFeatures(Columns(((0, spec.trained),)), change=True, sketch=sketch)
+
+
+def unplaced(state: State, clients: Clients) -> Clients:
+    """The clients without a cluster."""
+    return clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)

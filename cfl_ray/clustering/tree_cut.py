@@ -1,0 +1,72 @@
+"""The options of agglomerative clustering that several methods share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfl_ray.clustering import agglomerative
+from cfl_ray.core.method import option
+
+_GAP = 20  # number of last merges between which the largest gap is searched
+
+
+@dataclass(frozen=True)
+class TreeCut:
+    """Agglomerative clustering of signatures, as a mixin: its fields are options of the method.
+
+    It is named before the method: `class FLHC(TreeCut, Method[CentreState], name="fl_hc")`. Raises ValueError if both
+    `threshold` and `num_clusters` are given.
+    """
+
+    linkage: str = option(
+        "average",
+        "distance between clusters: average is UPGMA, weighted is WPGMA",
+        source="ours: the papers mention several",
+        choices=("single", "average", "complete", "weighted", "ward"),
+    )
+    threshold: float | None = option(
+        None,
+        "clusters further apart than this stay apart (lambda, beta); null: num_clusters or cut decide",
+        source="ours: no paper prints one for all data",
+        low=0,
+    )
+    num_clusters: int | None = option(
+        None, "K, exactly so many clusters; null: threshold or cut decide", source="ours", low=1
+    )
+    cut: str = option(
+        "median",
+        "without threshold and num_clusters: at half the median distance, or in the largest gap of the last 20 merge "
+        "heights",
+        source="ours: half the median was best on Fashion-MNIST",
+        choices=("median", "gap"),
+    )
+
+    def __post_init__(self) -> None:
+        check_options = getattr(super(), "__post_init__", None)  # of the method, if mixed into one
+        if check_options is not None:
+            check_options()
+        if self.threshold is not None and self.num_clusters is not None:
+            raise ValueError(
+                f"give threshold or num_clusters, not both; got {self.threshold:g} and {self.num_clusters}"
+            )
+
+    def height(self, distance: np.ndarray) -> float | None:
+        """Height up to which clusters merge, for condensed distances; None if another rule decides."""
+        if self.threshold is not None:
+            return self.threshold
+        if self.num_clusters is None and self.cut == "median" and len(distance):
+            return float(np.median(distance)) / 2
+        return None
+
+    def clusters(self, distance: np.ndarray, size: int) -> np.ndarray:
+        """Clusters of signatures by the method's options.
+
+        distance: condensed distances (S (S - 1) / 2,). size: S.
+        Returns the cluster of each signature, int64 (S,), numbered from 0 in the order of their lowest members.
+        """
+        tree, height = agglomerative.linkage_tree(distance, self.linkage), self.height(distance)
+        if height is not None:
+            return agglomerative.cut_tree(tree, threshold=height, size=size)
+        if self.num_clusters is not None:
+            return agglomerative.cut_tree(tree, num_clusters=self.num_clusters, size=size)
+        return agglomerative.cut_tree(tree, gap=_GAP, size=size)

@@ -1,0 +1,45 @@
+"""Experiments: their sections, and how they are read from YAML."""
+
+from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.experiment import Experiment, check_cohort, load
+from cfl_ray.config.sections import (
+    AvailabilityConfig,
+    CohortConfig,
+    ColumnsConfig,
+    ConfigSection,
+    CutConfig,
+    DataChangeConfig,
+    DataConfig,
+    EvaluationConfig,
+    EventConfig,
+    LocalConfig,
+    ModelConfig,
+    PartitionConfig,
+    RuntimeConfig,
+    ShiftConfig,
+    TestDataConfig,
+    TrackingConfig,
+)
+
+__all__ = [
+    "AttackConfig",
+    "AvailabilityConfig",
+    "CohortConfig",
+    "ColumnsConfig",
+    "ConfigSection",
+    "CutConfig",
+    "DataChangeConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "EventConfig",
+    "Experiment",
+    "LocalConfig",
+    "ModelConfig",
+    "PartitionConfig",
+    "RuntimeConfig",
+    "ShiftConfig",
+    "TestDataConfig",
+    "TrackingConfig",
+    "check_cohort",
+    "load",
+]

@@ -1,0 +1,33 @@
+"""The section of an experiment for clients that attack."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from cfl_ray.config.sections import ClientIds, ConfigSection
+
+
+class AttackConfig(ConfigSection):
+    """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
+
+    kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "colluders"] = Field(
+        "none",
+        description="none | label_flip (y -> C - 1 - y) | sign_flip (w - scale (W - w)) | scaled (w + scale (W - w)) | "
+        "gaussian (w + sigma N(0, I)) | colluders (w + scale |W - w| u, with one direction u for all attackers of a "
+        "round); w is the model that the client received, W the trained one",
+    )
+    fraction: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="share of the clients that attack, drawn at random: floor(fraction * N), at least one",
+    )
+    clients: ClientIds | None = Field(
+        None,
+        min_length=1,
+        description="the attacking clients, instead of a fraction: ids and ranges, e.g. [3, 5-9]; null: the fraction "
+        "decides",
+    )
+    scale: float = Field(1.0, gt=0, le=1e6, description="factor of the update (sign_flip, scaled, colluders)")
+    sigma: float = Field(1.0, gt=0, le=1e6, description="standard deviation of the noise (gaussian)")
+    from_round: int = Field(1, ge=1, description="first round of the attack, counted from 1")

@@ -1,0 +1,46 @@
+"""Client ids as text, in the form `3 5-9`."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from cfl_ray.core.errors import ConfigError
+
+MAX_RANGE = 10_000_000  # ids in one range; a longer one is a typing error
+
+
+def parse_ids(words: Iterable[str]) -> list[int]:
+    """Returns the ids that words like `7` and `0-9` name, in their order and with repetitions. Raises ConfigError."""
+    ids: list[int] = []
+    for word in words:
+        found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not 0 <= last - first < MAX_RANGE:
+            raise ConfigError(f"{word!r} is not a client: write an id or a range of ids, e.g. 7 or 0-9")
+        ids.extend(range(first, last + 1))
+    return ids
+
+
+def format_ids(ids: Sequence[int], limit: int = 8) -> str:
+    """Returns sorted ids in short, `3, 5-9`: at most `limit` ranges, and how many more ids there are."""
+    runs: list[list[int]] = []  # [first, last] of each range
+    for client in sorted(ids):
+        if runs and client == runs[-1][1] + 1:
+            runs[-1][1] = client
+        else:
+            runs.append([client, client])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit])
+    hidden = sum(last - first + 1 for first, last in runs[limit:])
+    return f"{shown} and {hidden} more" if hidden else shown
+
+
+def compress_ids(ids: Sequence[int]) -> list[int | str]:
+    """Returns the same ids in the same order, three and more in a row as a range; the inverse of `parse_ids`."""
+    found: list[int | str] = []
+    start = 0
+    while start < len(ids):
+        end = start
+        while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
+            end += 1
+        found += [f"{ids[start]}-{ids[end]}"] if end - start >= 2 else ids[start : end + 1]
+        start = end + 1
+    return found

@@ -1,0 +1,237 @@
+"""Experiments: read from strict YAML, written as the same YAML.
+
+Every key has one place, one default and one description; an unknown key is an error that names the nearest valid one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+
+from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.sections import (
+    CohortConfig,
+    ConfigSection,
+    DataConfig,
+    EvaluationConfig,
+    EventConfig,
+    LocalConfig,
+    ModelConfig,
+    RuntimeConfig,
+    TrackingConfig,
+)
+from cfl_ray.core.errors import ConfigError, did_you_mean
+
+# Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
+# Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
+NOT_HASHED = {"runtime", "tracking", "output", "name"}
+QUICKSTART = Path(__file__).with_name("quickstart.yaml")
+
+
+class Experiment(ConfigSection):
+    """One federation, one or more methods, one seed: everything a run depends on.
+
+    In Python, `methods` also takes `Method` objects, `model` a callable that returns a module, and `data` a
+    `Federation`. Raises ConfigError for anything that is not valid.
+    """
+
+    name: str = Field(
+        "rotated-digits",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="name of the experiment, the run directory and the MLflow run",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
+    rounds: int = Field(30, ge=1, description="T, number of communication rounds")
+    methods: list[Any] = Field(
+        ["fedavg", "ifca", "stocfl"],
+        min_length=1,
+        description="methods to run: a name, {name: {option: value}} or path/to/file.py:Class each",
+    )
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    local: LocalConfig = LocalConfig()
+    cohort: CohortConfig = CohortConfig()
+    attack: AttackConfig = AttackConfig()
+    schedule: list[EventConfig] = Field(
+        [], description="clients that join, leave or change; events after the last round are ignored"
+    )
+    evaluation: EvaluationConfig = EvaluationConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+        if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
+            check_cohort(self.cohort.clients, self.data.partition.clients)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _from_name_or_factory(cls, value: Any) -> Any:
+        return {"name": value} if callable(value) or isinstance(value, str) else value
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _from_federation(cls, value: Any) -> Any:
+        return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
+        return json.loads(json.dumps(self.model_dump() | {"methods": self.methods}, default=_name_of))
+
+    def to_yaml(self) -> str:
+        """Returns the resolved config; loading it gives an equal experiment."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, width=120)
+
+    @property
+    def config_hash(self) -> str:
+        """12 hex digits: a hash of everything that can change a result."""
+        values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
+        if self.data.federation is not None:
+            values["federation"] = self.data.federation.recipe
+        for key in ("root", "shards", "download"):
+            values["data"].pop(key)
+        values["data"] = DataConfig.without_defaults(values["data"])
+        trace = self.cohort.availability.file
+        if trace is not None and Path(trace).expanduser().is_file():
+            values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        if self.attack.kind == "none":  # the other keys of the section have no effect
+            values.pop("attack")
+        values["methods"] = [_without_default(entry) for entry in values["methods"]]
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
+
+
+def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
+    """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
+
+    file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
+    file's folder, then in the working directory; those of overrides are relative to the working directory.
+    """
+    values = _read(QUICKSTART if file is None else Path(file))
+    if file is not None:
+        values = _beside(values, Path(file).parent)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
+        _set(values, key.split("."), _parse(text, override), override)
+    return Experiment(**values)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
+    values = _parse(file.read_text(), str(file)) or {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
+    return values
+
+
+_PATHS = (("data", "root"), ("data", "source"), ("model",), ("model", "name"), ("cohort", "availability", "file"))
+
+
+def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the values with every relative path that exists in `folder` as a path in `folder`."""
+    for path in _PATHS:
+        section: Any = values
+        for key in path[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(path[-1]), str):
+            section[path[-1]] = _in_folder(section[path[-1]], folder, path[-1] in ("root", "file"))
+    if isinstance(values.get("methods"), list):
+        values["methods"] = [
+            {_in_folder(name, folder): options for name, options in entry.items()}
+            if isinstance(entry, dict)
+            else _in_folder(entry, folder)
+            for entry in values["methods"]
+        ]
+    return values
+
+
+def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
+    """Returns a path, or with `whole` False the path before the colon in `file.py:Name`, as one in `folder`.
+
+    The value itself where there is no such file.
+    """
+    if not isinstance(value, str) or not (whole or ":" in value):
+        return value
+    path = Path(value if whole else value.rpartition(":")[0]).expanduser()
+    return str(folder / value) if not path.is_absolute() and (folder / path).exists() else value
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+
+
+def _set(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+    values[path[-1]] = value
+
+
+def check_cohort(wanted: int, available: int) -> None:
+    """Raises ConfigError where a round wants more clients than the federation has."""
+    if wanted > available:
+        raise ConfigError(
+            f"cohort.clients: {wanted} clients per round, but the federation has {available}; at most {available}"
+        )
+
+
+def _name_of(value: Any) -> Any:
+    if hasattr(value, "item"):
+        return value.item()
+    if dataclasses.is_dataclass(value):  # a method or its class: written the way that `methods` accepts
+        name = getattr(value, "name", type(value).__name__)
+        return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _without_default(entry: Any) -> Any:
+    """Returns an entry of `methods` without `aggregation: mean`, which is the default."""
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        name: {key: value for key, value in (options or {}).items() if (key, value) != ("aggregation", "mean")}
+        for name, options in entry.items()
+    }
+
+
+def _explain(error: ValidationError) -> str:
+    """Returns one line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
+    lines = []
+    for problem in error.errors():
+        where = ".".join(map(str, problem["loc"])) or "config"
+        if problem["type"] == "extra_forbidden":
+            *section, key = problem["loc"]
+            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(section))}")
+        else:
+            what = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {what}, got {problem['input']!r}"[:500])
+    return "\n".join(lines)
+
+
+def _keys_at(path: Iterable[int | str]) -> list[str]:
+    """Returns the valid keys of the section at `path`; the numbers in it are places in lists."""
+    section: Any = Experiment
+    for key in path:
+        if isinstance(key, int):
+            continue
+        annotation = section.model_fields[key].annotation
+        # the inner type of a list or an optional section
+        inner = (part for part in typing.get_args(annotation) if isinstance(part, type))
+        section = next((part for part in inner if issubclass(part, ConfigSection)), annotation)
+    return list(section.model_fields)

@@ -1,0 +1,154 @@
+"""The keys of an experiment for their readers: meaning, values and default of each, read from the sections."""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import annotated_types
+import yaml
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+
+from cfl_ray.config.experiment import Experiment
+from cfl_ray.config.sections import ConfigSection
+from cfl_ray.core.errors import ConfigError, did_you_mean
+
+_TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
+_LIMITS = {
+    annotated_types.Ge: (">=", "ge"),
+    annotated_types.Gt: (">", "gt"),
+    annotated_types.Le: ("<=", "le"),
+    annotated_types.Lt: ("<", "lt"),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of an experiment."""
+
+    name: str  # dotted, `[]` after a list of sections: schedule[].join
+    meaning: str  # with the unit, where there is one
+    values: str  # type and range, or the choices
+    default: str | None  # as it is written in YAML; None: the key is required
+
+
+@dataclass(frozen=True)
+class KeySection:
+    """One section of an experiment, with its own keys."""
+
+    name: str  # dotted; empty: the top level
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def sections(section: type[ConfigSection] = Experiment, name: str = "", meaning: str = "") -> Iterator[KeySection]:
+    """Returns this section and all sections in it, each before those that it contains."""
+    keys, inner = [], []
+    for field, info in section.model_fields.items():
+        if info.exclude:
+            continue
+        full = f"{name}.{field}" if name else field
+        nested, is_list = _section_of(info.annotation)
+        if nested is None or is_list:
+            keys.append(Key(full, info.description or "", _values(info, nested), _default(info)))
+        if nested is not None:
+            description = None if is_list else info.description
+            inner.append((nested, full + "[]" * is_list, description or _first_line(nested)))
+    yield KeySection(name, meaning or _first_line(section), tuple(keys))
+    for arguments in inner:
+        yield from sections(*arguments)
+
+
+def find(name: str) -> list[KeySection]:
+    """Returns the section `name` with all sections in it, or the section of the key `name` with that key alone.
+
+    Items of lists may be written `schedule[].join`, `schedule.join` or `schedule.0.join`. Raises ConfigError.
+    """
+    wanted, everything = _plain(name), list(sections())
+    inside = [section for section in everything if f"{_plain(section.name)}.".startswith(f"{wanted}.")]
+    for section in everything:
+        if one := [key for key in section.keys if _plain(key.name) == wanted]:
+            return [KeySection(section.name, section.meaning, tuple(one)), *inside]
+    if not inside:
+        raise ConfigError(f"unknown key {name!r}{_nearest(wanted, everything)}")
+    return inside
+
+
+def _nearest(wanted: str, everything: list[KeySection]) -> str:
+    """Returns the nearest valid name: beside `wanted` in its section, else at the top level, else in any section."""
+    names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
+    parent, _, last = wanted.rpartition(".")
+    beside = _beside(parent, names)
+    if beside and (parent or "did you mean" in did_you_mean(wanted, beside)):
+        return did_you_mean(wanted, beside)
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
+    return f" (did you mean {by_last[near[0]]!r}?)" if near else did_you_mean(wanted, beside or _beside("", names))
+
+
+def _beside(parent: str, names: list[str]) -> list[str]:
+    return [name for name in names if _plain(name).rpartition(".")[0] == parent]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\[\]|\.\d+(?=\.|$)", "", name)
+
+
+def _first_line(section: type[ConfigSection]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
+    """Returns the section that a key holds, if it holds one, and whether it holds a list of them."""
+    is_list = typing.get_origin(annotation) is list
+    inner = typing.get_args(annotation)[0] if is_list else annotation
+    is_section = isinstance(inner, type) and issubclass(inner, ConfigSection)
+    return (inner, is_list) if is_section else (None, False)
+
+
+def _default(info: FieldInfo) -> str | None:
+    return None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
+
+
+def as_yaml(value: Any) -> str:
+    """Returns a value on one line, as it is written in YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+
+
+def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:
+    if nested is not None:
+        return f"list of {{{', '.join(nested.model_fields)}}}"
+    return _type(info.annotation, list(info.metadata))
+
+
+def _plain_number(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) else f"{limit:g}"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    """Returns a type in words, with the limits in `metadata`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("null" if part is type(None) else _type(part, metadata) for part in arguments)
+    if origin is typing.Literal:
+        return " | ".join(map(str, arguments))
+    if any(isinstance(one, BeforeValidator) for one in metadata):
+        return "list of client ids and ranges"
+    if annotation is bool:
+        return "true | false"
+    if origin is typing.Annotated:
+        own = [limit for part in arguments[1:] for limit in getattr(part, "metadata", [part])]
+        return _type(arguments[0], [*own, *metadata])
+    if origin is list:
+        return f"list of {_type(arguments[0], []).replace('number', 'numbers').replace('value', 'values')}"
+    limits = [
+        f"{sign} {_plain_number(getattr(limit, name))}"
+        for limit in metadata
+        for kind, (sign, name) in _LIMITS.items()
+        if isinstance(limit, kind)
+    ]
+    return " ".join([_TYPES[origin or annotation], " and ".join(limits)]).strip()

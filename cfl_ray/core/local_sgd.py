@@ -1,0 +1,84 @@
+"""Local SGD of one client: the number of steps, and the samples of each batch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+class LocalStep(Protocol):
+    """A local step that uses more than the gradient of one batch.
+
+    It is written for one client. An engine that trains m clients at once passes rows (m, P) in the place of (P,).
+    """
+
+    @property
+    def batches_per_step(self) -> int:
+        """New batches per step."""
+
+    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
+        """Direction of the step at `w`, in the trained columns.
+
+        gradient(w, b): gradient at w of the loss on batch b, for b = 0 .. batches_per_step - 1.
+        """
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """SGD of one client in one round."""
+
+    epochs: int = 1  # E
+    steps: int | None = None  # instead of epochs
+    batch_size: int | None = None  # B; None: all samples in one batch
+    lr: float = 0.1  # eta
+    momentum: float = 0.0  # rho
+    weight_decay: float = 0.0
+    persist: bool = False  # the momentum buffer is kept with the client state; False: every round starts from zero
+
+    def batch_of(self, size: int | np.ndarray, batches_per_step: int = 1) -> int | np.ndarray:
+        """Batch size of a client with `size` samples.
+
+        batches_per_step: batches that one local step needs. A client with fewer splits its samples into that many.
+        """
+        size = np.maximum(size, 1)
+        batch = size if self.batch_size is None else np.minimum(self.batch_size, size)
+        even = -(-size // batches_per_step)
+        even = np.where(-(-size // even) < batches_per_step, np.maximum(size // batches_per_step, 1), even)
+        return np.where(-(-size // batch) < batches_per_step, even, batch)
+
+    def steps_of(
+        self, num_samples_M: np.ndarray, epochs: float | np.ndarray | None = None, batches_per_step: int = 1
+    ) -> np.ndarray:
+        """Local steps, int64 (M,), of clients with `num_samples_M` samples: E * ceil(n / B), at least 1.
+
+        epochs: E, one value or one per client; fractional ones are rounded to steps. None: `self.steps`, or else
+            `self.epochs`.
+        batches_per_step: batches of one step; there are that many times fewer steps, rounded down.
+        """
+        if epochs is None and self.steps is not None:
+            return np.full(len(num_samples_M), self.steps, np.int64)
+        per_epoch_M = -(-np.asarray(num_samples_M) // self.batch_of(num_samples_M, batches_per_step)) / batches_per_step
+        epochs = self.epochs if epochs is None else epochs
+        steps_M = np.floor(epochs * per_epoch_M + (0.5 if batches_per_step == 1 else 0))
+        return np.maximum(steps_M, 1).astype(np.int64)
+
+    def batches(
+        self, size: int, count: int, draw: np.random.Generator, batches_per_step: int = 1
+    ) -> Iterator[np.ndarray | None]:
+        """Yields the sample indices of `count` batches; None stands for all samples.
+
+        The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller. A batch of all
+        samples needs no draw.
+        """
+        batch = int(self.batch_of(size, batches_per_step))
+        if batch >= size and batches_per_step == 1:
+            yield from (None for _ in range(count))
+            return
+        per_epoch = -(-size // batch)
+        for number in range(count):
+            if number % per_epoch == 0:
+                order = draw.permutation(size)
+            at = number % per_epoch * batch
+            yield order[at : at + batch]

@@ -1,0 +1,133 @@
+"""The clients of the federation, and the cohort of each round. Simulated absence is part of the experiment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfl_ray.core.availability import ALWAYS, Availability
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.rng import stream
+
+
+def count_of(fraction: float, count: int) -> int:
+    """Returns floor(fraction * count), at least 1. 0.29 of 100 is 29, although the product in float64 is less."""
+    return max(1, int(fraction * count + 1e-9))
+
+
+@dataclass(frozen=True)
+class PopulationChange:
+    """Clients that join or leave before a round."""
+
+    round: int
+    join: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The cohort of a round."""
+
+    ids_M: np.ndarray  # int64, ascending: the selected clients that report
+    dropped: int  # number of selected clients that drop out
+
+
+class Population:
+    """The clients that are online, round by round. The cost of a round depends on its cohort and changes, not on N."""
+
+    def __init__(self, num_clients: int, changes: Sequence[PopulationChange], seed: int):
+        self.num_clients, self.seed = num_clients, seed
+        self.changes = sorted(changes, key=lambda change: change.round)
+        mentions = [
+            (client, joins)
+            for change in self.changes
+            for ids, joins in ((change.join, True), (change.leave, False))
+            for client in ids
+        ]
+        first_mention = dict(reversed(mentions))
+        newcomers = {client for client, joins in first_mention.items() if joins}
+        self.newcomers = np.array(sorted(newcomers), np.int64)
+        self.is_online_N = np.ones(num_clients, bool)
+        self.is_online_N[self.newcomers] = False
+        self.online = np.flatnonzero(self.is_online_N)
+        self.round = 0
+
+    def add(self, change: PopulationChange, num_clients: int) -> None:
+        """Adds a change in a later round, of a federation of now `num_clients` clients; added clients are newcomers."""
+        more = np.arange(self.num_clients, num_clients)
+        self.newcomers = np.union1d(self.newcomers, more)
+        self.is_online_N = np.append(self.is_online_N, np.zeros(len(more), bool))
+        self.num_clients = num_clients
+        self.changes = sorted([*self.changes, change], key=lambda change: change.round)
+
+    def advance(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Applies the changes due up to `round`. Returns the ids (joined, left), int64 and ascending.
+
+        Raises ConfigError if no client is left.
+        """
+        joining: set[int] = set()
+        leaving: set[int] = set()
+        for change in self.changes:  # a client may leave and return: its last change counts
+            if self.round < change.round <= round:
+                joining, leaving = joining | {*change.join}, leaving - {*change.join}
+                joining, leaving = joining - {*change.leave}, leaving | {*change.leave}
+        self.round = round
+        joined, left = (np.array(sorted(ids), np.int64) for ids in (joining, leaving))
+        joined, left = joined[~self.is_online_N[joined]], left[self.is_online_N[left]]
+        if len(joined) or len(left):
+            self.is_online_N = self.is_online_N.copy()  # a shallow copy of this population shares the array
+            self.is_online_N[joined], self.is_online_N[left] = True, False
+            self.online = np.flatnonzero(self.is_online_N)
+        if not len(self.online):
+            raise ConfigError(f"schedule: no client is left in round {round}; let fewer leave or others join")
+        return joined, left
+
+    def draw(
+        self,
+        round: int,
+        fraction: float,
+        clients: int | None = None,
+        availability: Availability = ALWAYS,
+        dropout: float = 0.0,
+    ) -> Cohort:
+        """Draws the cohort uniformly without replacement among the reachable clients.
+
+        Its size is `clients`, or max(1, floor(fraction * online)) for None, or less if fewer clients are reachable.
+        At least one client reports, unless an availability trace has no reachable client in the round.
+
+        dropout: chance that a selected client drops out before it reports.
+        """
+        wanted = min(clients or count_of(fraction, len(self.online)), len(self.online))
+        selected = self._reachable(round, wanted, availability)
+        reports = np.ones(len(selected), bool)
+        if dropout:
+            reports = np.array([self._chance(round, client, "dropout") >= dropout for client in selected], bool)
+        if len(selected) and not reports.any():
+            reports[0] = True
+        return Cohort(np.sort(selected[reports]), int((~reports).sum()))
+
+    def _reachable(self, round: int, wanted: int, availability: Availability) -> np.ndarray:
+        """Ids of up to `wanted` reachable clients, in the order of the draw."""
+        draw = stream(self.seed, round, 0, -1, "cohort")
+        if availability.always:
+            return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
+        if (named := availability.named(round)) is not None:
+            reachable = named[self.is_online_N[named]]
+            return reachable[draw.choice(len(reachable), min(wanted, len(reachable)), replace=False, shuffle=False)]
+        # Candidates: twice as many as are needed on average, and some more for small cohorts.
+        enough = int((50 + 2 * wanted) / max(availability.expected(round), 1e-6))
+        if enough > len(self.online) // 4:
+            order = draw.permutation(len(self.online))
+        else:
+            order = draw.choice(len(self.online), enough, replace=False)
+        found: list[int] = []
+        for position in order:
+            client = int(self.online[position])
+            if self._chance(round, client, "availability") < availability.chance(round, client):
+                found.append(client)
+            if len(found) == wanted:
+                break
+        return np.array(found or [int(self.online[order[0]])], np.int64)
+
+    def _chance(self, round: int, client: int, purpose: str) -> float:
+        return stream(self.seed, round, 0, int(client), purpose).random()

@@ -1,0 +1,26 @@
+"""Weights of averages over the clients of a round."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def cluster_weights(assign_M: np.ndarray, weight_M: np.ndarray, num_clusters: int) -> Tensor:
+    """Weights (K, M) of one average per cluster, float64 and not normalised: `weight_M` of the members in row k.
+
+    assign_M: cluster of each client; a client with UNASSIGNED (-1) takes part in no average.
+    weight_M: weight of each client, such as its number of samples.
+    Raises ValueError for a cluster beyond `num_clusters`.
+    """
+    assign_M = np.asarray(assign_M)
+    if len(assign_M) and assign_M.max() >= num_clusters:
+        raise ValueError(f"cluster {assign_M.max()} is assigned, but there are {num_clusters} clusters")
+    weight_KM = torch.zeros(num_clusters, len(assign_M), dtype=torch.float64)
+    known = np.flatnonzero(assign_M >= 0)
+    weight_KM[assign_M[known], known] = torch.as_tensor(np.asarray(weight_M)[known], dtype=torch.float64)
+    return weight_KM
+
+
+def global_weights(weight_M: np.ndarray) -> Tensor:
+    """Weights (1, M) of one average over all clients of the round, float64 and not normalised."""
+    return torch.as_tensor(np.asarray(weight_M), dtype=torch.float64)[None]

@@ -1,0 +1,96 @@
+"""A federation from a torch Dataset whose samples are pairs (input, label)."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.data.arrays import Array, federation_from_arrays
+from cfl_ray.data.federation import Federation
+
+
+class PairDataset(Protocol):
+    """A map-style Dataset: a length, and a pair (input, label) by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def federation_from_dataset(
+    dataset: PairDataset,
+    clients: Array,
+    *,
+    test: PairDataset | None = None,
+    test_clients: Array | None = None,
+    groups: Mapping[Any, Any] | Array | None = None,
+    num_classes: int | None = None,
+    vocabulary: int | None = None,
+    holdout: float = 0.2,
+    seed: int = 0,
+    view: str | None = None,
+    normalize: list[list[float]] | None = None,
+) -> Federation:
+    """Returns a federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
+
+    An input is a tensor, an array or a PIL image. The other arguments are those of `federation_from_arrays`.
+    Raises DataError naming the sample that does not fit.
+    """
+    x, y = _arrays(dataset, "dataset")
+    x_test, y_test = (None, None) if test is None else _arrays(test, "test")
+    return federation_from_arrays(
+        x,
+        y,
+        clients,
+        x_test=x_test,
+        y_test=y_test,
+        test_clients=test_clients,
+        groups=groups,
+        num_classes=num_classes,
+        vocabulary=vocabulary,
+        holdout=holdout,
+        seed=seed,
+        view=view,
+        normalize=normalize,
+    )
+
+
+def _arrays(dataset: PairDataset, name: str) -> tuple[np.ndarray, np.ndarray]:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{name} must have a length and samples by number, {type(dataset).__name__} does not")
+    if len(dataset) == 0:
+        raise DataError(f"{name} has 0 samples, expected at least 1")
+    inputs, labels = [], []
+    for row in range(len(dataset)):
+        sample = dataset[row]
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise DataError(f"{name}[{row}] is {type(sample).__name__}, expected a pair (input, label)")
+        inputs.append(_input(sample[0], f"{name}[{row}]"))
+        first, last = inputs[0], inputs[-1]
+        if (last.shape, last.dtype) != (first.shape, first.dtype):
+            raise DataError(
+                f"{name}[{row}] is {last.dtype} {last.shape}, {name}[0] is {first.dtype} {first.shape}; "
+                "all samples need one shape and type"
+            )
+        labels.append(_label(sample[1], f"{name}[{row}]"))
+    return np.stack(inputs), np.array(labels, np.int64)
+
+
+def _input(value: Any, name: str) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    x = np.asarray(value)
+    if x.dtype == object:
+        raise DataError(f"the input of {name} is {type(value).__name__}, expected a tensor, an array or an image")
+    if hasattr(value, "getbands"):  # a PIL image: (H, W) or (H, W, C)
+        return x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
+    return x
+
+
+def _label(value: Any, name: str) -> int:
+    y = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if y.size != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"the label of {name} is {y.dtype} of shape {y.shape}, expected one integer")
+    return int(y.reshape(()))

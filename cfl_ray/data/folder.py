@@ -1,0 +1,141 @@
+"""Folders of files, on this machine or on any filesystem that pyarrow knows, with checks for damaged files."""
+
+import functools
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+from filelock import FileLock
+from pyarrow import fs
+
+from cfl_ray.core import files
+from cfl_ray.core.errors import DataError
+
+PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
+_FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder by its path or URI; pickles as that text."""
+
+    uri: str
+
+    @property
+    def local(self) -> Path | None:
+        """Its path on this machine; None where files have to be fetched."""
+        if not re.match(r"[a-z][a-z0-9+.-]+://", self.uri):
+            return Path(self.uri).expanduser().absolute()
+        filesystem, path = self._remote()
+        return Path(path) if isinstance(filesystem, fs.LocalFileSystem) else None
+
+    def child(self, name: str) -> "Folder":
+        """Returns a folder in this folder; a URI keeps its query (S3 regions, endpoints)."""
+        if (local := self.local) is not None:
+            return Folder(str(local / name))
+        parts = urlsplit(self.uri)
+        return Folder(parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl())
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a small file, None where there is none."""
+        if (local := self.local) is not None:
+            return (local / name).read_bytes() if (local / name).is_file() else None
+        filesystem, path = self._remote()
+        try:
+            with filesystem.open_input_stream(f"{path}/{name}") as stream:
+                return stream.read()
+        except FileNotFoundError:
+            return None
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri}/{name} cannot be read: {error}") from error
+
+    def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
+        """Returns the path on this machine of a file of this size, fetched where necessary.
+
+        Its sha256 is checked when it is fetched, and always with `verify`. Raises DataError for a missing or damaged
+        file.
+        """
+        local = self.local
+        if local is not None:
+            path = local / name
+            if not path.is_file():
+                raise DataError(f"{path} is missing; {PREPARE_AGAIN}")
+            check(path, size, sha256 if verify else None)
+            return path
+        cached = cache() / f"{sha256}.arrow"
+
+        def is_there() -> bool:
+            return cached.is_file() and cached.stat().st_size == size
+
+        if not is_there():
+            locks = cache() / "locks"
+            locks.mkdir(parents=True, exist_ok=True)
+            with FileLock(locks / sha256):  # the other processes of a machine wait for one of them
+                if not is_there():
+                    self._fetch(name, cached, size, sha256)
+        elif verify:
+            check(cached, size, sha256)
+        return cached
+
+    def put(self, source: Path, names: Iterable[str]) -> None:
+        """Copies these files of a local folder into this one, in this order."""
+        filesystem, path = self._remote()
+        try:
+            filesystem.create_dir(path, recursive=True)
+            for name in names:
+                with open(source / name, "rb") as file, filesystem.open_output_stream(f"{path}/{name}") as stream:
+                    shutil.copyfileobj(file, stream, 1 << 22)
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri} cannot be written: {error}") from error
+
+    def _fetch(self, name: str, target: Path, size: int, sha256: str) -> None:
+        filesystem, path = self._remote()
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with filesystem.open_input_stream(f"{path}/{name}") as stream, open(partial, "wb") as file:
+                shutil.copyfileobj(stream, file, 1 << 22)
+            check(partial, size, sha256, f"{self.uri}/{name}")
+            os.replace(partial, target)
+        except FileNotFoundError as error:
+            raise DataError(f"{self.uri}/{name} is missing; {PREPARE_AGAIN}") from error
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri}/{name} cannot be fetched: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _remote(self) -> tuple[fs.FileSystem, str]:
+        try:
+            return _open_uri(self.uri)
+        except _FILESYSTEM_ERRORS as error:
+            raise DataError(f"{self.uri!r} is not a folder or URI that pyarrow can open: {error}") from error
+
+
+@functools.lru_cache
+def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    return filesystem, path.rstrip("/")
+
+
+def check(path: Path, size: int, sha256: str | None, name: str | None = None) -> None:
+    """Raises DataError where a file differs from what was written; `sha256` None: checks only its size."""
+    found: object = path.stat().st_size
+    expected: object = size
+    what = "bytes"
+    if found == expected and sha256 is not None:
+        found, expected, what = files.sha256(path), sha256, "sha256"
+    if found != expected:
+        raise DataError(f"{name or path} is damaged: expected {what} {expected}, found {found}; {PREPARE_AGAIN}")
+
+
+def cache() -> Path:
+    """Returns the folder of fetched files, named by their content: CFL_RAY_CACHE, or cfl_ray in the user's cache."""
+    if named := os.environ.get("CFL_RAY_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cfl_ray"

@@ -1,0 +1,215 @@
+"""From an experiment's `data` section to a federation; shards are written once and reused by runs with equal data."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl_ray.config import DataConfig
+from cfl_ray.core.errors import DataError
+from cfl_ray.data.arrays import federation_from_arrays
+from cfl_ray.data.federation import Federation
+from cfl_ray.data.folder import PREPARE_AGAIN, Folder
+from cfl_ray.data.function import load_function
+from cfl_ray.data.images import Progress, Source
+from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.plan import FederationPlan, make_plan
+from cfl_ray.data.shard_writer import shard_bytes, write_shards
+from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
+from cfl_ray.data.sources import locate
+from cfl_ray.data.synthetic import SyntheticFederation
+
+
+@dataclass(frozen=True)
+class FederationSummary:
+    """Sizes of a federation."""
+
+    clients: int
+    samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
+    groups: int  # true groups; 0 where none are known
+    num_classes: int
+    input: tuple[int, ...]  # shape of one sample
+    test_sets: int  # shared test sets; 0 under hold-out
+    view: str  # what clients are tested on (`data.test.view`)
+    bytes: int  # of the shards; 0 for data that are generated or kept in memory
+    dtype: torch.dtype  # of the inputs: float32, or int64 for token ids
+
+
+def build(data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None) -> Federation:
+    """Returns the federation that `data` and `seed` describe, with its shards below `data.shards`.
+
+    shards: the folder for shards where `data.shards` is null. `data.shards` may also be the folder of one federation,
+    as `cfl-ray prepare` wrote it; then the raw data are not needed.
+    """
+    federation, source = _undivided(data, seed)
+    if federation is not None:
+        return federation
+    folder = Folder(str(shards if data.shards is None else data.shards))
+    if read_manifest(folder) is not None:
+        return _reuse(folder, _recipe(data, seed, None))
+    sources = _sources(data, source)
+    recipe = _recipe(data, seed, sources)
+    name = data.source.rpartition(":")[2]
+    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None))}")
+    if read_manifest(folder) is None:
+        plan = _plan(data, seed, sources, pixels=True, progress=progress)
+        write_shards(folder.uri, plan, recipe, data.normalize, progress)
+    return _reuse(folder, recipe)
+
+
+def describe(data: DataConfig, seed: int) -> FederationSummary:
+    """Returns the sizes of the federation that `build` would return; reads labels, not pixels, and writes nothing."""
+    federation, source = _undivided(data, seed)
+    if federation is not None:
+        return FederationSummary(
+            clients=federation.num_clients,
+            samples=_min_median_max(federation.num_samples_N),
+            groups=federation.num_groups,
+            num_classes=federation.shape.num_classes,
+            input=federation.shape.input,
+            test_sets=federation.num_test_sets(),
+            view=federation.view,
+            bytes=0,
+            dtype=federation.shape.dtype,
+        )
+    plan = _plan(data, seed, _sources(data, source), pixels=False, progress=None)
+    return FederationSummary(
+        clients=len(plan.clients),
+        samples=_min_median_max(np.array([len(client.train) for client in plan.clients])),
+        groups=len({client.group for client in plan.clients if client.group >= 0}),
+        num_classes=plan.images.num_classes,
+        input=plan.images.shape,
+        test_sets=len(plan.test_sets),
+        view=plan.view,
+        bytes=shard_bytes(plan),
+        dtype=torch.float32 if plan.images.vocabulary is None else torch.int64,
+    )
+
+
+def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
+    return int(sizes.min()), float(np.median(sizes)), int(sizes.max())
+
+
+def _undivided(data: DataConfig, seed: int) -> tuple[Federation | None, Source | None]:
+    """Returns the federation where the source's samples belong to clients, or a function's samples without clients.
+
+    Two None for the sources that `locate` finds.
+    """
+    if data.source == "synthetic":
+        return _synthetic(data, seed), None
+    if data.source == "arrays":
+        return _arrays(data, seed), None
+    if not data.is_function:
+        return None, None
+    loaded = load_function(data, seed)
+    return (None, loaded) if isinstance(loaded, Source) else (loaded, None)
+
+
+def _sources(data: DataConfig, first: Source | None) -> list[Source]:
+    """Returns the data set and, for a hybrid, the second one. first: the data set, where it is loaded already."""
+    names = [data.source, data.shift.other] if data.shift.kind == "hybrid" else [data.source]
+    return [first if first is not None and name == data.source else locate(name, data) for name in names]
+
+
+def _plan(
+    data: DataConfig, seed: int, sources: list[Source], pixels: bool, progress: Progress | None
+) -> FederationPlan:
+    images, *other = (source.read(pixels, progress) for source in sources)
+    Scaling(images.scale, data.normalize, images.vocabulary is not None).check(images.shape)
+    return make_plan(images, other[0] if other else None, data.with_view(images.test_y is not None), seed)
+
+
+def _recipe(data: DataConfig, seed: int, sources: list[Source] | None) -> dict[str, Any]:
+    """Returns everything that decides the content of the shards, as JSON; `sources` None leaves the raw files out."""
+    no_effect = {
+        "root",
+        "download",
+        "shards",
+        "synthetic_shape",
+        "synthetic_samples",
+        "synthetic_groups",
+        "synthetic_classes",
+    }
+    values = data.without_defaults(data.model_dump(mode="json", exclude=no_effect))
+    recipe: dict[str, Any] = {"data": values, "seed": seed}
+    if sources is not None:
+        recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]
+        if digests := [source.digest for source in sources if source.digest is not None]:
+            recipe["digests"] = digests
+    return recipe
+
+
+def _hash(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _reuse(folder: Folder, recipe: dict[str, Any]) -> ShardFederation:
+    """Returns the existing shards of `folder`. Raises DataError where they do not follow the recipe."""
+    federation = open_shards(folder.uri, verify=folder.local is not None)
+    if difference := _difference(federation.recipe, recipe):
+        key, found, wanted = difference
+        is_raw_data = key.startswith(("files", "digests"))
+        advice = f"the raw data changed: {PREPARE_AGAIN}" if is_raw_data else "name another folder in data.shards"
+        raise DataError(f"{folder.uri} holds another federation: its {key} is {found}, wanted is {wanted}; {advice}")
+    return federation
+
+
+def _difference(found: object, wanted: object, key: str = "") -> tuple[str, object, object] | None:
+    """Returns the first key of `wanted` that is different in `found`, with both values; None where there is none."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        parts = (_difference(found.get(name), value, f"{key}.{name}".lstrip(".")) for name, value in wanted.items())
+        return next(filter(None, parts), None)
+    return None if found == wanted else (key, found, wanted)
+
+
+def _synthetic(data: DataConfig, seed: int) -> SyntheticFederation:
+    if data.partition.clients is None:
+        raise DataError("data.partition.clients: null is for kind writer; source synthetic needs a number")
+    if data.test.view != "cluster":
+        raise DataError(
+            f"data.test.view: source synthetic has one test set per group, so the view is cluster, not {data.test.view}"
+        )
+    return SyntheticFederation(
+        data.partition.clients,
+        input=tuple(data.synthetic_shape),
+        classes=data.synthetic_classes,
+        groups=data.synthetic_groups,
+        samples=data.synthetic_samples,
+        seed=seed,
+    )
+
+
+def _arrays(data: DataConfig, seed: int) -> Federation:
+    """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
+
+    The file holds x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (one number).
+    """
+    if data.shift.kind != "none":
+        raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")
+    if data.root is None or not Path(data.root).expanduser().is_file():
+        raise DataError(
+            f"source arrays needs data.root: an .npz file with x, y and clients (numpy.savez), got {data.root!r}"
+        )
+    required, optional = ("x", "y", "clients"), ("groups", "x_test", "y_test", "test_clients", "vocabulary")
+    try:
+        with np.load(Path(data.root).expanduser(), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in (*required, *optional) if name in file}
+    except (ValueError, OSError, TypeError) as error:
+        raise DataError(f"{data.root} cannot be read as an .npz file of plain arrays: {error}") from error
+    if missing := [name for name in required if name not in arrays]:
+        raise DataError(f"{data.root} has no array {missing[0]!r}; it needs x, y and clients")
+    if data.test.view == "holdout" and "test_clients" not in arrays:
+        arrays = {name: array for name, array in arrays.items() if not name.endswith("_test")}
+    vocabulary = arrays.pop("vocabulary", None)
+    return federation_from_arrays(
+        **arrays,
+        vocabulary=None if vocabulary is None else int(vocabulary),
+        holdout=data.test.fraction,
+        seed=seed,
+        view=data.test.view,
+        normalize=data.normalize,
+    )

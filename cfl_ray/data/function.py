@@ -1,0 +1,93 @@
+"""Data from a function in a user's file: `data.source: my.py:load`."""
+
+import inspect
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.config import DataConfig
+from cfl_ray.core.errors import ConfigError, DataError, did_you_mean
+from cfl_ray.core.plugins import load_plugin
+from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
+from cfl_ray.data.federation import Federation
+from cfl_ray.data.images import Source
+
+DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of samples without clients
+KEYS = (*DIVIDED, "clients", "test_clients")
+
+
+def load_function(data: DataConfig, seed: int) -> Federation | Source:
+    """Returns the federation of the function `data.source`; samples without clients as a source to be divided.
+
+    The function is passed `data.options`. It returns a Federation, or a mapping with x, y and optionally clients,
+    groups, x_test, y_test, test_clients, num_classes, vocabulary: the arguments of `federation_from_arrays`. Without
+    clients, the samples are divided as `data.partition` says. Raises DataError naming the function and its line.
+    """
+    function = load_plugin(data.source, "data.source")
+    if not callable(function):
+        raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
+    try:
+        inspect.signature(function).bind(**data.options)
+    except TypeError as error:
+        raise DataError(f"data.source {_place(data.source, function)} does not take data.options: {error}") from None
+    except ValueError:  # a function without a signature
+        pass
+    try:
+        result = function(**data.options)
+    except ConfigError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"data.source {_place(data.source, function)} failed: {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno})"
+        ) from error
+    if isinstance(result, Federation):
+        return result
+    try:
+        return _from_mapping(_as_mapping(result), data, seed)
+    except DataError as error:
+        raise DataError(f"data.source {_place(data.source, function)}: {error}") from None
+
+
+def _as_mapping(result: object) -> dict[str, Any]:
+    if isinstance(result, tuple) and len(result) == 2:
+        return dict(zip(("x", "y"), result, strict=True))
+    if not isinstance(result, Mapping):
+        raise DataError(
+            f"it returns {type(result).__name__}, expected a Federation, a pair (x, y) or a mapping with x and y"
+        )
+    for key in result:
+        if key not in KEYS:
+            raise DataError(f"it returns an unknown key {key!r}{did_you_mean(str(key), KEYS)}")
+    if missing := [key for key in ("x", "y") if key not in result]:
+        raise DataError(f"it returns no {missing[0]!r}; x and y are needed, clients and others are optional")
+    return dict(result)
+
+
+def _from_mapping(arrays: dict[str, Any], data: DataConfig, seed: int) -> Federation | Source:
+    if arrays.get("clients") is not None:
+        if data.shift.kind != "none":
+            raise DataError(
+                f"data.shift.kind: samples that have clients are taken as they are, so none, not {data.shift.kind}"
+            )
+        return federation_from_arrays(
+            **arrays, holdout=data.test.fraction, seed=seed, view=data.test.view, normalize=data.normalize
+        )
+    if arrays.pop("test_clients", None) is not None:
+        raise DataError("it returns test_clients without clients; give both or neither")
+    arrays.pop("clients", None)
+    images = images_from_arrays(**arrays)
+    present = [
+        one for one in (images.train_x, images.train_y, images.test_x, images.test_y, images.group) if one is not None
+    ]
+    return Source(data.source, (), lambda pixels, progress: images, digest(*map(np.asarray, present)))
+
+
+def _place(source: str, function: Any) -> str:
+    try:
+        return f"{source!r} (line {inspect.getsourcelines(function)[1]})"
+    except (TypeError, OSError):
+        return repr(source)

@@ -1,0 +1,173 @@
+"""Writes a planned federation as shards: complete under its name, or not at all."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import sha256, sync
+from cfl_ray.data.folder import Folder, cache
+from cfl_ray.data.images import Progress
+from cfl_ray.data.plan import FederationPlan, PlannedClient
+from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
+
+FILE_BYTES = 64 << 20  # approximate bytes of pixels in one file; a client is never split between two files
+
+
+def write_shards(
+    path: str | Path,
+    plan: FederationPlan,
+    recipe: dict[str, Any],
+    normalize: list[list[float]] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the federation into the folder `path`, a local path or a URI.
+
+    A local folder appears complete or not at all; if another process has written it meanwhile, that one stays.
+    Elsewhere the manifest, which makes a folder a federation, is written last.
+    """
+    folder = Folder(str(path))
+    target = folder.local
+    staging = (target.parent if target is not None else cache()) / f".writing-{uuid.uuid4().hex}"
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"shards cannot be written below {staging.parent}: {error}; set data.shards") from error
+    try:
+        names = _write(staging, plan, recipe, normalize, progress)
+        if target is None:
+            folder.put(staging, names)
+        else:
+            _publish(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def shard_bytes(plan: FederationPlan) -> int:
+    """Returns the bytes of pixels and labels in the shards of this plan."""
+    client_rows = sum(len(client.train) + len(client.held_out) for client in plan.clients)
+    test_rows = sum(len(one.rows) for one in plan.test_sets)
+    return (client_rows + test_rows) * (_sample_bytes(plan) + 2)  # int16 labels
+
+
+def _sample_bytes(plan: FederationPlan) -> int:
+    return int(np.prod(plan.images.shape)) * plan.images.train_x.itemsize
+
+
+def _publish(staging: Path, target: Path) -> None:
+    try:
+        os.rename(staging, target)
+    except OSError as error:
+        if not (target / MANIFEST).is_file():
+            raise DataError(
+                f"shards cannot be written to {target}: {error}; delete that folder if it is there, or set data.shards"
+            ) from error
+    else:
+        sync(target.parent)
+
+
+def _write(
+    staging: Path,
+    plan: FederationPlan,
+    recipe: dict[str, Any],
+    normalize: list[list[float]] | None,
+    progress: Progress | None,
+) -> list[str]:
+    """Writes all files, the manifest last, and returns their names in this order."""
+    dtype = plan.images.train_x.dtype.name
+    schema = sample_schema(plan.images.shape, dtype)
+    train, places = _write_clients(staging, plan, schema, progress)
+    test = [
+        _save(staging, f"test-{number:05d}.arrow", schema, _columns([one.variant.test(one.rows)]))
+        for number, one in enumerate(plan.test_sets)
+    ]
+    schema = index_schema(plan.images.num_classes, plan.view == "label")
+    index = _save(staging, "clients.arrow", schema, _index_columns(plan, places))
+    manifest = ShardManifest(
+        view=plan.view,
+        input=list(plan.images.shape),
+        num_classes=plan.images.num_classes,
+        scale=plan.images.scale,
+        dtype=dtype,
+        vocabulary=plan.images.vocabulary,
+        normalize=normalize,
+        index=index,
+        train=train,
+        test=test,
+        recipe=recipe,
+    )
+    unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # the manifest of images has never had them
+    (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
+    sync(staging / MANIFEST)
+    sync(staging)
+    return [*(file.name for file in (index, *train, *test)), MANIFEST]
+
+
+def _write_clients(
+    staging: Path, plan: FederationPlan, schema: pa.Schema, progress: Progress | None
+) -> tuple[list[ShardFile], list[tuple[int, int]]]:
+    """Writes the files of clients; returns them, and the (file, first row) of each client."""
+    files: list[ShardFile] = []
+    places: list[tuple[int, int]] = []
+    for number, clients in enumerate(_clients_by_file(plan)):
+        parts = [client.variant.train(rows) for client in clients for rows in (client.train, client.held_out)]
+        files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts)))
+        ends = np.cumsum([len(client.train) + len(client.held_out) for client in clients])
+        places += [(number, start) for start in (0, *ends[:-1])]
+        if progress:
+            progress("writing clients", len(places), len(plan.clients))
+    return files, places
+
+
+def _clients_by_file(plan: FederationPlan) -> Iterator[list[PlannedClient]]:
+    """Yields the clients of each file, in order."""
+    limit = max(FILE_BYTES // _sample_bytes(plan), 1)
+    clients: list[PlannedClient] = []
+    rows = 0
+    for client in plan.clients:
+        n = len(client.train) + len(client.held_out)
+        if clients and rows + n > limit:
+            yield clients
+            clients, rows = [], 0
+        clients.append(client)
+        rows += n
+    yield clients
+
+
+def _columns(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[pa.Array]:
+    x = np.concatenate([x for x, _ in parts])
+    y = np.concatenate([y for _, y in parts])
+    return [_fixed_size_lists(x), pa.array(y, pa.int16())]
+
+
+def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[pa.Array]:
+    clients, (file, offset) = plan.clients, zip(*places, strict=True)
+    columns = [
+        pa.array(file, pa.int32()),
+        pa.array(offset, pa.int64()),
+        pa.array([len(client.train) for client in clients], pa.int64()),
+        pa.array([len(client.held_out) for client in clients], pa.int64()),
+        pa.array([client.group for client in clients], pa.int32()),
+        pa.array([client.test_set for client in clients], pa.int32()),
+        pa.array([client.name for client in clients], pa.string()),
+    ]
+    return columns if plan.labels_NC is None else [*columns, _fixed_size_lists(plan.labels_NC.view(np.uint8))]
+
+
+def _fixed_size_lists(x: np.ndarray) -> pa.Array:
+    """Returns (n, ...) as n lists of one length, without a copy."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), int(np.prod(x.shape[1:])))
+
+
+def _save(folder: Path, name: str, schema: pa.Schema, columns: list[pa.Array]) -> ShardFile:
+    path, batch = folder / name, pa.record_batch(columns, schema=schema)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(batch)
+    sync(path)
+    return ShardFile(name=name, rows=batch.num_rows, bytes=path.stat().st_size, sha256=sha256(path))

@@ -1,0 +1,111 @@
+"""Client state kept on the hosts: personal columns between rounds, and deferred results of the present round."""
+
+import itertools
+from collections.abc import Iterable, Iterator, KeysView, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.work import ClientState, ClientStateKey, Work
+from cfl_ray.engine.task import TrainingResult
+
+
+def client_state_value(client_state: ClientState, result: TrainingResult) -> Tensor:
+    """The stored value of a client state after training: its columns and, where it persists, the momentum buffer."""
+    columns = result.row_P if client_state.columns is None else client_state.columns.of(result.row_P)
+    return torch.cat([columns] if result.velocity is None else [columns, result.velocity]).cpu()
+
+
+def with_client_state(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
+    """The start row with the columns of the client state written into it; unchanged where there is no value yet."""
+    if client_state is None or value is None:
+        return start_P
+    if client_state.columns is None:
+        return value[: len(start_P)]
+    row_P = start_P.clone()
+    client_state.columns.put(row_P, value)
+    return row_P
+
+
+def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Tensor) -> Tensor | None:
+    """The momentum buffer in a stored value; None where there is no value, or no buffer in it, yet."""
+    columns = len(start_P) if client_state.columns is None else client_state.columns.count
+    return None if value is None or len(value) == columns else value[columns:]
+
+
+class ClientStateStore:
+    """Client states by (name, client), with a record of which were added, changed or dropped.
+
+    The type of a value is up to the backend: a tensor in this process, an object reference on Ray.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[ClientStateKey, Any] = {}
+        self._names: set[str] = set()
+        self._changed: set[ClientStateKey] = set()
+        self._forgotten: set[ClientStateKey] = set()
+        self._deferred: dict[int, dict[int, Any]] = {}  # by exchange of the present round, then client
+        self._round: tuple[int, bool] | None = None
+
+    def begin(self, work: Work) -> None:
+        """Drops deferred results of other rounds."""
+        now = (work.address.round, work.address.exchange < 0)  # evaluation has exchanges of its own
+        if now != self._round:
+            self._round, self._deferred = now, {}
+
+    def of(self, work: Work) -> dict[int, Any]:
+        """The client states, or deferred results, that `work` uses, by position among `work.state_owners`."""
+        ids = work.state_owners.tolist()
+        if work.deferred_from is not None:
+            deferred = self._deferred[work.deferred_from]
+            return {i: deferred[client] for i, client in enumerate(ids) if client in deferred}
+        if work.client_state is None:
+            return {}
+        keys = [(work.client_state.name, client) for client in ids]
+        return {i: self._values[key] for i, key in enumerate(keys) if key in self._values}
+
+    def keep(self, work: Work, states: Mapping[int, Any], deferred: Mapping[int, Any]) -> None:
+        """Stores the client states and deferred results of an exchange, by client."""
+        if work.client_state is not None:
+            entries = {(work.client_state.name, client): value for client, value in states.items()}
+            self._values.update(entries)
+            self._names.add(work.client_state.name)
+            self._changed.update(entries)
+            self._forgotten.difference_update(entries)
+        if work.defers_results:
+            self._deferred.setdefault(work.address.exchange, {}).update(deferred)
+
+    def forget(self, ids: np.ndarray) -> None:
+        """Drops every state of the clients `ids`."""
+        for key in itertools.product(self._names, np.asarray(ids).tolist()):
+            if key in self._values:
+                del self._values[key]
+                self._changed.discard(key)
+                self._forgotten.add(key)
+
+    def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
+        """Stores the same values in another place; they did not change."""
+        self._values.update(entries)
+
+    def __getitem__(self, key: ClientStateKey) -> Any:
+        return self._values[key]
+
+    def keys(self) -> KeysView[ClientStateKey]:
+        return self._values.keys()
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Any]]:
+        """The values that changed since the last call, or all of them, in a fixed order."""
+        changed, self._changed = sorted(self._values if everything else self._changed), set()
+        return ((key, self._values[key]) for key in changed)
+
+    def forgotten(self) -> set[ClientStateKey]:
+        """The keys that were dropped since the last call."""
+        forgotten, self._forgotten = self._forgotten, set()
+        return forgotten
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Any]]) -> None:
+        """Takes over the values of a checkpoint."""
+        self._values, self._changed, self._forgotten = dict(entries), set(), set()
+        self._names = {name for name, _ in self._values}

@@ -1,0 +1,54 @@
+"""The client as it is passed to a function given to `Clients.describe`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.work import Address
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import TrainingResult, TrainingTask
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """One client and its data, on the host that reads them."""
+
+    client: int
+    x: Tensor  # float32 (n, *shape): normalised training samples
+    y: Tensor  # int64 (n,)
+    network: Network
+    address: Address
+    local: LocalSGD  # the experiment's
+    train_one: Callable[[TrainingTask], TrainingResult]
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.network.spec
+
+    def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
+        """Gradient (trained columns,) of the mean loss over all training samples at a model, without dropout."""
+        self.network.load(row_P)
+        self.network.module.eval()
+        total: Tensor | None = None
+        for x_B, y_B in zip(self.x.split(batch), self.y.split(batch), strict=True):
+            logits_BC = self.network.module(self.network.input(x_B))
+            loss = cross_entropy(logits_BC, y_B.to(self.network.device), reduction="sum") / len(self.y)
+            grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
+            part = torch.cat([g.reshape(-1) for g in grads])
+            total = part if total is None else total.add_(part)
+        assert total is not None  # a client without samples is excluded before
+        return total.cpu()
+
+    def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
+        """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
+        local = replace(local or self.local, **changes)
+        steps = int(local.steps_of(np.array([len(self.y)]))[0])
+        task = TrainingTask(self.client, row_P, self.x, self.y, steps, local, self.address)
+        return self.train_one(task).row_P.cpu().clone()

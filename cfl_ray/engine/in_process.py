@@ -1,0 +1,55 @@
+"""The backend that carries out every exchange in the calling process."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.work import ClientStateKey, Outcome, Work
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.pieces import outcome_of, piece_size, pieces_of
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.engine.worker import Worker
+
+
+class InProcessBackend:
+    """Backend of `simulate`: the same pieces and the same worker as on Ray, one piece after another."""
+
+    def __init__(self, worker: Worker, one_by_one: bool = False):
+        self.worker, self.one_by_one = worker, one_by_one
+        self.client_states = ClientStateStore()
+
+    def run(self, work: Work) -> Outcome:
+        self.client_states.begin(work)
+        sums, results = HostSums(), []
+        for cut in pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one)):
+            piece = work.take(cut.index_m)
+            stored = self.client_states.of(piece)
+            result, kept = self.worker.run(piece, cut.index_m, lambda table, row: work.tables[table][row], stored, sums)
+            ids = piece.ids_M.tolist()
+            states = {ids[i]: value for i, value in kept.states.items()}
+            deferred = {ids[i]: value for i, value in kept.deferred.items()}
+            self.client_states.keep(work, states, deferred)
+            results.append(result)
+        return outcome_of(work, results, sums.values())
+
+    def use(self, federation: Federation) -> None:
+        self.worker.federation = federation
+
+    def forget(self, ids: np.ndarray) -> None:
+        self.client_states.forget(ids)
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        """The state that a client keeps under a name; None where it has none."""
+        key = (name, client)
+        return self.client_states[key] if key in self.client_states.keys() else None  # noqa: SIM118
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        return self.client_states.changed(everything)
+
+    def forgotten(self) -> set[ClientStateKey]:
+        return self.client_states.forgotten()
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+        self.client_states.restore(entries)

@@ -1,0 +1,265 @@
+"""Reuse of test results and losses: a model that did not change is not tested again on data that did not change.
+
+Such a result depends on the values of the model and on the samples alone, neither on the round nor on other clients:
+reuse changes no bit of any metric. It applies to the model of a cluster without participants in a round, to the models
+that clients choose from (those of the evaluation before), to personal models of clients that did not train, and to the
+initial model.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.work import (
+    Backend,
+    ClientStateKey,
+    Evaluate,
+    EvaluateClients,
+    EvaluateShared,
+    Losses,
+    Outcome,
+    Rows,
+    Work,
+)
+from cfl_ray.data.federation import Federation
+
+_OWN_MODEL = -1  # in the place of a row: the client state is the whole model
+_NO_MODEL = -2  # in the place of a row: there is no such model
+_NO_LIMIT = 2**62  # samples
+
+
+class _Model(NamedTuple):
+    """The first part of a result's key: the kind of work, checksums of its models, and the limit of its samples."""
+
+    kind: str
+    models: bytes  # one model, or all that vote
+    frozen: bytes
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class _Results:
+    """Results of one model on U units, which are clients or test sets."""
+
+    ids_U: np.ndarray  # int64, ascending
+    version_U: np.ndarray  # int64: of the client state, or the number of samples
+    arrays: dict[str, np.ndarray]  # (U, ...)
+
+    def find(self, ids_M: np.ndarray, version_M: np.ndarray) -> np.ndarray:
+        """Position of each unit, int64 (M,); -1 for an unknown one."""
+        at_M = np.minimum(np.searchsorted(self.ids_U, ids_M), len(self.ids_U) - 1)
+        return np.where((self.ids_U[at_M] == ids_M) & (self.version_U[at_M] == version_M), at_M, -1)
+
+    def updated(self, other: "_Results") -> "_Results":
+        """These results and, where both have a unit, those of `other`."""
+        ids_U, first_U = np.unique(np.concatenate([other.ids_U, self.ids_U]), return_index=True)
+        version_U = np.concatenate([other.version_U, self.version_U])[first_U]
+        arrays = {name: np.concatenate([array, self.arrays[name]])[first_U] for name, array in other.arrays.items()}
+        return _Results(ids_U, version_U, arrays)
+
+
+_Group = tuple[_Model, np.ndarray]  # a model, and its units as positions among the M units of the work
+
+
+@dataclass
+class ReusingBackend:
+    """A backend that carries out tests and comparisons of models only where their result is not known.
+
+    It keeps the results of the latest two evaluations: scores, not models. Work of a training round uses what is known
+    and adds nothing.
+
+    attackers: clients whose training labels may depend on the round.
+    """
+
+    backend: Backend
+    federation: Federation
+    attackers: np.ndarray
+    latest: dict[_Model, _Results] = field(default_factory=dict)
+    before: dict[_Model, _Results] = field(default_factory=dict)  # of the evaluation before
+    _present: Federation | None = None
+    _evaluated: int = -1  # round of the latest evaluation
+    _checksums: dict[int, tuple[Tensor, dict[int, bytes]]] = field(default_factory=dict)  # as `RayBackend._rows`
+    _phase: tuple[int, bool] | None = None
+    _changes: int = 0  # of client states
+    # by name of a client state: the number of the change that each client's is from, int64 (N,); below 0: it was
+    # dropped; 0: as it was at the start
+    _change_N: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def run(self, work: Work) -> Outcome:
+        if not _is_reusable(work):
+            return self._note_states(work, self.backend.run(work))
+        self._begin(work)
+        return self._losses(work) if isinstance(work, Losses) else self._tests(work)  # type: ignore[arg-type]
+
+    def _begin(self, work: Work) -> None:
+        """Forgets what holds no longer."""
+        address = work.address
+        phase = (address.round, address.exchange < 0)
+        if phase != self._phase:
+            self._phase, self._checksums = phase, {}
+        if (present := self.federation.at(address.round)) is not self._present:
+            self._present, self.latest, self.before = present, {}, {}
+        if address.exchange < 0 and address.round != self._evaluated:
+            self._evaluated, self.latest, self.before = address.round, {}, self.latest
+
+    # ---- tests
+
+    def _tests(self, work: EvaluateClients | EvaluateShared) -> Outcome:
+        version_M, groups = self._versions(work), list(self._groups(work))
+        arrays, known_M = work.empty_result(self.federation.shape.num_classes), np.zeros(len(work.ids_M), bool)
+        for model, index_m in groups:
+            found, at_m = self._known(model, work.ids_M[index_m], version_M[index_m])
+            known_M[index_m] = at_m >= 0
+            for name, array in found.items():
+                arrays[name][index_m[at_m >= 0]] = array[at_m[at_m >= 0]]
+        missing_m, excluded = np.flatnonzero(~known_M), {}
+        if len(missing_m):
+            outcome = self.backend.run(replace(work.take(missing_m), tables=work.tables))
+            excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
+            for name, array in outcome.arrays.items():
+                arrays[name][missing_m] = array
+        if work.address.exchange < 0:
+            valid_M = ~np.isin(np.arange(len(work.ids_M)), list(excluded))
+            for model, index_m in groups:
+                index_m = index_m[valid_M[index_m]]
+                of_model = {name: array[index_m] for name, array in arrays.items()}
+                self._keep(model, work.ids_M[index_m], version_M[index_m], of_model)
+        return Outcome(arrays, excluded=excluded)
+
+    def _groups(self, work: EvaluateClients | EvaluateShared) -> Iterator[_Group]:
+        """The units of each model."""
+        row_M = np.zeros(len(work.ids_M), np.int64) if work.vote else work.start.row_M.astype(np.int64)
+        state = work.client_state
+        if state is not None and state.columns is None:
+            row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
+        frozen = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
+        pairs, group_M = np.unique(np.stack([row_M, frozen.row_M], 1), axis=0, return_inverse=True)
+        order = np.argsort(group_M.reshape(-1), kind="stable")
+        bounds = np.cumsum(np.bincount(group_M.reshape(-1)))[:-1]
+        limit = work.max_test_samples if isinstance(work, EvaluateClients) else None
+        name = type(work).__name__ if state is None else f"{type(work).__name__} {state.name}"
+        for (row, frozen_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
+            if work.vote:
+                models = b"".join(self._checksum(work.tables[0], k) for k in range(work.vote))
+            else:
+                models = self._checksum(work.tables[work.start.table], row)
+            yield _Model(name, models, self._checksum(work.tables[frozen.table], frozen_row), limit), index_m
+
+    def _versions(self, work: Work) -> np.ndarray:
+        """The versions of the clients' states, int64 (M,); 0 where the work uses none."""
+        if work.client_state is None:
+            return np.zeros(len(work.ids_M), np.int64)
+        return self._changes_of(work.client_state.name)[work.ids_M]
+
+    # ---- losses
+
+    def _losses(self, work: Losses) -> Outcome:
+        """Those of unknown models are computed, for the clients for which any of them is unknown."""
+        assert self._present is not None
+        used_M = np.minimum(self._present.num_samples_N[work.ids_M], work.max_samples or _NO_LIMIT)
+        frozen = b""
+        if work.frozen_model is not None:
+            frozen = self._checksum(work.tables[work.frozen_model.table], int(work.frozen_model.row_M[0]))
+        models = [_Model("Losses", self._checksum(work.tables[0], k), frozen) for k in range(work.num_models)]
+        loss_MK = work.empty_result(0)["losses"]
+        known_MK = np.zeros(loss_MK.shape, bool)
+        reusable_M = ~np.isin(work.ids_M, self.attackers)
+        for k, model in enumerate(models):
+            found, at_M = self._known(model, work.ids_M, used_M)
+            known_MK[:, k] = (at_M >= 0) & reusable_M
+            if found:
+                loss_MK[known_MK[:, k], k] = found["losses"][at_M[known_MK[:, k]]]
+        missing_m, missing_k = np.flatnonzero(~known_MK.all(1)), np.flatnonzero(~known_MK.all(0))
+        excluded = {}
+        if len(missing_m):
+            part = replace(work.take(missing_m), tables=work.tables)
+            if len(missing_k) < work.num_models:
+                tables = (work.tables[0][missing_k], *work.tables[1:])
+                part = replace(part, num_models=len(missing_k), tables=tables)
+            outcome = self.backend.run(part)
+            excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
+            loss_MK[np.ix_(missing_m, missing_k)] = outcome.arrays["losses"]
+        if work.address.exchange < 0:
+            keep_M = reusable_M & ~np.isin(np.arange(len(work.ids_M)), list(excluded))
+            for k, model in enumerate(models):
+                self._keep(model, work.ids_M[keep_M], used_M[keep_M], {"losses": loss_MK[keep_M, k]})
+        return Outcome({"losses": loss_MK}, excluded=excluded)
+
+    # ---- results by model
+
+    def _known(
+        self, model: _Model, ids_M: np.ndarray, version_M: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Arrays (U, ...) of what is known of a model, and the position of each unit in them; -1 for an unknown one."""
+        found = [results for kept in (self.latest, self.before) if (results := kept.get(model)) is not None]
+        if not found:
+            return {}, np.full(len(ids_M), -1)
+        results = found[0] if len(found) == 1 else found[1].updated(found[0])
+        return results.arrays, results.find(ids_M, version_M)
+
+    def _keep(self, model: _Model, ids_M: np.ndarray, version_M: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        if not len(ids_M):
+            return
+        ids_U, first_U = np.unique(ids_M, return_index=True)
+        new = _Results(ids_U, version_M[first_U], {name: array[first_U] for name, array in arrays.items()})
+        self.latest[model] = self.latest[model].updated(new) if model in self.latest else new
+
+    def _checksum(self, table: Tensor, row: int) -> bytes:
+        """Checksum of the values of a model."""
+        if row < 0:
+            return b"own" if row == _OWN_MODEL else b""
+        _, known = self._checksums.setdefault(id(table), (table, {}))
+        if row not in known:
+            known[row] = sha256(table[row].contiguous().numpy().data).digest()
+        return known[row]
+
+    # ---- client states
+
+    def _changes_of(self, name: str) -> np.ndarray:
+        """Number of the change that each client's state of this name is from, int64 (N,)."""
+        if name not in self._change_N:
+            self._change_N[name] = np.zeros(0, np.int64)
+        lacking = self.federation.num_clients - len(self._change_N[name])
+        if lacking:
+            self._change_N[name] = np.append(self._change_N[name], np.zeros(lacking, np.int64))
+        return self._change_N[name]
+
+    def _note_states(self, work: Work, outcome: Outcome) -> Outcome:
+        if work.updates_client_state and work.client_state is not None:
+            self._changes += 1
+            self._changes_of(work.client_state.name)[work.ids_M[outcome.arrays["valid"]]] = self._changes
+        return outcome
+
+    def forget(self, ids: np.ndarray) -> None:
+        self.backend.forget(ids)
+        self._changes += 1
+        for name in self._change_N:
+            self._changes_of(name)[ids] = -self._changes
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+        self.backend.restore(entries)
+        self.latest, self.before, self._change_N = {}, {}, {}
+
+    def use(self, federation: Federation) -> None:
+        self.backend.use(federation)
+        self.federation = federation
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        return self.backend.changed(everything)
+
+    def forgotten(self) -> set[ClientStateKey]:
+        return self.backend.forgotten()
+
+
+def _is_reusable(work: Work) -> bool:
+    """Whether the result depends on models and data alone."""
+    if not len(work.ids_M):
+        return False
+    if isinstance(work, Losses):
+        frozen = work.frozen_model
+        return frozen is None or (frozen.table > 0 and len(np.unique(frozen.row_M)) == 1)
+    return isinstance(work, Evaluate) and getattr(work, "tune", None) is None

@@ -1,0 +1,61 @@
+"""Scores of a model, computed from its confusion matrix so that they can be restricted to any set of labels."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.engine.network import Network
+
+Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C)
+
+
+def additive_logits(network: Network, row_P: Tensor, frozen_P: Tensor | None) -> Logits:
+    """Predictor of one model; with `frozen_P`, of the sum of its logits and those of the frozen model."""
+
+    def logits(x: Tensor) -> Tensor:
+        first = network.logits(x) if row_P is network.flat else network.logits_of(row_P, x)
+        return first if frozen_P is None else first + network.logits_of(frozen_P, x)
+
+    return logits
+
+
+def soft_vote(network: Network, rows: Sequence[Tensor]) -> Logits:
+    """Predictor by soft voting: the logarithm of the mean of the models' class probabilities."""
+
+    def logits(x: Tensor) -> Tensor:
+        log_p = torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
+        return log_p.logsumexp(0) - np.log(len(rows))
+
+    return logits
+
+
+@torch.no_grad()
+def confusion(predict: Logits, x: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts int64 (C, C), true class by predicted class, and the summed loss float64 (C,) per true class."""
+    logits = predict(x).cpu()
+    counts_CC = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
+    loss_n = cross_entropy(logits, y, reduction="none").double()
+    loss_C = torch.zeros(num_classes, dtype=torch.float64).index_add_(0, y, loss_n)
+    return counts_CC.reshape(num_classes, num_classes).numpy(), loss_C.numpy()
+
+
+def scores(
+    confusion_CC: np.ndarray, loss_C: np.ndarray, labels_C: np.ndarray | None = None
+) -> tuple[float, float, float]:
+    """Accuracy, macro-F1 and mean loss over the test samples whose label is in the bool `labels_C` (None: all).
+
+    Macro-F1 averages over the classes that occur among the true or predicted ones, as scikit-learn's `f1_score` does.
+    All three are NaN without such a sample.
+    """
+    counts = confusion_CC if labels_C is None else confusion_CC * labels_C[:, None]
+    total = counts.sum()
+    if total == 0:
+        return float("nan"), float("nan"), float("nan")
+    hit_C, true_C, predicted_C = np.diag(counts), counts.sum(1), counts.sum(0)
+    occurs = (true_C + predicted_C) > 0
+    f1_C = 2 * hit_C[occurs] / (true_C + predicted_C)[occurs]
+    loss = (loss_C if labels_C is None else loss_C * labels_C).sum() / total
+    return float(hit_C.sum() / total), float(f1_C.mean()), float(loss)

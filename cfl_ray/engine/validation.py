@@ -1,0 +1,54 @@
+"""Checks of client data and results. Each returns the reason why they are not valid, or None."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from cfl_ray.data.federation import DataShape
+
+# powers of 2 above all inputs, all trained weights, all buffers and signatures; changes below 2^21 have exact sums
+INPUT_POWER, WEIGHT_POWER, ANY_POWER = 16, 14, 20
+
+
+def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) -> str | None:
+    """Reason why samples are not valid, to follow "its data have"; None for valid ones.
+
+    Finds errors that training does not report: another shape of the same size, labels outside 0 .. C-1, a single NaN.
+    least: smallest number of samples.
+    """
+    if x.dtype != shape.dtype or y.dtype != torch.int64:
+        return f"inputs of {x.dtype} and labels of {y.dtype}, expected {shape.dtype} and torch.int64"
+    if tuple(x.shape[1:]) != tuple(shape.input):
+        return f"shape {tuple(x.shape[1:])}, expected {tuple(shape.input)}"
+    if y.shape != x.shape[:1]:
+        return f"{len(x)} samples and labels of shape {tuple(y.shape)}, expected one label for each"
+    if len(y) < least:
+        return f"{len(y)} samples, expected at least {least}"
+    if not len(y):
+        return None
+    low, high = (int(value) for value in torch.aminmax(y))
+    if low < 0 or high >= shape.num_classes:
+        return f"labels {low} .. {high}, expected 0 .. {shape.num_classes - 1}"
+    if shape.vocabulary is None:
+        return invalid_value_reason(x, INPUT_POWER)
+    low, high = (int(value) for value in torch.aminmax(x))
+    return (
+        None if 0 <= low <= high < shape.vocabulary else f"tokens {low} .. {high}, expected 0 .. {shape.vocabulary - 1}"
+    )
+
+
+def invalid_value_reason(values: Tensor, power: int) -> str | None:
+    """Reason why values are not finite and below 2^power, to follow "has" or "have"; None where they are."""
+    if not values.numel():
+        return None
+    low, high = torch.aminmax(values)  # NaN where any value is
+    largest = max(-low.item(), high.item())
+    if largest < 2**power:
+        return None
+    return f"values up to {largest:.3g}, beyond 2^{power}" if math.isfinite(largest) else "values that are not finite"
+
+
+def invalid_update_reason(row_P: Tensor, trained: int) -> str | None:
+    """Reason why a row (P,) of weights (its first `trained` columns) and buffers is not valid; None for a valid one."""
+    return invalid_value_reason(row_P[:trained], WEIGHT_POWER) or invalid_value_reason(row_P[trained:], ANY_POWER)

@@ -1,0 +1,112 @@
+"""The manifest of a checkpoint, a JSON file: its fields, and the state tensors from the files that it names."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.files import write_json
+from cfl_ray.runtime.checkpoint.segments import EntryFile, as_rows, opened, rows_in, writing
+
+FORMAT = 3
+_TYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+
+
+class TensorShape(BaseModel):
+    """Shape and type of a state tensor."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    dtype: str = Field(pattern=f"^({'|'.join(_DTYPES)})$")
+    shape: list[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype])
+
+
+class CheckpointManifest(BaseModel):
+    """Everything in the manifest file but its own checksum."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    format: int
+    round: int
+    config_hash: str
+    method: str
+    files: list[EntryFile]  # later ones override earlier ones
+    tensors: dict[str, TensorShape]
+    largest_client_state: int = Field(ge=0)  # bytes of the largest client state so far
+    values: dict[str, Any]
+
+    def write(self, file: Path) -> None:
+        """Replaces the file in one step. Raises RunError where it cannot."""
+        values = self.model_dump()
+        with writing(file):
+            write_json(file, values | {"sha256": _digest(values)})
+
+    @classmethod
+    def read(cls, file: Path, **expected: object) -> Self:
+        """The manifest in the file. Raises RunError where there is none or a field differs from `expected`."""
+        if not file.exists() and file.with_suffix("").is_dir():
+            folder = file.with_suffix("")
+            raise RunError(f"{folder} is a folder, as format 1 had it; this version reads format {FORMAT}")
+        try:
+            values = json.loads(file.read_text())
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{file} is no JSON ({error})") from error
+        if not isinstance(values, dict) or "format" not in values:
+            raise RunError(f"{file} is no checkpoint")
+        if values.pop("sha256", None) != _digest(values):
+            raise RunError(f"{file} was altered")
+        if values["format"] != FORMAT:
+            raise RunError(f"{file} has format {values['format']}, this version reads {FORMAT}")
+        try:
+            found = cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RunError(f"{file} is no checkpoint: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        for name, here in expected.items():
+            if (there := getattr(found, name)) != here:
+                raise RunError(f"{file} belongs to {name} {there}, not {here}")
+        return found
+
+    def state(self, folder: Path) -> dict[str, Tensor]:
+        """The state tensors, put together from all files. Raises RunError unless every row is in one of them."""
+        room = sum(file.bytes for file in self.files)
+        if large := [name for name, shape in self.tensors.items() if shape.bytes > room]:
+            shape = self.tensors[large[0]].shape
+            raise RunError(f"{large[0]} has shape {shape}, more than {room} bytes of files can hold")
+        tensors = {name: shape.empty() for name, shape in self.tensors.items()}
+        rows = {name: as_rows(tensor) for name, tensor in tensors.items() if tensor.numel()}
+        found = {name: torch.zeros(len(tensor), dtype=torch.bool) for name, tensor in rows.items()}
+        for file in self.files:
+            with opened(folder, file) as entries:
+                for name, row_R, entry in rows_in(entries):
+                    values = entries.get_tensor(entry)
+                    if name in rows and (values.shape[1:], values.dtype) == (rows[name].shape[1:], rows[name].dtype):
+                        fits_R = row_R < len(rows[name])
+                        rows[name][row_R[fits_R]] = values[fits_R]
+                        found[name][row_R[fits_R]] = True
+        if lacking := [name for name, found_R in found.items() if not found_R.all()]:
+            raise RunError(f"rows of {lacking[0]} are in none of its files")
+        return tensors
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,261 @@
+"""Checkpoints: complete or absent, verified on load; tensors in safetensors, the rest in JSON. Loading runs no code.
+
+    checkpoints/000012.json               after round 12: the JSON values, shapes of the tensors, and the segment
+                                          files needed, oldest first
+    checkpoints/000031-0.safetensors      a segment (`segments.py`): what changed since the checkpoint before
+
+A save costs, in time and in space, what changed since the one before and not what there is: rows of state tensors are
+compared (unless a tensor is the one saved last), and the backend knows which client states changed. From time to time a
+segment takes in earlier ones, so that the files of a checkpoint hold at most twice what is alive and number O(log) of
+it; an entry is rewritten O(log) times in all.
+
+Measured per save, writing everything in brackets: 480 of 4,800 signatures of 8,192 floats change: 16 MB, with merges 30
+(157); 1,000 of 100,000 clients with 1,000 floats each: 4.0 MB and 0.03 s, with merges 6.8 MB and 0.08 s (402 MB and 4.4
+s); at most 26 files in 500 rounds.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.files import sync
+from cfl_ray.core.work import ClientStateKey, ClientStateSource
+from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
+from cfl_ray.runtime.checkpoint.segments import (
+    Damaged,
+    EntryFile,
+    EntryWriter,
+    as_rows,
+    changed_rows,
+    client_states_in,
+    cost,
+    dropped_in,
+    opened,
+    rows_in,
+    rows_to_write,
+    segments_to_merge,
+    system_reason,
+    writing,
+)
+
+# what reading a damaged checkpoint may raise
+_DAMAGE = (RunError, OSError, ValueError, TypeError, IndexError, RuntimeError, MemoryError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State and client states after `round`."""
+
+    round: int
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]  # JSON
+    folder: Path = field(repr=False)
+    files: tuple[EntryFile, ...] = field(repr=False)
+    refused: tuple[str, ...] = ()  # why newer checkpoints could not be used, one line each
+
+    def client_states(self) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        """Every client state, one at a time."""
+        overridden: set[ClientStateKey] = set()  # stored or dropped by later files
+        for file in reversed(self.files):
+            with opened(self.folder, file) as entries:
+                for key, value in client_states_in(entries):
+                    if key not in overridden:
+                        overridden.add(key)
+                        yield key, value.clone()  # a view would map the file, which may be removed
+                overridden |= dropped_in(entries)
+
+
+class CheckpointStore:
+    """The checkpoints of one method of one run."""
+
+    def __init__(self, directory: Path, config_hash: str, keep_last: int = 3):
+        self.directory, self.config_hash, self.keep_last = Path(directory), config_hash, keep_last
+        self.folder = self.directory / "checkpoints"
+        self.files: list[EntryFile] = []  # of the newest checkpoint
+        self.largest_client_state = 0  # bytes
+        self._saved: dict[str, tuple[Tensor, int]] = {}  # state tensors as saved last, with their version counters
+        self._kept: dict[int, list[EntryFile]] = {}  # files of the checkpoints that are kept, by round
+        self._used = False  # a checkpoint was loaded or saved
+
+    def rounds(self) -> list[int]:
+        """Rounds that have a checkpoint, oldest first."""
+        names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
+        manifests = (name for name in names if re.fullmatch(r"[0-9]{1,15}(\.json)?", name))
+        return sorted({int(name.removesuffix(".json")) for name in manifests})
+
+    # ---- saving
+
+    def save(
+        self, round: int, tensors: dict[str, Tensor], values: dict[str, Any], states: ClientStateSource
+    ) -> str | None:
+        """Saves the state after `round`, and the client states that changed. Saved tensors must not change in place.
+
+        Returns None, or why everything was saved anew: files that the checkpoint would build on are missing or altered.
+        Raises RunError where something cannot be written; then nothing of this checkpoint remains, and earlier ones
+        stay valid.
+        """
+        if self._used and not self.directory.is_dir():
+            raise RunError(f"{self.directory} is gone, so nothing more can be saved")
+        try:
+            for file in self.files:
+                file.check(self.folder, content=False)
+            self._save(round, tensors, values, states, everything=False)
+        except Damaged as error:
+            self.files, self._saved = [], {}
+            self._save(round, tensors, values, states, everything=True)
+            return f"everything was saved anew, for earlier checkpoints are damaged: {error}"
+        return None
+
+    def _save(
+        self,
+        round: int,
+        tensors: dict[str, Tensor],
+        values: dict[str, Any],
+        states: ClientStateSource,
+        everything: bool,
+    ) -> None:
+        target = self.folder / f"{round:06d}.json"
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writer = EntryWriter(self.folder, self._next_segment())
+        try:
+            rows = {name: as_rows(tensor) for name, tensor in tensors.items()}
+            files = self._write_segment(writer, rows, states, everything)
+            manifest = CheckpointManifest(
+                format=FORMAT,
+                round=round,
+                config_hash=self.config_hash,
+                method=self.directory.name,
+                files=files,
+                tensors={name: TensorShape.of(tensor) for name, tensor in tensors.items()},
+                largest_client_state=self.largest_client_state,
+                values=values,
+            )
+            manifest.write(target)
+            with writing(target):
+                sync(self.folder)
+        except BaseException:
+            writer.abandon()
+            raise
+        self._adopt(round, tensors, files)
+        self._discard(round)
+
+    def _write_segment(
+        self, writer: EntryWriter, tensors: dict[str, Tensor], states: ClientStateSource, everything: bool
+    ) -> list[EntryFile]:
+        """Writes what changed, and what is alive of the segments merged with it. Returns the files needed now."""
+        dropped, written = set(states.forgotten()), set()
+        for key, value in states.changed(everything):
+            writer.add_client_state(key, value)
+            written.add(key)
+            self.largest_client_state = max(self.largest_client_state, value.nbytes)
+        changed = {name: self._changed(name, tensor) for name, tensor in tensors.items()}
+        shrunk = (max(0, old.nbytes - _bytes(tensors.get(name))) for name, (old, _) in self._saved.items())
+        ended = len(dropped) * self.largest_client_state + sum(shrunk)
+        rows = sum(cost(tensors[name], rows_to_write(changed_R, tensors[name])) for name, changed_R in changed.items())
+        stay, merged = self._stay_and_merge(writer.bytes + rows + 2 * ended)
+        for file in reversed(merged):  # newest first: what later files hold or drop is written or dropped by then
+            file.check(self.folder)
+            with opened(self.folder, file) as entries:
+                for name, row_R, _ in rows_in(entries):
+                    if name in tensors:
+                        changed[name][row_R[row_R < len(tensors[name])]] = True
+                for key, value in client_states_in(entries):
+                    if key not in written and key not in dropped:
+                        written.add(key)
+                        writer.add_client_state(key, value)
+                dropped |= dropped_in(entries)
+        for name, changed_R in changed.items():
+            writer.add_rows(name, tensors[name], rows_to_write(changed_R, tensors[name]))
+        ended += sum(file.ended for file in merged)
+        return stay + writer.close(dropped - written if stay else (), ended if stay else 0)
+
+    def _changed(self, name: str, tensor: Tensor) -> Tensor:
+        """Bool (R,): rows of a state tensor that differ from those saved last."""
+        old, version = self._saved.get(name, (None, 0))
+        if old is None:
+            return changed_rows(tensor, None)
+        if old._version != version:  # changed in place, against the rule: the values saved last are lost
+            return changed_rows(tensor, None)
+        if _same_memory(old, tensor):
+            return torch.zeros(len(tensor), dtype=torch.bool)
+        return changed_rows(tensor, old)
+
+    def _stay_and_merge(self, new: int) -> tuple[list[EntryFile], list[EntryFile]]:
+        """The files that stay, and those that a segment of weight `new` takes in."""
+        weights: dict[int, int] = {}
+        for file in self.files:
+            weights[file.segment] = weights.get(file.segment, 0) + file.weight
+        segments = list(weights)
+        merged = set(segments[len(segments) - segments_to_merge(list(weights.values()), new) :])
+        stay = [file for file in self.files if file.segment not in merged]
+        return stay, [file for file in self.files if file.segment in merged]
+
+    def _next_segment(self) -> int:
+        found = (re.match(r"(\d{1,15})-", path.name) for path in self.folder.iterdir())
+        return 1 + max((int(match[1]) for match in found if match), default=0)
+
+    def _adopt(self, round: int, tensors: dict[str, Tensor], files: list[EntryFile]) -> None:
+        self.files, self._used = files, True
+        self._saved = {name: (as_rows(tensor), tensor._version) for name, tensor in tensors.items()}
+        self._kept[round] = files
+
+    def _discard(self, round: int) -> None:
+        """Removes what the last good checkpoints up to `round` do not need, and leftovers of killed processes."""
+        self._kept = {kept: self._kept[kept] for kept in sorted(self._kept)[-self.keep_last :]}
+        needed = {file.name for files in self._kept.values() for file in files}
+        for path in self.folder.iterdir():
+            segment = re.fullmatch(r"\d+-\d+\.safetensors", path.name) and path.name not in needed
+            old = re.fullmatch(r"\d+\.json", path.name) and int(path.stem) <= round and int(path.stem) not in self._kept
+            if segment or old or path.name.startswith("."):
+                with suppress(OSError):  # it takes room and does no harm
+                    path.unlink()
+
+    # ---- loading
+
+    def load(self) -> Checkpoint | None:
+        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used."""
+        refused: list[str] = []
+        for round in reversed(self.rounds()):
+            try:
+                return self._load(round, tuple(refused))
+            except _DAMAGE as error:
+                refused.append(f"checkpoint of round {round}: {system_reason(error)}")
+        if refused:
+            raise RunError(f"no checkpoint in {self.folder} can be used: " + "; ".join(refused))
+        return None
+
+    def _load(self, round: int, refused: tuple[str, ...]) -> Checkpoint:
+        manifest = self._manifest(round)
+        for file in manifest.files:
+            file.check(self.folder)
+        tensors = manifest.state(self.folder)
+        self.largest_client_state = manifest.largest_client_state
+        self._kept = {}
+        for other in self.rounds():
+            if other < round:
+                with suppress(RunError, OSError):  # a damaged one cannot be used, so its files need not be kept
+                    self._kept[other] = self._manifest(other).files
+        self._adopt(round, tensors, manifest.files)
+        return Checkpoint(round, tensors, manifest.values, self.folder, tuple(manifest.files), refused)
+
+    def _manifest(self, round: int) -> CheckpointManifest:
+        return CheckpointManifest.read(
+            self.folder / f"{round:06d}.json", config_hash=self.config_hash, method=self.directory.name, round=round
+        )
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    layouts = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
+    return layouts[0] == layouts[1]
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return tensor.nbytes if tensor is not None else 0

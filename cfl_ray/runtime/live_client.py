@@ -1,0 +1,172 @@
+"""The command line's view of a run: a live one is asked through its server, any other is read from its files."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cfl_ray import config
+from cfl_ray.core.errors import RunError, UserError
+from cfl_ray.runtime.run_lock import CONFIG, command, is_live, no_run
+from cfl_ray.runtime.session_file import ServerAddress, read_server_address
+from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
+from cfl_ray.tracking.tracker import INFO
+
+_SHOWN = ("accuracy", "accuracy_local", "num_clusters")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The status of a run. None means not known."""
+
+    experiment: str
+    state: str  # live, finished, stopped, failed or died
+    rounds: int  # of each method
+    methods: dict[str, str]  # methods that have begun, by label: finished, at work or begun
+    waiting: int = 0  # number of methods that have not begun
+    method: str | None = None  # the present method, or the last one
+    phase: str | None = None  # of the present method: running, evaluating, saving ...
+    round: int = 0  # the present round of a live run, else the last one recorded
+    metrics: dict[str, float] = field(default_factory=dict)  # those of _SHOWN, as last evaluated
+    evaluated: int | None = None  # round of the last evaluation
+    hosts: int | None = None
+    hosts_starting: int | None = None
+    nodes: int | None = None
+    clients_online: int | None = None
+    clients: int | None = None
+    seconds_per_round: float | None = None
+    seconds_left: float | None = None  # of the present method
+    last_fault: str | None = None
+    fault_age: float | None = None  # seconds
+    pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
+    next: str | None = None  # the command that continues the run
+    driver: str | None = None  # host and process id
+
+
+def status(run_dir: Path) -> RunStatus:
+    """The status of a run, live or not. Raises ConfigError without a run or with a foreign session.json."""
+    file = _config(run_dir)
+    experiment, session, live = config.load(file), read_server_address(run_dir), is_live(file)
+    methods = _begun(run_dir)
+    answer = _server_status(run_dir, session) if live and session else {}
+    label = answer.get("method") or next(reversed(methods), None)
+    if live and label and methods.get(label) != "finished":
+        methods[label] = "at work"
+    waiting = max(0, sum(_entries(entry) for entry in experiment.methods) - len(methods))
+    finished = not waiting and all(progress == "finished" for progress in methods.values())
+    records = list(read_records(run_dir / label)) if label else []
+    last = next((record for record in reversed(records) if "accuracy" in record.metrics), None)
+    recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
+    when, fault = answer.get("last_fault") or (None, None)
+    return RunStatus(
+        experiment.name,
+        "live" if live else "finished" if finished else _ended(run_dir),
+        experiment.rounds,
+        methods,
+        waiting,
+        label,
+        phase=answer.get("state") or ("starting, or in one process" if live else None),
+        round=answer.get("round") or recorded,
+        metrics={name: last.metrics[name] for name in _SHOWN if name in last.metrics} if last else {},
+        evaluated=last.round if last else None,
+        **{name: answer.get(name) for name in ("hosts", "hosts_starting", "nodes", "clients_online", "clients")},
+        seconds_per_round=seconds,
+        seconds_left=(seconds and live and seconds * (experiment.rounds - recorded)) or None,
+        last_fault=fault,
+        fault_age=when and max(0.0, time.time() - when),
+        pending=answer.get("pending", []),
+        next=None if live or finished else command("resume", run_dir),
+        driver=f"{session.host}, process {session.pid}" if live and session else None,
+    )
+
+
+def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
+    """Sends a request to a live run and returns what will happen.
+
+    Raises RunError where the run is not live, ConfigError where the request is refused.
+    """
+    file = _config(run_dir)
+    session = read_server_address(run_dir)
+    if not is_live(file):
+        refusal = f"{run_dir} is not live, so it takes no request to {verb.partition('_')[0]}; "
+        if status(run_dir).state == "finished":
+            raise RunError(f"{refusal}it is finished, see `{command('status', run_dir)}`")
+        raise RunError(f"{refusal}see `{command('status', run_dir)}`, go on with `{command('resume', run_dir)}`")
+    if session is None:
+        raise RunError(
+            f"{run_dir} takes no requests now: it is only starting, runs in one process, or its cluster has no token; "
+            "start Ray with RAY_AUTH_MODE=token, or ask again in a moment"
+        )
+    return _ask_server(session, verb, *arguments)
+
+
+def own_phase(run_dir: Path) -> str | None:
+    """The phase of the round at work in the run on Ray that this process drives; None where it is not known."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():  # to join a cluster is not worth it
+        return None
+    try:
+        session = read_server_address(run_dir)
+        return None if session is None else _ask_server(session, "status").get("state")
+    except UserError:
+        return None
+
+
+def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
+    if session.auth_mode:
+        os.environ["RAY_AUTH_MODE"] = session.auth_mode  # read when ray is imported
+    from cfl_ray.runtime.on_ray.ask import ask_server
+
+    return ask_server(session, verb, *arguments)
+
+
+def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
+    """The server's status; only its phase where it cannot be asked, empty where the run ended meanwhile."""
+    try:
+        return _ask_server(session, "status")
+    except RunError as error:
+        return {"state": str(error)} if is_live(run_dir / CONFIG) else {}
+
+
+# ---- read from files
+
+
+def _config(run_dir: Path) -> Path:
+    if not (run_dir / CONFIG).is_file():
+        raise no_run(run_dir)
+    return run_dir / CONFIG
+
+
+def _begun(run_dir: Path) -> dict[str, str]:
+    """The methods that have begun, by label, the latest last: finished or begun. Runs no code that the config names."""
+    infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{INFO}")}
+    begun = sorted(infos, key=lambda directory: infos[directory].time_ms)
+    return {
+        directory.name: "finished" if (end := read_end(directory)) and end.status == "FINISHED" else "begun"
+        for directory in begun
+    }
+
+
+def _entries(entry: Any) -> int:
+    """The number of methods that an entry of `methods` stands for."""
+    if entry != "all":
+        return 1
+    from cfl_ray.methods import REGISTRY
+
+    return len(REGISTRY)
+
+
+def _ended(run_dir: Path) -> str:
+    """The state of a run that is neither live nor finished."""
+    end = read_end(run_dir)
+    return "died" if end is None else {"KILLED": "stopped", "FAILED": "failed"}.get(end.status, "stopped")
+
+
+def _seconds_per_round(records: list[RoundRecord]) -> float | None:
+    """The median time between the last rounds, with evaluation and checkpoint; insensitive to one pause."""
+    between = [(after.time_ms - before.time_ms) / 1000 for before, after in pairwise(records[-6:])]
+    return median(between) if between else next((record.metrics.get("round_seconds") for record in records[-1:]), None)

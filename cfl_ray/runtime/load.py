@@ -1,0 +1,43 @@
+"""The results of a run from its files: finished, stopped, or live."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.methods import resolve
+from cfl_ray.runtime.prepare import Setup, prepare
+from cfl_ray.runtime.results import MethodResult, Results
+from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.trained import TrainedMethod, load_trained
+from cfl_ray.tracking import read_end, read_records
+
+
+def load_run(run_dir: str | Path, experiment: Experiment | None = None) -> Results:
+    """The results of a run as far as they are recorded. Of a live or stopped run, models are those saved last.
+
+    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
+    Raises ConfigError where `run_dir` holds no run. Data are read when a model is asked for.
+    """
+    directory = Path(run_dir).absolute()
+    if not (directory / CONFIG).is_file():
+        raise ConfigError(f"{run_dir} holds no run: there is no {directory / CONFIG}")
+    experiment = experiment or config.load(directory / CONFIG)
+    setup = cache(partial(prepare, experiment))
+    methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}
+    return Results(methods, directory)
+
+
+def _method(setup: Callable[[], Setup], label: str, run_dir: Path) -> MethodResult:
+    directory = run_dir / label
+    if not directory.is_dir():
+        return MethodResult(label, [], {}, directory)
+    end = read_end(directory)
+    summary = dict(end.summary.metrics) if end is not None else {}
+
+    def trained() -> TrainedMethod:
+        return load_trained(setup(), label, run_dir)
+
+    return MethodResult(label, list(read_records(directory)), summary, directory, trained)

@@ -1,0 +1,270 @@
+"""The backend over Ray: pieces go to hosts as they become free; models and sums cross once per host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from torch import Tensor
+
+from cfl_ray.core.work import (
+    Address,
+    AverageDeferred,
+    ClientStateKey,
+    CombineColumns,
+    Exclusion,
+    Outcome,
+    PieceResult,
+    Train,
+    Work,
+)
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.pieces import Piece, outcome_of, piece_size, pieces_of
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.dispatch import Dispatch
+from cfl_ray.runtime.on_ray.pool import HOST_LOST, Host, Pool
+from cfl_ray.runtime.on_ray.schedule import Schedule
+from cfl_ray.runtime.on_ray.shared import shared_tensor
+from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, tensor_of
+
+_CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
+
+
+@dataclass
+class RayBackend:
+    """Backend over a pool of hosts. Client states stay in the object store; only references are held here."""
+
+    pool: Pool
+    client_states: ClientStateStore = field(default_factory=ClientStateStore)
+    compaction: Compaction = field(default_factory=Compaction)
+    # clients that took too long: not tried again in this round
+    late: dict[int, Exclusion] = field(default_factory=dict)
+    # by table: the table, and the rows that were put
+    _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
+    _round: tuple[int, bool] | None = None
+    _seconds_of_cost: dict[type[Work], float] = field(default_factory=dict)  # of one host, in the last such exchange
+
+    def run(self, work: Work) -> Outcome:
+        number = self.pool.next_exchange()
+        self._forget_other_rounds(work.address)
+        self.client_states.begin(work)
+        exchange = Exchange(self, work, number)
+        outcome = exchange.run()
+        seconds = sum(result.seconds for result in exchange.results)
+        self._seconds_of_cost[type(work)] = seconds / max(exchange.cost, 1e-9)
+        return outcome
+
+    def least_cost(self, work: Work) -> float:
+        """The cost of a call that takes `_CALL_SECONDS`, from the last exchange of this kind; 0 where none was made."""
+        seconds = self._seconds_of_cost.get(type(work))
+        return _CALL_SECONDS / seconds if seconds else 0.0
+
+    def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
+        """A model in the object store: put once per round, however many exchanges and hosts use it."""
+        _, refs = self._rows.setdefault(id(table), (table, {}))
+        if row not in refs:
+            refs[row] = ray.put(table[row].numpy())
+        return refs[row]
+
+    def _forget_other_rounds(self, address: Address) -> None:
+        now = (address.round, address.exchange < 0)
+        if self._round != now:
+            self._round, self._rows, self.late = now, {}, {}
+
+    # ---- client states
+
+    def keep(self, work: Work, states: dict[int, StoredValue], deferred: dict[int, StoredValue]) -> None:
+        """Keeps what an exchange has left with its clients."""
+        self.client_states.keep(work, states, deferred)
+        self.compaction.after(sum(value.position is not None for value in states.values()), self.client_states)
+
+    def use(self, federation: Federation) -> None:
+        self.pool.use(federation)
+
+    def forget(self, ids: np.ndarray) -> None:
+        self.client_states.forget(ids)
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        return ((key, tensor_of(ray.get(at.ref), at.position)) for key, at in self.client_states.changed(everything))
+
+    def forgotten(self) -> set[ClientStateKey]:
+        return self.client_states.forgotten()
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+        self.client_states.restore(put_all(entries))
+
+
+class Exchange:
+    """One exchange over the hosts: its calls, and what they have returned so far.
+
+    The steps of `run`: the work is cut into pieces (`_pieces`), `Dispatch` makes calls of them (`start`) and hands over
+    what they return (`receive`), the sums of the hosts are added up (`_collect`). `exclude` fills in clients without a
+    result.
+    """
+
+    def __init__(self, backend: RayBackend, work: Work, number: int):
+        self.backend, self.work, self.number = backend, work, number
+        self.setup = backend.pool.setup
+        self.results: list[PieceResult] = []  # of calls
+        self.skipped: list[PieceResult] = []  # of excluded clients
+        self.states: dict[int, StoredValue] = {}  # by client
+        self.deferred: dict[int, StoredValue] = {}  # by client
+        # what the work leaves with its clients, and whether the values of a call are packed
+        self.left: list[tuple[dict[int, StoredValue], bool]] = []
+        if isinstance(work, Train):
+            size = work.tables[work.start.table].shape[1]
+            if (state := work.client_state) is not None:
+                floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
+                self.left.append((self.states, 4 * floats <= PACKED_BYTES))
+            if work.defers_results:
+                self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
+        self.cost = 0.0  # of all pieces
+        self.sums = HostSums()
+        self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
+
+    def run(self) -> Outcome:
+        runtime, pieces = self.setup.experiment.runtime, self._pieces()
+        homes = [self._home(piece) for piece in pieces] if runtime.clients_per_host else []
+        # with a deadline for each piece, a call has one piece
+        together = runtime.round_deadline is None
+        schedule = Schedule(pieces, together, homes, self.backend.least_cost(self.work))
+        self.cost = schedule.total
+        dispatch = Dispatch(self.backend.pool, schedule, self)
+        while schedule:
+            dispatch.run()
+            if self.work.averaging is not None:
+                self._collect(dispatch)
+        self.backend.keep(self.work, self.states, self.deferred)
+        found = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
+        return outcome_of(self.work, found, self.changes or self.sums.values())
+
+    def _pieces(self) -> list[Piece]:
+        """The pieces, without the clients that took too long earlier in this round."""
+        work, late, choice = self.work, self._late(), self.backend.pool.choice
+        assert choice is not None
+        size = piece_size(len(work.ids_M), choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
+        num_samples_M = self.setup.federation.num_samples_N[work.ids_M] if work.is_per_client else None
+        pieces = pieces_of(work, size, num_samples_M)
+        if not late:
+            return pieces
+        self.exclude(np.array(late), [self.backend.late[client] for client in work.ids_M[late].tolist()])
+        kept = [replace(piece, index_m=np.setdiff1d(piece.index_m, late, True)) for piece in pieces]
+        return [piece for piece in kept if len(piece.index_m)]
+
+    def _late(self) -> list[int]:
+        if not self.work.is_per_client or not self.backend.late:
+            return []
+        return [i for i, client in enumerate(self.work.ids_M.tolist()) if client in self.backend.late]
+
+    def _home(self, piece: Piece) -> int | None:
+        """The host that alone serves the piece's clients; None: any host may."""
+        per_host = self.setup.experiment.runtime.clients_per_host
+        return int(self.work.ids_M[piece.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
+
+    # ---- calls
+
+    def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
+        work, index_m = self.work, np.concatenate([piece.index_m for piece in pieces])
+        order = work.take(index_m)
+        stored = self.backend.client_states.of(order)
+        refs = list(dict.fromkeys(value.ref for value in stored.values()))
+        argument_of = {ref: at for at, ref in enumerate(refs)}
+        places = {i: (argument_of[value.ref], value.position) for i, value in stored.items()}
+        # in a list they stay references, to be fetched one at a time
+        arguments: list[Any] = [refs] if isinstance(work, CombineColumns) else refs
+        uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
+        rows = {(table, row): self.backend.row(work.tables[table], row) for table, row in sorted(uses)}
+        packed = [is_packed for _, is_packed in self.left]
+        returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
+        cuts = np.cumsum([len(piece.index_m) for piece in pieces])[:-1]
+        call = host.actor.work.options(num_returns=returns)
+        made = call.remote(self.number, order, index_m, cuts, rows, packed, places, *arguments)
+        return made if isinstance(made, list) else [made]
+
+    def seconds(self, pieces: Sequence[Piece]) -> float | None:
+        """The limit of a call's time; a chain has that of all its clients."""
+        deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
+        return deadline and deadline * (len(pieces[0].index_m) if self.work.chained else len(pieces))
+
+    def instead(self, piece: Piece) -> list[Piece]:
+        """The clients of a piece that took too long one by one; for one that was cut so, none."""
+        work = self.work
+        if not piece.alone:
+            parts = [piece.index_m] if work.chained else piece.index_m[:, None]
+            return [replace(piece, index_m=part, alone=True) for part in parts]
+        order, seconds = work.take(piece.index_m), self.seconds([piece])
+        ids = order.ids_M.tolist()
+        exclusions = [Exclusion(_late_reason(order, client, seconds), late=True) for client in ids]
+        self.exclude(piece.index_m, exclusions)
+        if work.is_per_client:
+            self.backend.late.update(zip(ids, exclusions, strict=True))
+        return []
+
+    # ---- returns
+
+    def receive(self, pieces: Sequence[Piece], returns: list[Any]) -> None:
+        """Keeps the result of a call, and the references to what it left with the clients."""
+        result, *refs = returns
+        self.results.append(result)
+        ids, rest = self.work.ids_M[result.index_m].tolist(), iter(refs)
+        for kept, is_packed in self.left:
+            if is_packed:
+                pack = next(rest)
+                values = [StoredValue(pack, position) for position in range(len(ids))]
+            else:
+                values = [StoredValue(ref) for ref in islice(rest, len(ids))]
+            entries = zip(ids, values, result.arrays["valid"], strict=True)
+            kept.update({client: value for client, value, valid in entries if valid})
+
+    def _collect(self, dispatch: Dispatch) -> None:
+        """Adds the sums of all hosts. The pieces of a host that dies before are to be done again."""
+        timeout = self.setup.experiment.runtime.round_deadline
+        done, dispatch.done = dispatch.done, {}
+        hosts = [self.backend.pool.host(number) for number in done]
+        rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
+        assert isinstance(self.work, Train | AverageDeferred)
+        columns = self.work.tables[self.work.start.table].shape[1]
+        collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
+        if collected.use_tree and not self.sums.totals:
+            try:
+                sums = collected.by_tree(timeout)
+                self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
+                return
+            except (GetTimeoutError, RayTaskError, *HOST_LOST):
+                pass  # found out below which host it was
+        for position, (host, _) in enumerate(collected.rows_of):
+            try:
+                totals = collected.of_host(position, timeout)
+                self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
+            except (GetTimeoutError, *HOST_LOST) as error:
+                dispatch.done[host.number] = done[host.number]
+                dispatch.lost(host, error)
+
+    def _output_rows(self, schedule: Schedule, numbers: list[int]) -> list[int]:
+        """The output rows of these pieces."""
+        assert self.work.averaging is not None
+        index_m = np.concatenate([schedule.pieces[number].index_m for number in numbers])
+        rows: list[int] = np.unique(self.work.averaging.take(index_m).out_E).tolist()
+        return rows
+
+    def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:
+        """Goes on without these clients."""
+        arrays = self.work.take(index_m).empty_result(self.setup.federation.shape.num_classes)
+        self.skipped.append(PieceResult(index_m, arrays, dict(enumerate(exclusions))))
+
+
+def _late_reason(piece: Work, client: int, seconds: float | None) -> str:
+    """Why one client is excluded for taking too long; in a chain it cannot be told which one did."""
+    who = ""
+    if not piece.is_per_client:
+        who = f"the test on its test set {client} "
+    elif piece.chained:
+        who = f"its chain of {len(piece.ids_M)} clients "
+    return f"{who}did not finish within {seconds:g} s"

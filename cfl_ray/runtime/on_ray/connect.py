@@ -1,0 +1,85 @@
+"""Joining or starting a Ray cluster, and its errors in words that a user can act on. Importing this is light."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import RayError, RayTaskError
+
+from cfl_ray.core.errors import ConfigError, RunError, UserError
+from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.runtime.on_ray.host_actor import host_environment
+from cfl_ray.runtime.session_file import cluster_address
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+_CONNECT_SECONDS = 10
+# how often Ray tries to reach a cluster: 20 times by default, each up to 40 s
+_WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
+
+
+def connect(address: str | None, hosts: int | None = None) -> bool:
+    """Joins the cluster at `address` (or RAY_ADDRESS), or starts one for this run on loopback.
+
+    Returns whether a cluster was started. Raises ConfigError where the cluster cannot be joined.
+    """
+    if ray.is_initialized():
+        return False
+    address = cluster_address(address)
+    if address is None:
+        cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
+        with _loopback_only(), host_environment():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+        return True
+    try:
+        join_cluster(address)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {address} that takes this driver ({short_reason(error)}); "
+            "start one with `ray start --head` (RAY_AUTH_MODE and the token must be the same here and there), "
+            "or leave out runtime.address and RAY_ADDRESS to run on this machine"
+        ) from error
+    return False
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Makes Ray listen on 127.0.0.1 alone; otherwise it replaces that address by the one that other machines reach."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def join_cluster(address: str, loopback: bool = False) -> None:
+    """Joins a cluster. Raises within seconds where there is none, or the token is refused; Ray tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    before = os.environ.get(_WAIT_VARIABLE)
+    os.environ.setdefault(_WAIT_VARIABLE, "1")
+    try:
+        with _loopback_only() if loopback else nullcontext():
+            ray.init(address=address, **_QUIET)
+    finally:
+        if before is None:
+            del os.environ[_WAIT_VARIABLE]  # it would also bound the start of this run's own cluster
+
+
+def as_user_error(error: RayTaskError) -> UserError:
+    """The error of an actor that a user can act on."""
+    cause = error.cause
+    if isinstance(cause, UserError):
+        return cause
+    if isinstance(cause, ClientFailure):
+        return RunError(str(cause))
+    return RunError(f"{type(cause).__name__}: {cause}")
+
+
+def short_reason(error: Exception) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

@@ -1,0 +1,168 @@
+"""The calls of one exchange: made on hosts as they become free, and again when a host dies or takes too long."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import ObjectLostError, RayTaskError
+
+from cfl_ray.engine.pieces import Piece
+from cfl_ray.runtime.on_ray.connect import as_user_error
+from cfl_ray.runtime.on_ray.pool import HOST_LOST, Host, Pool
+from cfl_ray.runtime.on_ray.schedule import Schedule
+
+_CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
+
+
+class Calls(Protocol):
+    """The calls of an exchange, as `Dispatch` makes them."""
+
+    def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
+        """Starts the call that does these pieces on a host. Returns its references; the first one is waited for."""
+
+    def receive(self, pieces: Sequence[Piece], returns: list[Any]) -> None:
+        """Keeps the returns of a call; the first one is its value."""
+
+    def seconds(self, pieces: Sequence[Piece]) -> float | None:
+        """The time after which a host that is at work on these pieces is ended; None: no limit."""
+
+    def instead(self, piece: Piece) -> list[Piece]:
+        """The pieces in the place of one that took too long: its parts, or none."""
+
+
+@dataclass(frozen=True)
+class _CallUnderWay:
+    host: Host
+    numbers: list[int]  # of the pieces
+    returns: list[ray.ObjectRef[Any]]
+    seconds: float | None
+
+
+@dataclass
+class Dispatch:
+    """Makes calls until every piece is done."""
+
+    pool: Pool
+    schedule: Schedule
+    calls: Calls
+    under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
+    # by host number: the first returns of its calls, in their order; when it could begin its present one; the pieces
+    # that hosts which are still alive have done
+    of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
+    since: dict[int, float] = field(default_factory=dict)
+    done: dict[int, list[int]] = field(default_factory=dict)
+    limited: bool = False  # whether any call has a time limit
+    _known: int = -1  # `pool.changes` when `_hosts` was made
+    _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
+    _ready: list[int] = field(default_factory=list)  # numbers of those that are ready
+
+    def run(self) -> None:
+        """Makes all calls. Afterwards `done` says which pieces each host that is still alive has done.
+
+        Raises ObjectLostError when something that the calls need (client state) was lost with its node.
+        """
+        free = self._all_free()
+        while self.schedule or self.under_way:
+            self._hand_out(free)
+            ended = self.pool.wait(list(self.under_way), self._seconds_left())
+            free = [call.host for ref in ended if (call := self._end(ref)) is not None]
+            if not ended:
+                self._end_late()
+            if not free or self._known != self.pool.changes:
+                free = self._all_free()
+
+    def lost(self, host: Host, error: Exception) -> None:
+        """Restarts a host that died; the pieces that it had or has done have to be done again."""
+        self._take_back(host)
+        self.pool.lost(host, error)
+
+    # ---- handing out
+
+    def _all_free(self) -> list[Host]:
+        """All hosts that are ready, in the order of their number of calls; waits for one where none has a call."""
+        hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
+        self._known, self._hosts = self.pool.changes, [host.number for host in self.pool.hosts]
+        self._ready = [host.number for host in hosts]
+        return sorted(hosts, key=self._calls_of)
+
+    def _calls_of(self, host: Host) -> int:
+        return len(self.of_host.get(host.number, ()))
+
+    def _hand_out(self, free: list[Host]) -> None:
+        """Gives each of these hosts a call, and only then each a second one."""
+        for calls in range(_CALLS_PER_HOST):
+            for host in free:
+                if self._calls_of(host) > calls or host.starting is not None:
+                    continue
+                if not self.schedule:
+                    return
+                if numbers := self.schedule.next_for(host.number, self._ready, self._hosts):
+                    self._start(host, numbers)
+
+    def _start(self, host: Host, numbers: list[int]) -> None:
+        pieces = [self.schedule.pieces[number] for number in numbers]
+        returns = self.calls.start(host, pieces)
+        seconds = self.calls.seconds(pieces)
+        self.limited = self.limited or seconds is not None
+        self.under_way[returns[0]] = _CallUnderWay(host, numbers, returns, seconds)
+        if not self._calls_of(host):
+            self.since[host.number] = time.monotonic()
+        self.of_host.setdefault(host.number, deque()).append(returns[0])
+
+    # ---- ends
+
+    def _end(self, ref: ray.ObjectRef[Any]) -> _CallUnderWay | None:
+        """Takes in a call that ended; None where it was taken back meanwhile, or its host died."""
+        call = self.under_way.pop(ref, None)
+        if call is None:
+            return None
+        self.of_host[call.host.number].remove(ref)
+        self.since[call.host.number] = time.monotonic()
+        try:
+            pieces = [self.schedule.pieces[number] for number in call.numbers]
+            self.calls.receive(pieces, [ray.get(ref), *call.returns[1:]])
+        except RayTaskError as error:  # before HOST_LOST: a lost argument makes an error that is both
+            raise error.cause if isinstance(error.cause, ObjectLostError) else as_user_error(error) from error
+        except HOST_LOST as error:
+            self.schedule.put_back(call.numbers)
+            self.lost(call.host, error)
+            return None
+        self.done.setdefault(call.host.number, []).extend(call.numbers)
+        return call
+
+    def _take_back(self, host: Host) -> None:
+        """Pieces that were under way or done on a host that is gone are to be done again."""
+        for ref in self.of_host.pop(host.number, ()):
+            self.schedule.put_back(self.under_way.pop(ref).numbers)
+        self.schedule.put_back(self.done.pop(host.number, []))
+
+    # ---- calls that take too long
+
+    def _due(self) -> list[tuple[float, ray.ObjectRef[Any]]]:
+        """(time at which it is due, call) of the present call of every host, where that has a limit."""
+        present = [(number, refs[0]) for number, refs in self.of_host.items() if refs] if self.limited else []
+        limits = [(self.since[number], self.under_way[ref].seconds, ref) for number, ref in present]
+        return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]
+
+    def _seconds_left(self) -> float | None:
+        """Seconds until the first call will have taken too long; None: no call has a limit."""
+        due = min((when for when, _ in self._due()), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
+
+    def _end_late(self) -> None:
+        """Ends the hosts whose time is up. The parts of their calls come first, so that little else is done in vain."""
+        for when, ref in self._due():
+            if time.monotonic() < when or ray.wait([ref], timeout=0)[0]:
+                continue
+            call = self.under_way.pop(ref)
+            self.of_host[call.host.number].remove(ref)
+            self._take_back(call.host)
+            for number in call.numbers:
+                parts = self.calls.instead(self.schedule.pieces[number])
+                self.schedule.add_urgent(parts, self.schedule.homes[number])
+            self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")

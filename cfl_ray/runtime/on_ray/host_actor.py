@@ -1,0 +1,98 @@
+"""The client host as Ray sees it: a process with one compute thread, wherever there is room.
+
+Importing this is light. What the actor does is imported when it starts: importing torch takes seconds, and the server
+starts its hosts before it imports torch itself, so that all of them load it at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import ray
+
+if TYPE_CHECKING:
+    from cfl_ray.config import RuntimeConfig
+    from cfl_ray.engine.autotune import EngineChoice
+
+_HOST_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # of NumPy
+}
+_INHERITED = "CFL_RAY_HOST_ENVIRONMENT"  # set in processes of a cluster that was started with this environment
+
+
+@contextmanager
+def host_environment() -> Iterator[None]:
+    """Context in which a cluster is started whose hosts inherit their environment.
+
+    Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
+    for its agent that makes environments, and cannot use the processes that it has started already.
+    """
+    ours = _HOST_ENVIRONMENT | {_INHERITED: "1"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class ClientHost:
+    """One process with one compute thread; `host_process.HostProcess` does the work."""
+
+    def start(self, packed: list[ray.ObjectRef[Any]], engine: str) -> dict[str, Any]:
+        """Makes this host ready. Returns its node, process id and device.
+
+        packed: the reference of the setup, in a list, so that the host fetches it and errors in that name their cause.
+            This is not the constructor for the same reason: errors there reach the server as the text of a traceback.
+        """
+        from cfl_ray.runtime.on_ray.host_process import HostProcess
+
+        self.process = HostProcess(packed, engine)
+        return self.process.about()
+
+    def measure_engine(self) -> EngineChoice:
+        return self.process.measure_engine()
+
+    def set_engine(self, engine: str) -> None:
+        self.process.worker.engine = engine
+
+    def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
+        self.process.use(packed)
+
+    def work(self, *order: Any) -> Any:
+        return self.process.work(*order)
+
+    def collect(self, exchange: int, rows: list[int]) -> Any:
+        return self.process.collect(exchange, rows)
+
+    def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
+        return self.process.combine(last, *totals)
+
+
+class StartedHost(NamedTuple):
+    """A host that was started."""
+
+    actor: Any
+    ready: ray.ObjectRef[Any]  # answers when it is ready
+
+
+def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: str = "sequential") -> StartedHost:
+    """Starts a host wherever there is room."""
+    actor_class: Any = ray.remote(ClientHost)
+    actor = actor_class.options(
+        num_cpus=runtime.cpus_per_host,
+        num_gpus=runtime.gpus_per_host,
+        scheduling_strategy="SPREAD",
+        runtime_env=None if _INHERITED in os.environ else {"env_vars": _HOST_ENVIRONMENT},
+    ).remote()
+    return StartedHost(actor, actor.start.remote([setup_ref], engine))

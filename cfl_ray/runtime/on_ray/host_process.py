@@ -1,0 +1,152 @@
+"""The process of a client host: it holds a network and does pieces of exchanges for any client."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RaySystemError
+from torch import Tensor
+
+from cfl_ray.core.errors import UserError
+from cfl_ray.core.work import CombineColumns, PieceResult, Work
+from cfl_ray.engine import autotune
+from cfl_ray.engine.pieces import exclusions_of, gather
+from cfl_ray.engine.reduce import HostSums
+from cfl_ray.runtime.on_ray.shared import shared_tensor
+from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
+from cfl_ray.runtime.prepare import Setup, compute_device
+
+_KEPT_BYTES = 1 << 30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+class HostProcess:
+    """Work of a host, with one compute thread. The sums of an exchange stay here until they are collected."""
+
+    exchange: int | None = None
+    failure: UserError | None = None  # why the present federation cannot be opened here
+
+    def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
+        torch.set_num_threads(1)
+        _keep_freed_memory()
+        self.setup: Setup = fetch(packed[0])
+        self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
+        self.worker = self.setup.worker(self.device, engine)
+        self.sums = HostSums()
+        self.rows: dict[tuple[int, int], Tensor] = {}
+
+    def about(self) -> dict[str, Any]:
+        """Node, process id and device of this host."""
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(), "device": self.device}
+
+    def measure_engine(self) -> autotune.EngineChoice:
+        """The fastest engine for this experiment on this host."""
+        setup = self.setup
+        return autotune.measure(
+            self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
+        )
+
+    def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
+        """Works on the federation of this setup from now on; where it cannot be opened here, every piece raises why."""
+        try:
+            self.setup = fetch(packed[0])
+        except UserError as error:
+            self.failure = error
+            return
+        self.failure, self.worker.federation = None, self.setup.federation
+
+    def work(
+        self,
+        exchange: int,
+        work: Work,
+        index_m: np.ndarray,
+        cuts: np.ndarray,
+        refs: dict[tuple[int, int], ray.ObjectRef[Any]],
+        packed: list[bool],
+        places: dict[int, tuple[int, int | None]],
+        *stored: Any,
+    ) -> Any:
+        """Does the pieces of a call. Returns their result, and the values that they leave with the clients.
+
+        work: that of all clients of the call; `cuts` divides it into pieces.
+        refs: the model rows that the call uses, fetched at most once per exchange.
+        packed: for each kind of value that the work leaves, whether those of all clients are one object.
+        places: by position in the call, the argument in `stored`, and the position in it, of a client's state or
+            deferred result. For work that combines columns, `stored` is one list of references: the values may be too
+            many to be here together.
+        """
+        if self.failure:
+            raise self.failure
+        if exchange != self.exchange:
+            self.exchange, self.sums, self.rows = exchange, HostSums(), {}
+        results, states, deferred = [], {}, {}
+        for part in np.split(np.arange(len(index_m)), cuts):
+            if isinstance(work, CombineColumns):
+                values: LazyTensors | dict[int, Tensor] = LazyTensors(stored[0], list(places.values()))
+            else:
+                at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
+                values = {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
+            result, kept = self.worker.run(
+                work.take(part), part, lambda table, row: self._row(refs, table, row), values, self.sums
+            )
+            results.append(result)
+            states.update({int(part[i]): value for i, value in kept.states.items()})
+            deferred.update({int(part[i]): value for i, value in kept.deferred.items()})
+        whole = PieceResult(index_m, gather(results, len(index_m)), exclusions_of(results))
+        kinds = [states] * work.updates_client_state + [deferred] * work.defers_results
+        if not kinds:
+            return whole
+        left: list[Any] = []
+        for of_kind, is_packed in zip(kinds, packed, strict=True):
+            if is_packed:
+                left.append(tuple(Pack.of(of_kind, len(index_m))))
+            else:
+                left += [of_kind[i].numpy() if i in of_kind else None for i in range(len(index_m))]
+        return whole, *left
+
+    def _row(self, refs: dict[tuple[int, int], ray.ObjectRef[Any]], table: int, row: int) -> Tensor:
+        if (table, row) not in self.rows:
+            self.rows[table, row] = shared_tensor(ray.get(refs[table, row]))
+        return self.rows[table, row]
+
+    def collect(self, exchange: int, rows: list[int]) -> Any:
+        """The totals (2, P) of these output rows, of everything done here for this exchange, which ends with that.
+
+        None for a row whose clients were all excluded.
+        """
+        totals = self.sums.totals if exchange == self.exchange else {}
+        self.exchange, self.sums, self.rows = None, HostSums(), {}
+        found = [totals[out].numpy() if out in totals else None for out in rows]
+        return found[0] if len(rows) == 1 else found
+
+    def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
+        """The sum of totals (2, P) of one output row; of the last ones, as float32 (P,)."""
+        sums = HostSums()
+        for total_2P in totals:
+            if total_2P is not None:
+                sums.merge({0: shared_tensor(total_2P)})
+        if not sums.totals:
+            return None
+        return (sums.values() if last else sums.totals)[0].numpy()
+
+
+def _keep_freed_memory() -> None:
+    """Makes glibc keep what is freed: fetching pages anew for every gradient takes a tenth of the time."""
+    with suppress(AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        for threshold in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(threshold, _KEPT_BYTES)
+
+
+def fetch(ref: ray.ObjectRef[Any]) -> Any:
+    """The object behind `ref`. Raises errors of unpickling it as they were, such as DataError for absent shards."""
+    try:
+        return ray.get(ref)
+    except RaySystemError as error:
+        raise error.client_exc if isinstance(error.client_exc, Exception) else error from None

@@ -1,0 +1,48 @@
+"""The number of hosts that a cluster has room for."""
+
+import ray
+
+from cfl_ray.config import RuntimeConfig
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime.prepare import Setup
+
+
+def room(runtime: RuntimeConfig, resources: dict[str, float]) -> int:
+    """Number of hosts that these resources suffice for."""
+    by_cpus = resources.get("CPU", 0) / runtime.cpus_per_host
+    by_gpus = resources.get("GPU", 0) / runtime.gpus_per_host if runtime.gpus_per_host else float("inf")
+    return int(min(by_cpus, by_gpus) + 1e-9)
+
+
+def hosts_asked_for(setup: Setup) -> int | None:
+    """Number of hosts that the config asks for; None: as many as there is room for."""
+    runtime = setup.experiment.runtime
+    return -(-setup.federation.num_clients // runtime.clients_per_host) if runtime.clients_per_host else runtime.hosts
+
+
+def host_count(setup: Setup, resources: dict[str, float]) -> int:
+    """Number of hosts to start. Raises ConfigError where the config asks for more than the cluster has room for."""
+    runtime = setup.experiment.runtime
+    count = hosts_asked_for(setup) or max(room(runtime, resources), 1)
+    for kind, key, share in (
+        ("GPU", "gpus_per_host", runtime.gpus_per_host),
+        ("CPU", "cpus_per_host", runtime.cpus_per_host),
+    ):
+        there = resources.get(kind, 0)
+        if share and count * share > there + 1e-9:
+            raise ConfigError(
+                f"runtime: {count} hosts with {share:g} {kind} each need {count * share:g} {kind}s, "
+                f"the cluster has {there:g}; lower runtime.{key} or runtime.hosts"
+            )
+    return count
+
+
+def free() -> str:
+    """The free resources of the cluster, in words."""
+    resources = sorted(ray.available_resources().items())
+    return ", ".join(f"{value:g} {name}" for name, value in resources if name in ("CPU", "GPU")) or "no CPU"
+
+
+def alive(node: str) -> bool:
+    """Whether a node is alive in the cluster."""
+    return any(entry["NodeID"] == node and entry["Alive"] for entry in ray.nodes())

@@ -1,0 +1,73 @@
+"""The server as Ray sees it. Importing this is light, for the reason given in `host_actor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.runtime.on_ray.host_actor import start_host
+
+if TYPE_CHECKING:
+    from cfl_ray.config import RuntimeConfig
+    from cfl_ray.runtime.on_ray.server_process import ServerProcess
+    from cfl_ray.runtime.round_loop import RoundReport
+
+_REQUESTS, _REQUEST_THREADS = "live", 4  # the concurrency group of requests to a live run
+
+
+class ServerActor:
+    """The server in a process of its own; it owns the hosts.
+
+    One thread does the rounds; others answer requests (`ask`) meanwhile, so that they do not wait for a round to end.
+    """
+
+    process: ServerProcess | None = None
+
+    def start(
+        self,
+        packed: list[ray.ObjectRef[Any]],
+        runtime: RuntimeConfig,
+        hosts: int,
+        run_dir: Path | None,
+        session: str,
+        fault: tuple[float, str] | None,
+    ) -> None:
+        """Starts the hosts and makes this server ready; `ClientHost.start` says why this is not the constructor."""
+        started = [start_host(runtime, packed[0]) for _ in range(hosts)]
+        from cfl_ray.runtime.on_ray.server_process import ServerProcess
+
+        self.process = ServerProcess(packed, started, run_dir, session, fault)
+
+    def begin(self, label: str) -> RoundReport:
+        return self._ready().begin(label)
+
+    def advance(self) -> RoundReport:
+        return self._ready().advance()
+
+    def facts(self) -> dict[str, str]:
+        return self._ready().facts()
+
+    @ray.method(concurrency_group=_REQUESTS)
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a request that is refused."""
+        process = self._ready()
+        if process.loop is None:
+            raise RunError(_STARTING)
+        return process.ask(verb, *arguments)
+
+    def _ready(self) -> ServerProcess:
+        if self.process is None:
+            raise RunError(_STARTING)
+        return self.process
+
+
+_STARTING = "the run is only starting; ask again in a moment"
+
+
+def server_actor_class() -> Any:
+    """The Ray actor class of servers."""
+    remote: Any = ray.remote(concurrency_groups={_REQUESTS: _REQUEST_THREADS})  # type: ignore[call-overload]
+    return remote(ServerActor)

@@ -1,0 +1,152 @@
+"""The server's process: it drives the round loop on its hosts, and answers requests to a live run."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cfl_ray.core.errors import DataError, RunError
+from cfl_ray.core.threads import one_thread
+from cfl_ray.data import Federation, open_shards
+from cfl_ray.runtime.journal import JoinedShards
+from cfl_ray.runtime.on_ray.backend import RayBackend
+from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
+from cfl_ray.runtime.on_ray.host_actor import StartedHost
+from cfl_ray.runtime.on_ray.host_process import fetch
+from cfl_ray.runtime.on_ray.pool import Pool
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
+from cfl_ray.runtime.session import checkpoint_store
+
+_OPEN_SECONDS = 120
+
+
+class ServerProcess:
+    """Rounds on the hosts, and answers to requests meanwhile.
+
+    packed: the reference of the setup, in a list. started: the hosts. session: names the driver's session.
+    fault: time and cause of the last server's death; None: this is the first one.
+    """
+
+    def __init__(
+        self,
+        packed: list[ray.ObjectRef[Any]],
+        started: list[StartedHost],
+        run_dir: Path | None,
+        session: str,
+        fault: tuple[float, str] | None,
+    ):
+        self.threads = ExitStack()  # held until this process ends
+        self.threads.enter_context(one_thread())
+        self.setup: Setup = fetch(packed[0])
+        self.run_dir, self.session, self.last_fault = run_dir, session, fault
+        self.loop: RoundLoop | None = None
+        self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
+        self.pool = Pool(self.setup)
+        self.pool.start(started, packed[0])
+        self.network = self.setup.network()
+
+    # ---- asked by the driver
+
+    def begin(self, label: str) -> RoundReport:
+        """Makes a method ready: before round 1, or after its newest checkpoint."""
+        self.label = label
+        with self.replacing:
+            store = checkpoint_store(self.setup, self.run_dir, label)
+            loop = RoundLoop(self.setup, label, self.network, RayBackend(self.pool), store, self.session)
+            report, self.loop = loop.advance(), loop
+        return self._with_notes(report)
+
+    def advance(self) -> RoundReport:
+        """The next round; after the loss of client states, the newest checkpoint."""
+        try:
+            return self._with_notes(self._loop().advance())
+        except ObjectLostError as error:
+            self.pool.fault(f"client states were lost with a node ({short_reason(error)})")
+            return self.begin(self.label)
+
+    def facts(self) -> dict[str, str]:
+        """Where and how this run computes."""
+        nodes, choice = self.pool.nodes(), self.pool.choice
+        assert choice is not None
+        hosts = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
+        return {"hosts": hosts, "device": self.pool.device, "engine": choice.reason}
+
+    def _loop(self) -> RoundLoop:
+        assert self.loop is not None, "the driver begins a method first"
+        return self.loop
+
+    def _with_notes(self, report: RoundReport) -> RoundReport:
+        notes, self.pool.notes = self.pool.notes, []
+        return replace(report, notes=(*notes, *report.notes))
+
+    # ---- asked by `cfl-ray status`, `join`, `leave` and `stop`, while a round may be at work
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """The answer to a request. Raises ConfigError for one that is refused."""
+        if verb == "status":
+            return self._status()
+        if verb == "join_shards":
+            arguments = self._opened(*arguments)
+        with self.replacing:
+            requests = self._loop().requests
+            grants = {
+                "join": requests.join,
+                "join_shards": requests.join_shards,
+                "leave": requests.leave,
+                "stop": requests.stop,
+            }
+            return grants[verb](*arguments)  # type: ignore[operator]
+
+    def _status(self) -> dict[str, Any]:
+        loop, hosts = self._loop(), list(self.pool.hosts)
+        population, ready = loop.requests.population, [host for host in hosts if not host.starting]
+        return {
+            "method": loop.requests.label,
+            "state": type(loop.now).__name__.lower(),
+            "round": loop.round,
+            "hosts": len(ready),
+            "hosts_starting": len(hosts) - len(ready),
+            "nodes": len({host.node for host in ready}),
+            "clients_online": len(population.online),
+            "clients": population.num_clients,
+            "last_fault": self.pool.last_fault or self.last_fault,
+            "pending": loop.requests.pending(),
+        }
+
+    def _opened(self, uri: str) -> tuple[JoinedShards, Federation]:
+        """Shards, read whole here and opened on every other node with a host. Raises DataError where they cannot be."""
+        added = open_shards(uri, verify=True)
+        here = ray.get_runtime_context().get_node_id()
+        for node in {host.node for host in list(self.pool.hosts) if host.node} - {here}:
+            self._open_on(node, added.uri)
+        return JoinedShards(added.uri, added.digest), added
+
+    def _open_on(self, node: str, uri: str) -> None:
+        """Raises DataError where a host on this node could not read these shards."""
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task: Any = ray.remote(_open)
+        opened = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(uri)
+        try:
+            ray.get(opened, timeout=_OPEN_SECONDS)
+        except RayTaskError as error:
+            raise DataError(
+                f"a host on node {node[:8]} cannot read these shards ({as_user_error(error)}); "
+                "put them where every node finds them"
+            ) from error
+        except RayError as error:
+            raise RunError(
+                f"whether node {node[:8]} can read these shards could not be found out ({short_reason(error)}); "
+                "ask again"
+            ) from error
+
+
+def _open(uri: str) -> None:
+    open_shards(uri)

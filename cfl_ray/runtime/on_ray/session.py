@@ -1,0 +1,147 @@
+"""A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
+
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.plugins import PREFIX
+from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
+from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
+from cfl_ray.runtime.on_ray.placement import host_count
+from cfl_ray.runtime.on_ray.retry import RetryPolicy
+from cfl_ray.runtime.on_ray.server_actor import server_actor_class
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
+
+
+class RaySession:
+    """Starts or joins a cluster, and the server on it. A server that dies is started again from its last checkpoint."""
+
+    def __init__(self, setup: Setup, run_dir: Path | None):
+        self.setup, self.run_dir = setup, run_dir
+        self.plan = RunPlan(setup.experiment.rounds)
+        self.retry = RetryPolicy("the server", setup.experiment.runtime.retries)
+        self.label: str | None = None
+        self.faults: list[str] = []
+        self.last_fault: tuple[float, str] | None = None
+        self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
+        self.servers = 0
+        self.actor: Any = None
+        self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
+        self.on_sigterm = _stop_on_sigterm()
+        try:
+            _send_plugins_by_value()
+            self.hosts = host_count(setup, ray.cluster_resources())
+            self.setup_ref = ray.put(setup)
+            self._start_server()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_server(self) -> None:
+        node = ray.get_runtime_context().get_node_id()  # the driver's, which has the run directory
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        self.servers += 1
+        name = f"{self.name}-{self.servers}"
+        options = {"num_cpus": 0, "scheduling_strategy": here, "name": name, "namespace": NAMESPACE}
+        self.actor = server_actor_class().options(**options).remote()
+        runtime = self.setup.experiment.runtime
+        self.started = self.actor.start.remote(
+            [self.setup_ref], runtime, self.hosts, self.run_dir, self.name, self.last_fault
+        )
+        if self.label:
+            self._publish()
+
+    def _publish(self) -> None:
+        """Writes where the server is, for the command line."""
+        if self.run_dir is None:
+            return
+        configured = self.setup.experiment.runtime.address or ""
+        address = configured if configured.startswith("ray://") else ray.get_runtime_context().gcs_address
+        if self.started_here:
+            address = f"127.0.0.1:{address.rpartition(':')[2]}"  # the address it listens on, whatever it reports
+        publish_server(self.run_dir, ServerAddress.here(address, f"{self.name}-{self.servers}", self.started_here))
+
+    # ---- asked by the driver
+
+    def begin(self, label: str) -> RoundReport:
+        self.label = label
+        self._publish()
+        return self._with_faults(self._ask("begin", label))
+
+    def advance(self) -> RoundReport:
+        return self._with_faults(self._ask("advance"))
+
+    def facts(self) -> dict[str, str]:
+        facts: dict[str, str] = self._ask("facts")
+        return facts
+
+    def trained(self) -> None:
+        """No models are in this process; they are in the checkpoints."""
+
+    def close(self) -> None:
+        if self.run_dir is not None:
+            withdraw_server(self.run_dir)
+        if self.actor is not None:
+            ray.kill(self.actor)
+        if self.started_here:
+            ray.shutdown()
+        if self.on_sigterm is not None:
+            signal.signal(signal.SIGTERM, self.on_sigterm)
+
+    def _with_faults(self, report: RoundReport) -> RoundReport:
+        faults, self.faults = self.faults, []
+        return replace(report, notes=(*faults, *report.notes))
+
+    def _ask(self, verb: str, *arguments: Any) -> Any:
+        """The server's answer; a server that died is replaced first. Raises what a user can act on."""
+        while True:
+            try:
+                ray.get(self.started)
+                return ray.get(getattr(self.actor, verb).remote(*arguments))
+            except RayTaskError as error:
+                raise as_user_error(error) from error
+            except RayActorError as error:
+                self._recover(error)
+                if self.label:
+                    verb, arguments = "begin", (self.label,)  # the new server knows its checkpoint and nothing else
+
+    def _recover(self, error: RayActorError) -> None:
+        """Starts another server, which loads the newest checkpoint. Raises RunError after too many."""
+        cause = short_reason(error)
+        store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
+        saved = (store.rounds() or [0])[-1] if store else 0
+        decision = self.retry.decide()
+        now = next_state(Starting(), Lost(cause, saved, decision.left), self.plan)
+        if isinstance(now, Failed):
+            raise RunError(f"the server died after round {now.from_round} ({now.cause})")
+        self.faults.append(f"the server died and was started again: {cause}")
+        self.last_fault = (time.time(), self.faults[-1])
+        self.retry.started()
+        self._start_server()
+
+
+def _stop_on_sigterm() -> Any:
+    """Lets SIGTERM, which stops a submitted job, end the run as Ctrl-C does. Returns the earlier handler."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _send_plugins_by_value() -> None:
+    """A user's file cannot be imported on other nodes, so its definitions are sent whole."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PREFIX):
+            ray.cloudpickle.register_pickle_by_value(module)

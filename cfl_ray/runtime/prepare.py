@@ -1,0 +1,216 @@
+"""From an experiment to everything a process needs to work on it."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cfl_ray import data, models
+from cfl_ray.config import Experiment, check_cohort
+from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method
+from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.rng import stream
+from cfl_ray.data.changes import ChangingFederation, DataChange
+from cfl_ray.data.federation import Federation
+from cfl_ray.data.traces import read_trace
+from cfl_ray.engine import autotune
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.worker import Worker
+from cfl_ray.methods import resolve
+from cfl_ray.models import ModelRecipe
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes."""
+
+    experiment: Experiment
+    federation: Federation
+    recipe: ModelRecipe
+    methods: dict[str, Method[Any]]  # by label, in the order of the config
+    availability: Availability = ALWAYS
+
+    @property
+    def local(self) -> LocalSGD:
+        """The SGD of every client, unless a method changes it."""
+        return LocalSGD(**self.experiment.local.model_dump())
+
+    @property
+    def division(self) -> autotune.Division:
+        """The division of a full cohort into pieces."""
+        cohort = self.experiment.cohort
+        clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
+        return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
+
+    def network(self, device: str = "cpu") -> Network:
+        """A new network that any model of the experiment can be loaded into."""
+        return Network(self.recipe, self.federation.shape.input, device, self.federation.shape.dtype)
+
+    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
+        """A new worker for one process."""
+        return Worker(self.network(device), self.federation, engine, self.attack)
+
+    @property
+    def attack(self) -> Attack:
+        """The attack of the experiment, and the clients that carry it out."""
+        wanted, total = self.experiment.attack, self.federation.num_clients
+        if wanted.kind == "none":
+            return Attack()
+        draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
+        drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
+        clients = frozenset(drawn if wanted.clients is None else wanted.clients)
+        return Attack(wanted.kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
+
+
+def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
+    """Writes or reuses the shards, and checks what can be checked before a run. Raises ConfigError or DataError."""
+    resolve(experiment.methods)  # before the shards are written, which takes time
+    federation = experiment.data.federation
+    if federation is None:
+        federation = data.build(experiment.data, experiment.seed, shards_folder(experiment), progress)
+    return setup_on(experiment, federation)
+
+
+def setup_on(experiment: Experiment, federation: Federation) -> Setup:
+    """The setup of the experiment on this federation. Raises ConfigError or DataError where they do not fit.
+
+    `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
+    """
+    methods = resolve(experiment.methods)
+    _check_schedule(experiment, federation.num_clients)
+    check_cohort(experiment.cohort.clients or 0, federation.num_clients)
+    if changes := _data_changes(experiment):
+        federation = ChangingFederation(federation, changes)
+    model, shape = experiment.model, federation.shape
+    recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype)
+    setup = Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+    _check_attack(setup.attack, federation.num_clients)
+    return setup
+
+
+def _data_changes(experiment: Experiment) -> list[DataChange]:
+    return [
+        DataChange(
+            event.round,
+            tuple(change.clients),
+            change.rotate // 90 % 4,
+            change.relabel,
+            None if change.data_of is None else tuple(change.data_of),
+        )
+        for event in experiment.schedule
+        for change in event.change
+    ]
+
+
+def _availability(experiment: Experiment, num_clients: int) -> Availability:
+    """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
+    given = experiment.cohort.availability
+    if given.kind == "trace":
+        assert given.file is not None  # the config checks that a trace has one
+        return Trace(*read_trace(given.file, num_clients), given.unit)
+    if given.kind == "diurnal":
+        return Diurnal(given.chance, given.amplitude, given.period, experiment.seed, given.zones)
+    return ALWAYS if given.kind == "always" else Bernoulli(given.chance)
+
+
+def shards_folder(experiment: Experiment) -> str:
+    """The folder or URI of this experiment's shards."""
+    return experiment.data.shards or str(Path(experiment.output) / "shards")
+
+
+def population_of(experiment: Experiment, num_clients: int) -> Population:
+    """The clients online before round 1, with the changes that the schedule plans."""
+    changes = [PopulationChange(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule]
+    return Population(num_clients, changes, experiment.seed)
+
+
+def ignored_events(experiment: Experiment) -> str | None:
+    """Which events of the schedule have no effect, in words; None where all take place."""
+    if late := sorted({event.round for event in experiment.schedule if event.round > experiment.rounds}):
+        rounds = f"round{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        return f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"
+    return None
+
+
+def _check_schedule(experiment: Experiment, count: int) -> None:
+    for event in experiment.schedule:
+        for client in (*event.join, *event.leave):
+            if not 0 <= client < count:
+                raise ConfigError(
+                    f"schedule, round {event.round}: client {client} does not exist; "
+                    f"the federation has clients 0 .. {count - 1}"
+                )
+    later = {client for event in experiment.schedule for client in event.join}
+    if len(later) >= count:
+        raise ConfigError(
+            f"schedule: all {count} clients join later, so round 1 has none; leave at least one out of `join`"
+        )
+    _check_order(experiment)
+    population = population_of(experiment, count)
+    for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
+        population.advance(round)
+
+
+def _check_order(experiment: Experiment) -> None:
+    """Raises ConfigError where a client joins while it is online, or leaves while it is offline."""
+    last: dict[int, tuple[bool, int]] = {}  # (whether it joined, round) of the last event of each client
+    for event in sorted(experiment.schedule, key=lambda event: event.round):
+        if both := sorted({*event.join} & {*event.leave}):
+            raise ConfigError(f"schedule, round {event.round}: client {both[0]} joins and leaves; name it once")
+        for joins, clients in ((True, event.join), (False, event.leave)):
+            for client in clients:
+                if client in last and last[client][0] == joins:
+                    verb, past = ("joins", "joined") if joins else ("leaves", "left")
+                    raise ConfigError(
+                        f"schedule, round {event.round}: client {client} {verb}, but it {past} in round "
+                        f"{last[client][1]} already; leave one of the two out"
+                    )
+                last[client] = (joins, event.round)
+
+
+def _check_attack(attack: Attack, count: int) -> None:
+    if attack.clients and max(attack.clients) >= count:
+        raise ConfigError(
+            f"attack.clients: client {max(attack.clients)} does not exist; the federation has clients 0 .. {count - 1}"
+        )
+    if len(attack.clients) >= count:
+        raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
+
+
+def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice]) -> autotune.EngineChoice:
+    """The configured engine, or the measured one.
+
+    A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
+    the run goes on with its own measurement.
+    """
+    wanted = setup.experiment.runtime.engine
+    if wanted != "auto":
+        return autotune.EngineChoice(wanted, f"{wanted}: as configured")
+    file = Path(setup.experiment.output) / "engine-choices.json"
+    key = autotune.cache_key(setup.network(device), setup.local, setup.division)
+    known = {}
+    with suppress(DataError, OSError):
+        known = read_json(file) or {}
+    if key in known:
+        return autotune.EngineChoice(*known[key])
+    choice = measured()
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, known | {key: [choice.engine, choice.reason]})
+    return choice
+
+
+def compute_device(experiment: Experiment, has_gpu: bool) -> str:
+    """The device "cpu" or "cuda". Raises ConfigError where the config demands cuda and there is none."""
+    wanted, present = experiment.runtime.device, torch.cuda.is_available()
+    if wanted == "cuda" and not present:
+        raise ConfigError("runtime.device: cuda, but torch finds no GPU here; set runtime.device=cpu or auto")
+    return "cuda" if present and (wanted == "cuda" or (wanted == "auto" and has_gpu)) else "cpu"

@@ -1,0 +1,383 @@
+"""The round loop of one method. Plain Python, so that it runs in this process as well as inside a Ray actor."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cfl_ray.core.clients import Clients, RoundStats, Traffic
+from cfl_ray.core.errors import UserError
+from cfl_ray.core.method import Start
+from cfl_ray.core.population import Population, PopulationChange
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.state import State
+from cfl_ray.core.work import Backend
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.reuse import ReusingBackend
+from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, initial_scores, score_metrics
+from cfl_ray.runtime.journal import Journal
+from cfl_ray.runtime.lifecycle import (
+    Broken,
+    Done,
+    Evaluating,
+    Finished,
+    LifecycleEvent,
+    Loaded,
+    Running,
+    RunPlan,
+    RunState,
+    Saving,
+    Starting,
+    Stopped,
+    next_state,
+)
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.requests import Requests
+from cfl_ray.tracking import read_records
+
+_NO_LIMIT = 2**62  # test samples of a client that has its own
+_LISTED = 8  # clients that a note names
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """The state and metrics after a round (or, with round 0, after the loop was loaded)."""
+
+    state: RunState
+    round: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one line each, shown to the user
+    moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
+    scores_M4: np.ndarray | None = None  # float64: client, accuracy, macro-F1, loss of each client; None: not evaluated
+    time_ms: int = 0
+    stop: bool = False  # a request ends the run here
+
+    @property
+    def finished(self) -> bool:
+        return isinstance(self.state, Finished)
+
+
+class RoundLoop:
+    """One method on one federation. `advance` performs states until a round is complete.
+
+    Raises what the method raises; a checkpoint and the journal hold everything that another process needs to go on.
+    session: names the driver's session, which a request to stop ends.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        label: str,
+        network: Network,
+        backend: Backend,
+        store: CheckpointStore | None,
+        session: str = "",
+    ):
+        self.experiment, self.federation = setup.experiment, setup.federation
+        self.local, self.availability = setup.local, setup.availability
+        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
+        self.method, self.network, self.store = setup.methods[label], network, store
+        self.backend = ReusingBackend(backend, self.federation, self.attackers)
+        self.aggregation = self.method.aggregation_rule
+        experiment = self.experiment
+        self.label = label
+        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
+        self.evaluator = Evaluator(experiment.evaluation, self.federation, self.backend, experiment.seed)
+        journal = Journal(store.directory if store else None)
+        recorded = [record.round for record in read_records(store.directory)] if store else []
+        last = max(recorded, default=0)
+        self.requests = Requests(label, journal, self.federation, experiment.rounds, session, last)
+        self.now: RunState = Starting()
+        self.saved = 0  # the last round with a checkpoint
+        self.state: State
+        self.scores_M4: np.ndarray | None = None  # of the evaluation of this round: see `RoundReport`
+        self.report = RoundReport(self.now, 0)
+
+    # ---- the loop
+
+    @property
+    def round(self) -> int:
+        """The round at work, or the last one."""
+        return getattr(self.now, "round", self.saved)
+
+    def advance(self) -> RoundReport:
+        """Goes on until the next round is complete: trained, evaluated and saved as planned.
+
+        The first call restores the newest checkpoint, or makes the first state, and trains nothing.
+        """
+        if isinstance(self.now, Starting):
+            round = self._load()
+            self._enter(Loaded(round))
+            notes = self.report.notes + ((f"goes on after round {round}",) if round else ())
+            return replace(self.report, state=self.now, notes=notes, stop=self._stops_after(round))
+        while True:
+            round = self.round
+            try:
+                self._perform(self.now)
+            except UserError as error:
+                self._enter(Broken(str(error), self.saved))
+                raise
+            # a request to stop is taken up before the next round, or answered with a later one
+            with self.requests.lock:
+                self._enter(Done(stop=self._stops_after(round)))
+            if isinstance(self.now, Finished | Stopped) or (isinstance(self.now, Running) and self.now.round > round):
+                return self._report(round)
+
+    def _perform(self, now: RunState) -> None:
+        match now:
+            case Running(round):
+                self._run(round)
+            case Evaluating(round):
+                self._evaluate(round)
+            case Saving(round):
+                self._save(round)
+            case _:
+                raise ValueError(f"nothing to perform in {now}")
+
+    def _enter(self, event: LifecycleEvent) -> None:
+        self.now = next_state(self.now, event, self.plan)
+        self.requests.set_state(self.now)
+
+    def _stops_after(self, round: int) -> bool:
+        return self.requests.stop_after is not None and round >= self.requests.stop_after
+
+    def _report(self, round: int) -> RoundReport:
+        stop = self._stops_after(round)
+        notes, moved = tuple(self.notes), tuple(self.moved)
+        return RoundReport(self.now, round, self.metrics, notes, moved, self.scores_M4, self.time_ms, stop)
+
+    # ---- starting
+
+    def _load(self) -> int:
+        """Restores everything as it was after the newest checkpoint, or before round 1. Returns that round."""
+        experiment, federation = self.experiment, self.federation
+        changes = [
+            PopulationChange(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule
+        ]
+        self.population = Population(federation.num_clients, changes, experiment.seed)
+        self.initial_P = self.network.new_model(experiment.seed, 0)
+        self.traffic = Traffic()
+        # P-local of every client: accuracy and macro-F1 after its last own training
+        self.local_scores_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
+        checkpoint = self.store.load() if self.store else None
+        round = checkpoint.round if checkpoint else 0
+        self._use(self.requests.federation(round))
+        self._look_at(round)
+        self.requests.set_population(self.population)
+        if checkpoint is None:
+            self.state = self.method.init(self._start())
+        else:
+            self._restore(checkpoint)
+        return round
+
+    def _start(self) -> Start:
+        def new_model(index: int) -> torch.Tensor:
+            return self.network.new_model(self.experiment.seed, index)
+
+        return Start(self.federation.num_clients, self.network.spec, new_model, self.federation.shape.input)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        tensors, self.saved = dict(checkpoint.tensors), checkpoint.round
+        self.local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
+        scores_M4 = tensors.pop("server.scores_M4").numpy()
+        self.state = self.method.state_type.from_checkpoint(tensors, checkpoint.values["state"])
+        self.traffic = Traffic(**checkpoint.values["traffic"])
+        for event in self.requests.journal.until(checkpoint.round):
+            self.population.add(event.change, self.requests.federation(event.round).num_clients)
+        self.population.advance(checkpoint.round)
+        self.requests.take_up(checkpoint.round)
+        self.requests.set_population(self.population)
+        self.backend.restore(checkpoint.client_states())
+        report = checkpoint.values["report"]
+        moved = tuple((client, cluster) for client, cluster in report["moved"])
+        self.report = RoundReport(
+            self.now,
+            checkpoint.round,
+            report["metrics"],
+            checkpoint.refused,
+            moved,
+            scores_M4 if len(scores_M4) else None,
+            report["time_ms"],
+        )
+
+    # ---- the effects of the states
+
+    def _run(self, round: int) -> None:
+        began, self.notes, self.metrics, self.scores_M4 = time.perf_counter(), [], {}, None
+        self._take_up_requests(round)
+        before_N = self.state.assign_N
+        self.stats = RoundStats(traffic=self.traffic)
+        self._come_and_go(round)
+        settings = self.experiment.cohort
+        cohort = self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
+        if len(cohort.ids_M):
+            clients = self.clients_of(cohort.ids_M, round, test_locally=self.experiment.evaluation.local)
+            self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, round))
+        else:
+            self.notes.append("no client could be reached: a round without training")
+        self._set_local_scores(list(self.stats.local_scores), list(self.stats.local_scores.values()))
+        if cohort.dropped:
+            self.metrics["clients_dropped"] = float(cohort.dropped)
+        self._note_excluded(self.stats)
+        self.moved = _moved(before_N, self.state.assign_N)
+        if self.stats.train_loss:
+            self.metrics["train_loss"] = float(np.mean(list(self.stats.train_loss.values())))
+        self.metrics["round_seconds"] = time.perf_counter() - began
+        self.time_ms = time.time_ns() // 1_000_000
+
+    def _use(self, federation: Federation) -> None:
+        """Makes this loop and its backend work on a federation that has grown."""
+        self.federation = federation
+        self.backend.use(federation)
+
+    def _look_at(self, round: int) -> None:
+        """Takes the federation as it is in this round."""
+        self.present = self.evaluator.federation = self.federation.at(round)
+
+    def _take_up_requests(self, round: int) -> None:
+        """Adds what was requested for this round to its changes, and room for newcomers with new shards."""
+        for event in self.requests.take_up(round):
+            self.population.add(event.change, self.requests.federation(round).num_clients)
+        if (federation := self.requests.federation(round)) is not self.federation:
+            self._use(federation)
+            self.state = self.state.grown(federation.num_clients)
+            more = np.full((federation.num_clients - len(self.local_scores_N2), 2), np.nan, np.float32)
+            self.local_scores_N2 = np.concatenate([self.local_scores_N2, more])
+            self.notes.append(f"the federation grew to {federation.num_clients} clients")
+
+    def _come_and_go(self, round: int) -> None:
+        """Lets clients leave and join, and tells the method whose data changed."""
+        self._look_at(round)
+        joined, left = self.population.advance(round)
+        self.requests.set_population(self.population)
+        if len(left):
+            self.state = self.method.leave(self.state, left)
+            self.backend.forget(left)
+            self._set_local_scores(left, np.nan)
+            self.notes.append(f"left: {_listed(left)}")
+        if len(joined):
+            self.state = self.method.join(self.state, self.clients_of(joined, round))
+            self.notes.append(f"joined: {_listed(joined)}")
+        changed = self.federation.changed(round)
+        changed = changed[self.population.is_online_N[changed]]
+        if len(changed):
+            self.state = self.method.drift(self.state, self.clients_of(changed, round))
+            self.notes.append(f"data changed: {_listed(changed)}")
+
+    def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
+        """Makes a new array where any score changes: a checkpoint compares with the array saved last."""
+        if len(ids):
+            self.local_scores_N2 = self.local_scores_N2.copy()
+            self.local_scores_N2[ids] = scores
+
+    def _note_excluded(self, stats: RoundStats) -> None:
+        """One note for all clients that were excluded for the same reason, once per round."""
+        clients_of: dict[str, list[int]] = {}
+        for client, exclusion in sorted(stats.excluded.items()):
+            if self.stats is stats or self.stats.excluded.get(client) != exclusion:
+                clients_of.setdefault(exclusion.reason, []).append(client)
+        for reason, clients in clients_of.items():
+            who = _listed(np.array(clients)) if clients[1:] else f"client {clients[0]}"
+            self.notes.append(f"{who}: {reason}; left out of this round")
+        self.stats.excluded.update(stats.excluded)
+        counts = {"clients_rejected": len(self.stats.rejected), "clients_late": len(self.stats.late)}
+        self.metrics |= {name: float(count) for name, count in counts.items()}
+
+    def _evaluate(self, round: int) -> None:
+        settings, online = self.experiment.evaluation, self.population.online
+        stats = RoundStats()
+        clients = replace(
+            self.clients_of(self.evaluator.chosen(online), round, stats=stats),
+            evaluated=True,
+            choice_samples=settings.choice_samples,
+        )
+        serving = self.method.serve(self.state, clients)
+        scores = self.evaluator.scores(serving, clients)
+        self.scores_M4 = np.column_stack([scores.ids_M, scores.table_M3])
+        self.metrics |= score_metrics(scores) | cluster_metrics(self.state, online, self.present.group_N)
+        if settings.local:
+            self.metrics |= self._local_metrics(clients)
+        honest = ~np.isin(clients.ids_M, self.attackers)
+        if len(self.attackers) and honest.any():
+            self.metrics["accuracy_honest"] = float(np.nanmean(scores.accuracy_M[honest]))
+        newcomers = np.isin(clients.ids_M, self.population.newcomers)
+        if newcomers.any():
+            self.metrics["newcomer_accuracy"] = float(np.nanmean(scores.accuracy_M[newcomers]))
+        if settings.tuned_epochs:
+            tuned_M = self.evaluator.tuned_scores(serving, clients, self.local).accuracy_M
+            self.metrics["accuracy_tuned"] = float(np.nanmean(tuned_M))
+            if newcomers.any():
+                self.metrics["newcomer_accuracy_tuned"] = float(np.nanmean(tuned_M[newcomers]))
+        self._note_excluded(stats)
+        mbit = 1e-6 / self.present.num_clients  # from bits of all clients to Mbit per client of the federation
+        self.metrics |= {
+            "clients_online": float(len(online)),
+            "mbit_down": self.traffic.down_bits * mbit,
+            "mbit_up": self.traffic.up_bits * mbit,
+        }
+
+    def _local_metrics(self, clients: Clients) -> dict[str, float]:
+        """P-local over all clients, and over those that have trained; the others hold the initial model."""
+        accuracy_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
+        trained = ~np.isnan(accuracy_M)
+        found = {"accuracy_local_trained": float(accuracy_M[trained].mean())} if trained.any() else {}
+        if not trained.all():
+            untrained = clients.select(~trained)
+            accuracy_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).accuracy_M
+        return found | {"accuracy_local": float(np.nanmean(accuracy_M)), "trained_share": float(trained.mean())}
+
+    def _save(self, round: int) -> None:
+        if self.store is None:
+            return
+        tensors, scalars = self.state.to_checkpoint()
+        tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
+        scores_M4 = np.zeros((0, 4)) if self.scores_M4 is None else self.scores_M4
+        tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
+        # scores and report are for a driver that is killed before it recorded the round
+        report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
+        values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
+        if remark := self.store.save(round, tensors, values, self.backend):
+            self.notes.append(remark)
+        self.saved = round
+
+    def clients_of(
+        self, ids: np.ndarray, round: int, *, test_locally: bool = False, stats: RoundStats | None = None
+    ) -> Clients:
+        own_tests = self.present.view == "holdout"
+        test_samples = _NO_LIMIT if own_tests else self.experiment.evaluation.local_images
+        return Clients(
+            np.asarray(ids, np.int64),
+            self.present.num_samples_N[ids],
+            self.network.spec,
+            self.local,
+            self.backend,
+            self.experiment.seed,
+            round,
+            stats or self.stats,
+            local_test_samples=test_samples if test_locally else 0,
+            reachable=lambda: self._reachable(round),
+            aggregation=self.aggregation,
+        )
+
+    def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
+        ids = self.population.draw(round, 1.0, None, self.availability, self.experiment.cohort.dropout).ids_M
+        return ids, self.present.num_samples_N[ids]
+
+
+def _moved(before_N: np.ndarray, after_N: np.ndarray) -> list[tuple[int, int]]:
+    """(client, cluster) of every client whose cluster changed."""
+    if before_N is after_N:
+        return []
+    changed = np.flatnonzero(before_N != after_N)
+    return list(zip(changed.tolist(), after_N[changed].tolist(), strict=True))
+
+
+def _listed(ids: np.ndarray) -> str:
+    shown = ", ".join(map(str, ids[:_LISTED].tolist()))
+    return f"clients {shown}" + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")

@@ -1,0 +1,343 @@
+"""Commands: their output, and for invalid input one message that names the cause, exit status 2 and no traceback."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfl_ray.cli import main
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "CFL_RAY_DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return ended.value.code or 0, printed.out, printed.err
+
+
+QUICK = ["methods=[fedavg]", "rounds=1", "tracking.enabled=false", "runtime.engine=sequential", "local.epochs=1"]
+INVALID = {
+    "unknown key": (["local.epoch=3"], "unknown key 'local.epoch' (did you mean 'epochs'?)"),
+    "unknown section": (["locale.epochs=3"], "did you mean 'local'?"),
+    "unknown method": (["methods=[stofcl]"], "unknown method 'stofcl' (did you mean 'stocfl'?)"),
+    "unknown option": (["methods=[{stocfl: {taw: 0.5}}]"], "stocfl has no option 'taw' (did you mean 'tau'?)"),
+    "option out of range": (["methods=[{stocfl: {tau: 2}}]"], "stocfl.tau must be in -1 .. 1, got 2"),
+    "option that is no number": (
+        ["methods=[{ifca: {num_clusters: many}}]"],
+        "ifca.num_clusters must be in 1 .. inf, got 'many'",
+    ),
+    "method twice": (["methods=[ifca, ifca]"], "'ifca' is listed twice"),
+    "unknown model": (["model.name=lenet"], "unknown model 'lenet' (did you mean 'lenet5'?)"),
+    "unknown model option": (["model.options={hiden: 3}"], "hiden"),
+    "model that does not fit": (["model.name=lenet5", "model.options={}"], "samples of shape (1, 8, 8)"),
+    "unknown data set": (["data.source=fmnist"], "unknown data set 'fmnist'"),
+    "out of range": (["cohort.fraction=1.5"], "cohort.fraction: Input should be less than or equal to 1, got 1.5"),
+    "more clients than there are": (["cohort.clients=41"], "41 clients per round, but the federation has 40"),
+    "client left empty": (["data.partition.clients=8000"], "data.partition.clients"),
+    "absent data": (["data.source=mnist"], "data.download"),
+    "unknown client in the schedule": (
+        ["schedule=[{round: 2, leave: [99]}]"],
+        "client 99 does not exist; the federation has clients 0 .. 39",
+    ),
+    "no such file": (["nowhere.yaml"], "there is no config file nowhere.yaml"),
+    "override without value": (["rounds=3", "lr"], "must look like section.key=value"),
+    "plugin absent": (["methods=[mine.py:Mine]"], "there is no file"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_input_is_one_message(case, capsys):
+    arguments, expected = INVALID[case]
+    status, _, message = call(capsys, "run", *arguments)
+    assert status == 2
+    assert expected in message
+    assert "Traceback" not in message
+    assert not list(Path().glob("runs/*/config.yaml"))
+
+
+def test_no_cluster_at_the_address(capsys, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have joined a cluster
+    status, _, message = call(capsys, "run", "runtime.address=127.0.0.1:1")
+    assert status == 2
+    assert "no Ray cluster at 127.0.0.1:1" in message and "ray start --head" in message and "Traceback" not in message
+    assert not list(Path().glob("runs/*/config.yaml"))
+
+
+def test_the_installed_script_lists_the_commands():
+    script = Path(sys.executable).with_name("cfl-ray")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=300)
+    commands = ("run", "resume", "status", "join", "leave", "stop", "check", "config", "methods", "export", "prepare")
+    assert done.returncode == 0 and all(f" {command} " in done.stdout for command in commands), (
+        done.stdout + done.stderr
+    )
+
+
+def test_the_version_and_the_completion_of_the_shell(capsys, monkeypatch):
+    import cfl_ray
+
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
+    assert call(capsys, "--version") == (0, f"cfl-ray {cfl_ray.__version__}\n", "")
+    status, printed, _ = call(capsys, "--show-completion")
+    assert status == 0 and "COMPREPLY" in printed
+    status, printed, _ = call(capsys, "--help")
+    assert "groups clients with similar data" in printed and "Start with `cfl-ray run`" in printed
+
+
+def test_model_with_a_wrong_number_of_outputs(capsys):
+    net = "from torch import nn\ndef Net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 7))\n"
+    Path("net.py").write_text(net)
+    status, _, message = call(capsys, "run", "model={name: 'net.py:Net'}")
+    assert status == 2 and "10 classes" in message and "7" in message
+
+
+def test_invalid_yaml_is_named(capsys):
+    Path("broken.yaml").write_text("rounds: [1,\n")
+    status, _, message = call(capsys, "check", "broken.yaml")
+    assert status == 2 and "broken.yaml is not valid YAML" in message
+
+
+def test_a_run_directory_of_another_config_is_refused_and_unchanged(capsys):
+    quick = ["--in-process", "--run-dir", "here", *QUICK]
+    assert call(capsys, "run", *quick)[0] == 0
+    before = {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}
+    status, _, message = call(capsys, "run", *quick, "seed=1")
+    assert status == 2 and "belongs to another config" in message
+    status, _, message = call(capsys, "run", *quick)
+    assert status == 2 and "cfl-ray resume" in message
+    assert before == {path: path.read_bytes() for path in Path("here").rglob("*") if path.is_file()}
+    assert call(capsys, "resume", "nowhere")[0] == 2
+
+
+def test_a_finished_run_is_not_resumed_but_shown(capsys, monkeypatch):
+    assert call(capsys, "run", "--in-process", "--run-dir", "my run", *QUICK)[0] == 0
+    monkeypatch.setattr("cfl_ray.runtime.launch.prepare", None)  # nothing is prepared
+    status, printed, _ = call(capsys, "resume", "my run")
+    lines = printed.splitlines()
+    assert status == 0 and lines[0] == "my run is finished: nothing is left to do."
+    assert "results after the last round" in lines[1] and "fedavg" in printed and "finished in" not in printed
+    status, _, message = call(capsys, "stop", "my run")
+    assert status == 1
+    assert message == (
+        "error: my run is not live, so it takes no request to stop; it is finished, see `cfl-ray status 'my run'`\n"
+    )
+
+
+def test_resuming_a_live_run_says_one_thing(capsys, monkeypatch):
+    from cfl_ray.runtime.run_lock import hold_run
+
+    monkeypatch.setattr("cfl_ray.runtime.run_lock._LOCK_SECONDS", 0)
+    assert call(capsys, "run", "--in-process", "--run-dir", "my run", *QUICK)[0] == 0
+    with hold_run(Path("my run/config.yaml")):
+        status, printed, message = call(capsys, "resume", "my run")
+    folder = Path("my run").absolute()
+    assert (status, printed) == (1, "")
+    assert message == f"error: {folder} is live already; see it with: cfl-ray status '{folder}'\n"
+
+
+def test_commands_for_a_folder_with_spaces_can_be_pasted(capsys):
+    quick = ["--in-process", "--run-dir", "my run", *QUICK]
+    assert call(capsys, "run", *quick)[0] == 0
+    status, _, message = call(capsys, "run", *quick)
+    command = message.split("`")[1]
+    assert shlex.split(command) == ["cfl-ray", "resume", str(Path("my run").absolute())]
+    Path("my run/end.json").unlink()
+    Path("my run/fedavg/end.json").unlink()
+    assert "cfl-ray resume 'my run'" in call(capsys, "status", "my run")[1]
+
+
+def test_a_damaged_shard_is_named(capsys):
+    assert call(capsys, "prepare")[0] == 0
+    shard = max(Path("runs/shards").rglob("*.arrow"), key=lambda file: file.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    status, _, message = call(capsys, "run", "--in-process", *QUICK)
+    assert status == 2 and shard.name in message and "sha256" in message
+    shard.write_bytes(content[:-100])
+    status, _, message = call(capsys, "run", "--in-process", *QUICK)
+    assert status == 2 and shard.name in message
+    shard.unlink()
+    status, _, message = call(capsys, "run", "--in-process", *QUICK)
+    assert status == 2 and shard.name in message
+
+
+def test_check_runs_nothing_and_its_config_runs(capsys):
+    status, printed, _ = call(capsys, "check", *QUICK)
+    assert status == 0 and "federation: 40 clients" in printed
+    last = printed.splitlines()[-1]
+    assert last == f"The config is valid. Run it with: {shlex.join(['cfl-ray', 'run', *QUICK])}"
+    status, printed, _ = call(capsys, "check", "--yaml", *QUICK)
+    assert status == 0 and not Path("runs").exists()
+    Path("resolved.yaml").write_text(printed)
+    assert call(capsys, "run", "--in-process", "resolved.yaml")[0] == 0
+
+
+def test_check_shows_first_what_differs_from_the_defaults(capsys):
+    printed = call(capsys, "check", "local.lr=0.05", "tracking.uri=http://me:secret@host", *QUICK)[1]
+    table = printed[: printed.index("federation:")]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
+    assert ["local.lr", "0.05", "0.1"] in rows and ["rounds", "1", "30"] in rows
+    assert ["data.shift.kind", "rotated", "none"] in rows and ["tracking.uri", "http://***@host", "null"] in rows
+    assert "seed" not in table and "secret" not in printed
+
+
+def test_the_command_that_check_prints_can_be_pasted(capsys):
+    folder = Path("my experiments")
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("rounds: 1\n")
+    given = [str(folder / "mine.yaml"), "methods=[{stocfl: {tau: 0.5}}]", "name=it.s"]
+    for command in ("check", "prepare"):
+        last = call(capsys, command, *given)[1].splitlines()[-1]
+        assert shlex.split(last[last.index("cfl-ray run") :]) == ["cfl-ray", "run", *given]
+
+
+UNFIT = {
+    "unknown client leaves": (
+        ["schedule=[{round: 2, leave: [50]}]"],
+        "schedule, round 2: client 50 does not exist; the federation has clients 0 .. 39",
+    ),
+    "unknown client joins": (
+        ["schedule=[{round: 2, join: [70]}]"],
+        "schedule, round 2: client 70 does not exist; the federation has clients 0 .. 39",
+    ),
+    "unknown client changes": (
+        ["schedule=[{round: 2, change: [{clients: 41, relabel: 1}]}]"],
+        "schedule, round 2: client 41 does not exist; the federation has clients 0 .. 39",
+    ),
+    "joins twice": (
+        ["schedule=[{round: 2, join: [7]}, {round: 4, join: [7]}]"],
+        "schedule, round 4: client 7 joins, but it joined in round 2 already; leave one of the two out",
+    ),
+    "leaves twice": (
+        ["schedule=[{round: 4, leave: [7]}, {round: 2, leave: [7]}]"],
+        "schedule, round 4: client 7 leaves, but it left in round 2 already; leave one of the two out",
+    ),
+    "named twice": (
+        ["schedule=[{round: 2, leave: [7, 7]}]"],
+        "schedule, round 2: client 7 leaves, but it left in round 2 already; leave one of the two out",
+    ),
+    "joins and leaves": (
+        ["schedule=[{round: 2, join: [7], leave: 5-9}]"],
+        "schedule, round 2: client 7 joins and leaves; name it once",
+    ),
+    "all leave": (
+        ["schedule=[{round: 2, leave: 0-39}]", "rounds=3"],
+        "schedule: no client is left in round 2; let fewer leave or others join",
+    ),
+    "all join later": (["schedule=[{round: 2, join: 0-39}]"], "schedule: all 40 clients join later"),
+    "unknown attacker": (["attack={kind: sign_flip, clients: [40]}"], "attack.clients: client 40 does not exist"),
+    "no trace": (["cohort.availability={kind: trace, file: gone.csv}"], "there is no file gone.csv"),
+    "no GPU to compute on": (["runtime.device=cuda"], "runtime.device: cuda, but torch finds no GPU here"),
+    "model that does not fit": (["model.name=lenet5", "model.options={}"], "samples of shape (1, 8, 8)"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_check_refuses_what_a_run_refuses(case, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    changes, expected = UNFIT[case]
+    checked = call(capsys, "check", *QUICK, *changes)
+    run = call(capsys, "run", "--in-process", *QUICK, *changes)
+    assert checked[0] == run[0] == 2
+    assert checked[2] == run[2] and expected in checked[2]
+    assert checked[1] == ""  # the message is all there is
+
+
+def test_check_refuses_hosts_for_which_this_machine_has_no_room(capsys, monkeypatch):
+    """As a run does when its Ray has started; where the run joins a cluster, its room is not known."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    status, _, message = call(capsys, "check", "runtime.gpus_per_host=0.5", "runtime.hosts=2", *QUICK)
+    assert status == 2 and "2 hosts with 0.5 GPU each need 1 GPUs, the cluster has 0" in message
+    status, _, message = call(capsys, "check", "runtime.cpus_per_host=1000", *QUICK)
+    assert status == 2 and "1 hosts with 1000 CPU each need 1000 CPUs" in message
+    for change in ("runtime.gpus_per_host=0.5", "runtime.device=cuda"):
+        assert call(capsys, "check", change, "runtime.address=auto", *QUICK)[0] == 0
+
+
+def test_events_after_the_last_round_are_worth_a_note(capsys):
+    late = "schedule=[{round: 5, leave: [1]}, {round: 9, join: [3]}]"
+    note = "note: the events of the schedule in rounds 5, 9 are ignored: the last round is 1"
+    assert note in call(capsys, "check", late, *QUICK)[1]
+    assert note in call(capsys, "run", "--in-process", late, *QUICK)[1]
+    assert "are ignored" not in call(capsys, "check", "schedule=[]", *QUICK)[1]
+
+
+def test_check_shows_the_size_of_deferred_results(capsys):
+    """19 clients, a model of 187,510 parameters each: 19 * 187,510 * 4 bytes = 14.3 MB."""
+    methods = "methods=[ditto, {fedavg: {aggregation: median}}, fesem]"
+    printed = call(capsys, "check", methods, "model={name: mlp, options: {hidden: 2500}}")[1]
+    assert "stay in the object store until their weights are known: fedavg 14.3 MB, fesem 14.3 MB" in printed
+
+
+def test_check_says_on_what_models_are_chosen_for_the_evaluation(capsys):
+    limited = "ifca: models for the evaluation are chosen on the first 9 training samples of each client"
+    overrides = ["evaluation.choice_samples=9", "methods=[fedavg, ifca]"]
+    assert limited in call(capsys, "check", *overrides)[1]
+    for other in ("evaluation.choice_samples=null", "methods=[fedavg, {ifca: {select: test_accuracy}}]"):
+        assert "are chosen on" not in call(capsys, "check", *overrides, other)[1]
+
+
+def test_methods_lists_all_and_explains_one(capsys):
+    from cfl_ray.methods import REGISTRY
+
+    status, printed, _ = call(capsys, "methods")
+    assert status == 0 and all(name in printed for name in REGISTRY)
+    for name in REGISTRY:
+        status, printed, _ = call(capsys, "methods", name)
+        assert status == 0 and "Departures" in printed
+        assert all(option["name"] in printed for option in REGISTRY[name].options())
+    assert call(capsys, "methods", "stokfl")[0] == 2
+
+
+def test_config_explains_every_key(capsys):
+    status, printed, _ = call(capsys, "config")
+    assert status == 0
+    for shown in ("rounds = 30  (whole number >= 1)", "T, number of communication rounds"):
+        assert shown in printed
+    status, printed, _ = call(capsys, "config", "local")
+    assert status == 0 and "local.lr = 0.1  (number > 0 and <= 100)" in printed and "rounds = 30" not in printed
+    status, printed, _ = call(capsys, "config", "local.lr")
+    assert status == 0 and "eta, learning rate" in printed and "local.epochs" not in printed
+    status, _, message = call(capsys, "config", "local.lrr")
+    assert (status, message) == (2, "error: unknown key 'local.lrr' (did you mean 'local.lr'?)\n")
+
+
+def test_prepare_writes_once(capsys):
+    assert call(capsys, "prepare")[0] == 0
+    (manifest,) = Path("runs/shards").rglob("manifest.json")
+    written = manifest.stat().st_mtime_ns
+    status, printed, _ = call(capsys, "prepare")
+    assert status == 0 and "40 clients" in printed and manifest.stat().st_mtime_ns == written
+
+
+def test_what_clients_are_tested_on_is_said_before_and_after(capsys):
+    """Under label skew, by default their own held-out samples; the whole test set is worth a warning."""
+    skewed = ["data.shift.kind=none", "data.partition={kind: dirichlet, clients: 5}", "schedule=[]", *QUICK]
+    held_out = "each client is tested on its own samples that are held out from training (data.test.view holdout)"
+    _, output, _ = call(capsys, "check", "data.test.view=null", *skewed)
+    assert output.count(held_out) == 1 and "warning" not in output
+    _, output, _ = call(capsys, "run", "--in-process", "data.test.view=null", *skewed)
+    assert output.count(held_out) == 2 and output.index(held_out) < output.index("results after")
+    _, output, _ = call(capsys, "check", "data.test.view=cluster", *skewed)
+    assert "each client is tested on the whole test set (data.test.view cluster)" in output
+    assert "warning: data.test.view cluster tests clients on all classes alike" in output
+    _, output, _ = call(capsys, "check")
+    assert "each client is tested on the test set of its true group (data.test.view cluster)" in output
+
+
+def test_a_clustering_into_single_clients_is_worth_a_warning(capsys):
+    alone = ["methods=[{fedclust: {threshold: 0.0}}]", "data.partition.clients=6", "schedule=[]", *QUICK[1:]]
+    _, output, _ = call(capsys, "run", "--in-process", *alone)
+    assert "warning: fedclust: 6 clusters of 6 clients: every client trains alone" in output
+    assert "warning" not in call(capsys, "run", "--in-process", *QUICK)[1]

@@ -1,0 +1,32 @@
+"""The estimate of traffic equals the traffic that a run counts."""
+
+import pytest
+
+import cfl_ray
+from cfl_ray.cli import estimate
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.data.federation import DataShape
+from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.runtime.prepare import prepare
+
+
+def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
+    """Of two rounds of every method."""
+    monkeypatch.chdir(tmp_path)
+    experiment = cfl_ray.Experiment(
+        rounds=2,
+        methods=["all"],
+        data={"source": "synthetic", "synthetic_shape": [6], "synthetic_samples": 200, "partition": {"clients": 8}},
+        cohort={"fraction": 1.0},
+        model={"name": "mlp", "options": {"hidden": 4}},
+        local={"epochs": 1},
+        runtime={"engine": "sequential"},
+    )
+    results = cfl_ray.simulate(experiment)
+    spec = prepare(experiment).network().spec
+    assert set(results.methods) == set(REGISTRY)
+    for label, method in resolve(experiment.methods).items():
+        expected = estimate.traffic(method, 8, 8, spec, LocalSGD(epochs=1), DataShape((6,), 10))
+        down, up = (expected.first_round[side] + expected.later_round[side] for side in (0, 1))
+        final = results[label].final
+        assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label

@@ -1,0 +1,136 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from cfl_ray.clustering.merging import cluster_means, merge_similar, merges, most_similar
+
+
+def cosines(signature_SF: torch.Tensor, cluster_S: np.ndarray) -> np.ndarray:
+    unit = normalize(cluster_means(signature_SF, cluster_S, int(cluster_S.max()) + 1)[0], dim=1)
+    return (unit @ unit.T).double().numpy()
+
+
+def merged_by_definition(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> dict[int, list[int]]:
+    """StoCFL's rule: in the order of decreasing cosine, every pair at or above the threshold is merged.
+
+    Returns the old clusters in each remaining one.
+    """
+    group = {k: [k] for k in range(len(count_K))}
+    pairs = [
+        (-similarity_KK[a, b], a, b)
+        for a, b in itertools.combinations(range(len(count_K)), 2)
+        if similarity_KK[a, b] >= threshold
+    ]
+    for _, *pair in sorted(pairs):
+        a, b = (next(k for k, parts in group.items() if old in parts) for old in pair)
+        if a != b:
+            keep, drop = sorted((a, b), key=lambda k: (-count_K[group[k]].sum(), k))
+            group[keep] += group.pop(drop)
+    return group
+
+
+def test_means_of_members():
+    means, count = cluster_means(torch.tensor([[2.0, 0], [4, 2], [1, 1]]), np.array([2, 2, 0]), 4)
+    assert means.tolist() == [[1, 1], [0, 0], [3, 1], [0, 0]] and count.tolist() == [1, 0, 2, 0]
+
+
+def test_merging_follows_the_papers_rule():
+    """Partition, kept clusters and members, for random signatures with several members per cluster."""
+    for seed in range(30):
+        draw = np.random.default_rng(seed)
+        clusters = int(draw.integers(2, 12))
+        cluster_S = np.concatenate([np.arange(clusters), draw.integers(0, clusters, 10)])
+        signature_SF = torch.from_numpy(draw.standard_normal((len(cluster_S), 3))).float()
+        threshold = float(draw.uniform(-0.5, 0.95))
+        expected = merged_by_definition(cosines(signature_SF, cluster_S), np.bincount(cluster_S), threshold)
+        merged = merge_similar(signature_SF, cluster_S, clusters, threshold)
+        found = {parts[0]: sorted(parts) for parts in merged.parts}
+        assert found == {kept: sorted(parts) for kept, parts in expected.items()}, seed
+        for number, parts in enumerate(merged.parts):
+            assert set(cluster_S[merged.number_K[cluster_S] == number]) == set(parts), seed
+
+
+def test_merging_is_transitive():
+    """Clusters 0 and 1, and 1 and 2, are at 45 degrees, 0 and 2 at 90: cos 45 = 0.7071 merges all three."""
+    signature_SF = torch.tensor([[1.0, 0], [1, 1], [0, 1]])
+    assert merge_similar(signature_SF, np.arange(3), 3, 0.7).parts == [[0, 1, 2]]
+    assert merge_similar(signature_SF, np.arange(3), 3, 0.71).parts == [[0], [1], [2]]
+
+
+def test_the_larger_side_is_kept_and_the_lower_number_on_ties():
+    similarity = np.array([[1, 0.9, 0.0], [0.9, 1, 0.8], [0.0, 0.8, 1]])
+    assert merges(similarity, np.array([1, 3, 2]), 0.5) == [(1, 0), (1, 2)]
+    assert merges(similarity, np.array([1, 1, 2]), 0.5) == [(0, 1), (0, 2)], "two against two: the lower number"
+    assert merges(similarity, np.array([1, 1, 3]), 0.5) == [(0, 1), (2, 0)], "the most similar pair first"
+
+
+def test_identical_signatures_are_one_cluster():
+    """Cosine 1, for which a distance of 1 - cosine = 0 would be no edge of the tree."""
+    merged = merge_similar(torch.tensor([[0.6, 0.8]] * 4 + [[-0.8, 0.6]]), np.arange(5), 5, 0.99)
+    assert merged.number_K.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_a_threshold_of_minus_one_merges_opposites_too():
+    """The cosine of two opposite vectors in float32 may be a little below -1."""
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        vector = torch.from_numpy(draw.standard_normal(50)).float()
+        assert merge_similar(torch.stack([vector, -vector]), np.arange(2), 2, -1.0).parts == [[0, 1]]
+
+
+@pytest.mark.parametrize("cluster_S, clusters", [([], 0), ([0], 1), ([2], 3), ([], 2)])
+def test_nothing_to_merge(cluster_S, clusters):
+    """Also where clusters have no members."""
+    merged = merge_similar(torch.ones(len(cluster_S), 3), np.array(cluster_S, np.int64), clusters, 0.5)
+    assert merged.number_K.tolist() == list(range(clusters)) and merged.parts == [[k] for k in range(clusters)]
+    models_KP = torch.zeros(clusters, 4)
+    assert all(merged.models(models_KP, torch.zeros(4), average) is models_KP for average in (False, True))
+
+
+def test_only_active_clusters_are_compared():
+    signature_SF = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1]])
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=np.array([0, 2])).parts == [[0, 2], [1], [3]]
+    none = np.array([], np.int64)
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=none).parts == [[0], [1], [2], [3]]
+
+
+class TestModels:
+    MODELS = torch.tensor([[1.0, 1], [2, 2], [3, 3]])
+    FIRST = torch.tensor([9.0, 9])
+    SIGNATURES = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1]])
+
+    def test_of_the_larger_cluster(self):
+        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)  # 1 has two members; 3 is new
+        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[2, 2], [3, 3]]
+
+    def test_mean_weighted_by_members(self):
+        """(1 * 1 + 2 * 2) / 3 and (1 * 3 + 1 * 9) / 2."""
+        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)
+        found = merged.models(self.MODELS, self.FIRST, average=True)
+        assert torch.allclose(found, torch.tensor([[5 / 3, 5 / 3], [6, 6]]))
+
+    def test_of_clusters_without_members_stay(self):
+        merged = merge_similar(self.SIGNATURES[:2], np.array([0, 2]), 3, 0.5)
+        assert merged.number_K.tolist() == [0, 1, 0]
+        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[1, 1], [2, 2]]
+
+    def test_without_a_merge_are_the_same_tensor(self):
+        merged = merge_similar(self.SIGNATURES[:3], np.arange(3), 3, 1.1)
+        assert merged.models(self.MODELS, self.FIRST, average=False) is self.MODELS
+
+
+class TestMostSimilar:
+    def test_cluster_and_its_cosine(self):
+        best, cosine = most_similar(torch.tensor([[3.0, 4], [-1, 0]]), torch.tensor([[1.0, 0], [0, 3]]))
+        assert best.tolist() == [1, 1] and np.allclose(cosine, [0.8, 0.0])
+
+    def test_without_clusters_the_cosine_is_below_any_threshold(self):
+        best, cosine = most_similar(torch.ones(2, 3), torch.zeros(0, 3))
+        assert best.tolist() == [-1, -1] and (cosine < -1).all()
+
+    def test_of_no_features(self):
+        """Without a valid signature there may be no columns either."""
+        assert [len(found) for found in most_similar(torch.zeros(0, 0), torch.ones(2, 3))] == [0, 0]

@@ -1,0 +1,574 @@
+"""Experiments are read from strict YAML and written as the same; an error names the key and what is valid."""
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import cfl_ray
+from cfl_ray import config
+from cfl_ray.config import ConfigSection, Experiment, load
+from cfl_ray.config.experiment import QUICKSTART
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.method import Method
+from cfl_ray.data import federation_from_arrays
+from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.methods.ifca import IFCA
+from cfl_ray.methods.stocfl import StoCFL
+
+
+def refused(message: str, **values):
+    """Asserts that these values raise ConfigError with this message."""
+    with pytest.raises(ConfigError, match=message):
+        Experiment(**values)
+
+
+@pytest.fixture
+def federation():
+    draw = np.random.default_rng(0)
+    return federation_from_arrays(
+        draw.random((20, 3)).astype("float32"), draw.integers(0, 2, 20), np.repeat([0, 1], 10)
+    )
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a YAML file and returns its path."""
+
+    def write(text: str):
+        path = tmp_path / "experiment.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "values, message",
+        [
+            ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
+            ({"local": {"epoch": 3}}, r"unknown key 'local.epoch' \(did you mean 'epochs'\?\)"),
+            ({"data": {"partition": {"alhpa": 3}}}, r"unknown key 'data.partition.alhpa' \(did you mean 'alpha'\?\)"),
+            ({"data": {"columns": {"lable": "y"}}}, r"unknown key 'data.columns.lable' \(did you mean 'label'\?\)"),
+            (
+                {"schedule": [{"round": 1}, {"round": 2, "joins": [1]}]},
+                r"unknown key 'schedule.1.joins' \(did you mean 'join'\?\)",
+            ),
+            ({"cohort": {"zzz": 1}}, "unknown key 'cohort.zzz'; valid: availability, clients, dropout, fraction"),
+        ],
+    )
+    def test_an_unknown_key_names_the_nearest(self, values, message):
+        refused(message, **values)
+
+    @pytest.mark.parametrize(
+        "values, message",
+        [
+            ({"rounds": 0}, "^rounds: .*greater than or equal to 1, got 0$"),
+            ({"seed": -1}, "^seed: .*greater than or equal to 0, got -1$"),
+            ({"seed": 2**31}, "^seed: .*less than 2147483648, got 2147483648$"),
+            ({"cohort": {"fraction": 1.5}}, "^cohort.fraction: .*less than or equal to 1, got 1.5$"),
+            ({"cohort": {"fraction": 0}}, "^cohort.fraction: .*greater than 0, got 0$"),
+            ({"cohort": {"dropout": 1}}, "^cohort.dropout: .*less than 1, got 1$"),
+            ({"local": {"lr": 0}}, "^local.lr: .*greater than 0, got 0$"),
+            ({"local": {"momentum": 1.0}}, "^local.momentum: .*less than 1, got 1.0$"),
+            ({"local": {"epochs": 2.5}}, "^local.epochs: .*integer.*, got 2.5$"),
+            (
+                {"data": {"shift": {"kind": "rotate"}}},
+                "^data.shift.kind: .*'none', 'rotated', 'shifted'.*, got 'rotate'$",
+            ),
+            (
+                {"data": {"shift": {"angles": [0, 45]}}},
+                r"^data.shift: angles must be multiples of 90 degrees, got \[45\]",
+            ),
+            (
+                {"data": {"partition": {"cut": [{"keep": 1.0, "clients": 3}]}}},
+                "^data.partition.cut.0.keep: .*less than 1, got 1.0$",
+            ),
+            (
+                {"data": {"partition": {"cut": [{"keeps": 0.1, "clients": 3}]}}},
+                r"unknown key 'data.partition.cut.0.keeps' \(did you mean 'keep'\?\)",
+            ),
+            (
+                {"data": {"partition": {"sizes": [10, 0], "clients": 2}}},
+                "^data.partition.sizes.1: .*greater than or equal to 1, got 0$",
+            ),
+            (
+                {"data": {"partition": {"sizes": [10, 20], "clients": 3}}},
+                "^data.partition: sizes has 2 entries, clients is 3; give every client its size",
+            ),
+            (
+                {"data": {"partition": {"sizes": [10], "clients": 1, "kind": "classes"}}},
+                "^data.partition: sizes needs kind iid, kind is classes",
+            ),
+            (
+                {"data": {"partition": {"groups": 4}}},
+                "^data.partition: groups needs kind dirichlet or classes, kind is iid",
+            ),
+            (
+                {"data": {"partition": {"groups": 1, "kind": "classes"}}},
+                "^data.partition.groups: .*greater than or equal to 2, got 1$",
+            ),
+            (
+                {"data": {"partition": {"groups": 4, "kind": "classes", "classes_per_client": 4}}},
+                "^data.partition: classes_per_client is 4, but a group has 3 classes; "
+                "lower it or raise classes_per_group",
+            ),
+            (
+                {"data": {"partition": {"groups": 4, "kind": "classes"}, "shift": {"kind": "rotated"}}},
+                r"^data: partition.groups \(4\) and shift.kind \(rotated\) both make true groups; set one of them",
+            ),
+            (
+                {"data": {"test": {"pool": True, "view": "cluster"}}},
+                "^data.test: pool divides the test images among the clients, so view must be holdout, not cluster",
+            ),
+            (
+                {"data": {"test": {"pool": True, "view": "holdout"}, "partition": {"kind": "writer"}}},
+                "^data: test.pool: the writers of the test images are not known, so partition.kind cannot be writer",
+            ),
+            (
+                {"data": {"source": "synthetic", "partition": {"cut": [{"keep": 0.1, "clients": 3}]}}},
+                "^data: partition.cut has no meaning for source synthetic, which is not divided; leave it out",
+            ),
+            ({"attack": {"kind": "sign"}}, "^attack.kind: .*'label_flip', 'sign_flip'.*, got 'sign'$"),
+            ({"attack": {"fraction": 1}}, "^attack.fraction: .*less than 1, got 1$"),
+            ({"attack": {"clients": []}}, r"^attack.clients: .*at least 1 item.*, got \[\]$"),
+            ({"attack": {"clients": [3, -1]}}, "^attack.clients.1: .*greater than or equal to 0, got -1$"),
+            ({"attack": {"scale": 0}}, "^attack.scale: .*greater than 0, got 0$"),
+            ({"attack": {"from_rounds": 3}}, r"unknown key 'attack.from_rounds' \(did you mean 'from_round'\?\)"),
+            ({"runtime": {"engine": "fast"}}, "^runtime.engine: .*'sequential'.*, got 'fast'$"),
+            ({"methods": []}, r"^methods: .*at least 1 item.*, got \[\]$"),
+            ({"name": "a/b"}, "^name: .*, got 'a/b'$"),
+            ({"schedule": [{"join": [1]}]}, "^schedule.0.round: Field required"),
+            (
+                {"schedule": [{"round": 1, "join": "9-3"}]},
+                "^schedule.0.join: '9-3' is not a client: write an id or a range of ids, e.g. 7 or 0-9",
+            ),
+            (
+                {"schedule": [{"round": 1, "leave": ["x-3"]}]},
+                "^schedule.0.leave: 'x-3' is not a client: write an id or a range of ids",
+            ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": [1]}]}]},
+                "^schedule.0.change.0: nothing would change; say rotate, relabel or data_of",
+            ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": [1], "rotate": 45}]}]},
+                "^schedule.0.change.0: rotate must be a multiple of 90 degrees, got 45",
+            ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": "1-3", "data_of": 5}]}]},
+                "^schedule.0.change.0: data_of names 1 clients for 3; give one for each",
+            ),
+            ({"cohort": {"availability": 1.5}}, "^cohort.availability.chance: .*less than or equal to 1, got 1.5$"),
+            (
+                {"cohort": {"availability": {"kind": "trace"}}},
+                "^cohort.availability: kind trace and a file belong together, got kind trace and file None",
+            ),
+            (
+                {"cohort": {"availability": {"kind": "diurnal", "periods": 3}}},
+                r"unknown key 'cohort.availability.periods' \(did you mean 'period'\?\)",
+            ),
+            (
+                {"cohort": {"clients": 50}},
+                "^cohort.clients: 50 clients per round, but the federation has 40; at most 40$",
+            ),
+        ],
+    )
+    def test_a_value_out_of_range_says_the_range(self, values, message):
+        refused(message, **values)
+
+    def test_all_problems_are_reported_at_once(self):
+        refused(
+            "unknown key 'round'.*\n.*cohort.fraction|cohort.fraction.*\n.*unknown key 'round'",
+            round=1,
+            cohort={"fraction": 2},
+        )
+
+    @pytest.mark.parametrize("source, nearest", [("minst", "mnist"), ("cifar", "cifar10")])
+    def test_an_unknown_data_set_names_the_nearest(self, source, nearest):
+        refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"source": source})
+        refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"shift": {"other": source}})
+
+    @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
+    def test_data_that_are_neither_a_section_nor_a_federation(self, data):
+        refused("^data: Input should be a valid dictionary", data=data)
+
+    def test_nothing_is_changed_afterwards(self):
+        with pytest.raises(Exception, match="frozen"):
+            Experiment().rounds = 5
+
+
+class TestYaml:
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            [],
+            [
+                "local.lr=1e-5",
+                "local.batch_size=null",
+                "cohort.clients=7",
+                "methods=[local, {ifca: {num_clusters: 2}}]",
+            ],
+            [
+                "schedule=[{round: 2, join: [3]}]",
+                "data.shift.kind=pathological",
+                "data.normalize=[[0.5], [0.25]]",
+                "evaluation.target=0.9",
+                "model.options={hidden: 7}",
+            ],
+            [
+                "data.partition={kind: iid, clients: 2, sizes: [5, 6], cut: [{keep: 0.5, clients: 1}]}",
+                "data.test={view: holdout, pool: true}",
+            ],
+            [
+                "schedule=[{round: 2, join: [3, 5-9], leave: 11-12, "
+                "change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}]}]",
+                "cohort.availability=0.5",
+            ],
+            ["cohort.availability={kind: diurnal, chance: 0.3, zones: 4}"],
+            [
+                "methods=[{ifca: {aggregation: {multi_krum: {attackers: 2}}}}]",
+                "attack={kind: colluders, clients: [1, 2]}",
+            ],
+            ["data.shift.kind=none", "data.partition={kind: dirichlet, groups: 5, alpha: 10, capped: false}"],
+        ],
+    )
+    def test_a_written_config_reads_as_the_same_experiment(self, overrides, file):
+        experiment = load(None, overrides)
+        text = experiment.to_yaml()
+        again = load(file(text))
+        assert again == experiment and again.to_yaml() == text and again.config_hash == experiment.config_hash
+
+    def test_clients_are_ids_and_ranges(self):
+        experiment = load(None, ["schedule=[{round: 2, join: [3, 5-9, 12, 13], leave: 20-21}]"])
+        assert experiment.schedule[0].join == [3, 5, 6, 7, 8, 9, 12, 13] and experiment.schedule[0].leave == [20, 21]
+        assert yaml.safe_load(experiment.to_yaml())["schedule"][0]["join"] == [3, "5-9", 12, 13]
+
+    def test_a_trace_that_changed_is_another_experiment(self, tmp_path):
+        file, hashes = tmp_path / "trace.csv", []
+        for text in ("client,from,to\n0,1,2\n", "client,from,to\n0,1,3\n"):
+            file.write_text(text)
+            hashes.append(Experiment(cohort={"availability": {"kind": "trace", "file": str(file)}}).config_hash)
+        assert hashes[0] != hashes[1]
+
+    def test_every_key_is_written_except_a_federation(self):
+        written = yaml.safe_load(Experiment().to_yaml())
+        assert written.keys() == Experiment.model_fields.keys()
+        for name, section in written.items():
+            if isinstance(section, dict):
+                assert section.keys() == type(getattr(Experiment(), name)).model_fields.keys() - {"federation"}
+
+    def test_every_key_has_a_description(self):
+        def is_section(value):
+            return isinstance(value, type) and issubclass(value, ConfigSection)
+
+        sections = [value for value in vars(config).values() if is_section(value) and value is not ConfigSection]
+        missing = [
+            f"{section.__name__}.{name}"
+            for section in sections
+            for name, key in section.model_fields.items()
+            if not key.description and not is_section(key.annotation)
+        ]
+        assert len(sections) > 10 and missing == []
+
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            ("rounds: [1", "experiment.yaml is not valid YAML"),
+            ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
+            ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
+            ("3: 4", "experiment.yaml must hold keys and values"),
+        ],
+    )
+    def test_other_files_are_refused(self, text, message, file):
+        with pytest.raises(ConfigError, match=message):
+            load(file(text))
+
+    def test_a_file_that_is_not_there(self):
+        with pytest.raises(ConfigError, match="there is no config file nowhere.yaml"):
+            load("nowhere.yaml")
+
+    def test_an_empty_file_is_all_defaults(self, file):
+        assert load(file("")) == Experiment()
+
+    def test_no_file_is_the_built_in_example(self):
+        assert load().name == "rotated-digits" and load() == load(QUICKSTART)
+
+
+class TestOverrides:
+    def test_set_one_key_and_leave_the_others(self, file):
+        path = file("rounds: 7\nlocal: {epochs: 3, lr: 0.5}\n")
+        experiment = load(
+            path, ["local.lr=0.05", "cohort.fraction=0.25", "model.name=lenet5", "data.partition.samples=10"]
+        )
+        assert (experiment.rounds, experiment.local.epochs, experiment.local.lr) == (7, 3, 0.05)
+        assert (experiment.cohort.fraction, experiment.model.name) == (0.25, "lenet5")
+        assert experiment.data.partition.samples == 10
+
+    @pytest.mark.parametrize("text, value", [("1e-3", 0.001), ("0.5", 0.5), ("1", 1.0)])
+    def test_numbers(self, text, value):
+        assert load(None, [f"local.lr={text}"]).local.lr == value
+
+    def test_the_last_one_counts(self):
+        assert load(None, ["rounds=3", "rounds=4"]).rounds == 4
+
+    @pytest.mark.parametrize(
+        "override, message",
+        [
+            ("local.lr", "override 'local.lr' must look like section.key=value, e.g. local.lr=0.05"),
+            ("=3", "override '=3' must look like section.key=value"),
+            ("rounds.x=3", "override 'rounds.x=3': rounds is a value, not a section"),
+            ("rounds=[3", r"rounds=\[3 is not valid YAML"),
+            ("locl.lr=3", r"unknown key 'locl' \(did you mean 'local'\?\)"),
+        ],
+    )
+    def test_errors(self, override, message, file):
+        with pytest.raises(ConfigError, match=message):
+            load(file("rounds: 7"), [override])
+
+
+class TestHash:
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "runtime.hosts=3",
+            "runtime.engine=vectorised",
+            "tracking.enabled=false",
+            "output=elsewhere",
+            "name=other",
+            "data.root=/x",
+            "data.shards=/y",
+            "data.download=true",
+        ],
+    )
+    def test_ignores_where_it_runs_and_where_results_go(self, override):
+        assert load(None, [override]).config_hash == load().config_hash
+
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "seed=1",
+            "rounds=7",
+            "local.lr=0.2",
+            "cohort.dropout=0.1",
+            "data.partition.clients=30",
+            "model.name=lenet5",
+            "methods=[fedavg]",
+            "methods=[{fedprox: {mu: 0.1}}]",
+            "schedule=[]",
+            "evaluation.every=2",
+            "attack.kind=scaled",
+            "methods=[{fedavg: {aggregation: median}}]",
+        ],
+    )
+    def test_changes_with_what_can_change_a_result(self, override):
+        assert load(None, [override]).config_hash != load().config_hash
+
+    def test_ignores_the_keys_of_an_attack_of_kind_none_and_the_default_aggregation(self):
+        """Run directories of configs without these keys can be resumed."""
+        assert Experiment(attack={"fraction": 0.2, "scale": 3}).config_hash == Experiment().config_hash
+        hashes = {Experiment(methods=[{"ifca": options}]).config_hash for options in ({}, {"aggregation": "mean"})}
+        assert len(hashes) == 1
+        options = {name: value for name, value in dataclasses.asdict(IFCA()).items() if name != "aggregation"}
+        assert Experiment(methods=[IFCA()]).config_hash == Experiment(methods=[{"ifca": options}]).config_hash
+
+    def test_is_stable(self):
+        """Computed once with `load().config_hash`: a different hash makes all run directories impossible to resume."""
+        assert (load().config_hash, Experiment().config_hash) == ("21357f769e94", "5593d4ec1f02")
+
+    def test_of_a_method_follows_its_class_and_options(self):
+        methods = (REGISTRY["fedavg"](), REGISTRY["ifca"](), IFCA(num_clusters=2))
+        assert len({Experiment(methods=[method]).config_hash for method in methods}) == 3
+        assert len(Experiment().config_hash) == 12 and int(Experiment().config_hash, 16) >= 0
+
+    def test_of_a_federation_made_in_python_follows_its_content(self, federation):
+        draw = np.random.default_rng(1)
+        other = federation_from_arrays(
+            draw.random((20, 3)).astype("float32"), draw.integers(0, 2, 20), np.repeat([0, 1], 10)
+        )
+        hashes = [Experiment(data=data).config_hash for data in (federation, federation, other)]
+        assert hashes[0] == hashes[1] != hashes[2]
+
+
+class TestPython:
+    def test_takes_a_federation_a_factory_and_methods(self, federation):
+        def Net(num_classes): ...
+
+        experiment = Experiment(data=federation, model=Net, methods=[StoCFL(tau=0.3), IFCA])
+        assert experiment.data.federation is federation and experiment.data.source == "arrays"
+        assert experiment.model.name is Net
+        written = experiment.to_dict()
+        assert written["methods"] == [{"stocfl": dataclasses.asdict(StoCFL(tau=0.3))}, "ifca"]
+        assert written["model"]["name"].endswith("Net")
+        # A run directory with these can be resumed.
+        assert resolve(written["methods"]) == {"stocfl": StoCFL(tau=0.3), "ifca": IFCA()}
+
+    def test_the_package_offers_its_public_names_and_loads_them_on_first_use(self):
+        assert cfl_ray.Experiment is Experiment and cfl_ray.Method is Method
+        for name in cfl_ray.__all__:
+            assert getattr(cfl_ray, name).__name__ == name and name in dir(cfl_ray)
+        assert {name for name in dir(cfl_ray) if not name.startswith("__")} == set(cfl_ray.__all__)
+        with pytest.raises(AttributeError, match="no attribute 'Experimnt'"):
+            _ = cfl_ray.Experimnt
+
+    def test_type_checkers_see_the_same_names(self):
+        """Those that `if TYPE_CHECKING:` imports are those that `__getattr__` loads, from the same modules."""
+        tree = ast.parse(Path(cfl_ray.__file__).read_text())
+        (block,) = (
+            node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        imported = {alias.name: node.module for node in block.body for alias in node.names}
+        loaded = {name: module for module, names in cfl_ray._MODULES.items() for name in names}
+        assert imported == loaded and sorted(imported) == sorted(cfl_ray.__all__)
+
+
+class TestMethods:
+    def test_of_every_kind_in_order(self, tmp_path):
+        (tmp_path / "mine.py").write_text(MINE)
+        found = resolve(
+            [
+                "stocfl",
+                {"ifca": {"num_clusters": 2}},
+                f"{tmp_path}/mine.py:Mine",
+                {f"{tmp_path}/mine.py:Mine": {"share": 0.5}},
+                StoCFL(tau=0.1),
+            ]
+        )
+        assert list(found) == ["stocfl", "ifca", "mine", "mine-share=0.5", "stocfl-tau=0.1"]
+        assert found["ifca"] == IFCA(num_clusters=2)
+        assert found["mine-share=0.5"].share == 0.5 and found["stocfl-tau=0.1"].tau == 0.1
+        assert set(resolve(["all"])) == set(REGISTRY)
+
+    def test_names_in_the_spelling_of_the_papers(self):
+        found = resolve(["FedAvg+", "FL+HC", "IFCA-CAM", "LG-FedAvg", "Per-FedAvg", "StoCFL"])
+        assert list(found) == ["fedavg_plus", "fl_hc", "ifca_cam", "lg_fedavg", "per_fedavg", "stocfl"]
+
+    def test_a_number_that_yaml_reads_as_text(self, file):
+        """YAML 1.1 reads 1e-3 as a string; the method gets the number."""
+        (method,) = resolve(load(file("methods: [{fedprox: {mu: 1e-3}}]")).methods).values()
+        assert method.mu == 0.001
+
+    @pytest.mark.parametrize(
+        "entries, message",
+        [
+            (["stocf"], r"unknown method 'stocf' \(did you mean 'stocfl'\?\)"),
+            ([{"stocfl": {"tua": 0.5}}], r"method stocfl has no option 'tua' \(did you mean 'tau'\?\)"),
+            ([{"stocfl": {"tau": 1.5}}], "methods: stocfl.tau must be in -1 .. 1, got 1.5"),
+            (
+                [{"stocfl": {"signature": "grad"}}],
+                "methods: stocfl.signature must be one of gradient, displacement, got 'grad'",
+            ),
+            ([{"ifca": {"num_clusters": 2.5}}], "methods: ifca.num_clusters must be a whole number, got 2.5"),
+            ([{"ifca": {"select_samples": 2.5}}], "methods: ifca.select_samples must be a whole number, got 2.5"),
+            ([{"ifca": {"num_clusters": "1e-3"}}], "methods: ifca.num_clusters must be in 1 .. inf, got 0.001"),
+            ([{"ifca": {}, "stocfl": {}}], "methods: an entry is one name with its options"),
+            (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice with the same options"),
+            (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
+            ([5], "unknown method '5'"),
+        ],
+    )
+    def test_errors(self, entries, message):
+        with pytest.raises(ConfigError, match=message):
+            resolve(entries)
+
+    def test_a_file_without_that_class(self, tmp_path):
+        (tmp_path / "mine3.py").write_text(MINE)
+        with pytest.raises(ConfigError, match=r"mine3.py has no 'Min' \(did you mean 'Mine'\?\)"):
+            resolve([f"{tmp_path}/mine3.py:Min"])
+        with pytest.raises(ConfigError, match="is a int, not a subclass of cfl_ray.Method"):
+            resolve([f"{tmp_path}/mine3.py:NUMBER"])
+
+
+MINE = '''
+from dataclasses import dataclass
+from cfl_ray import Method
+from cfl_ray.core.method import option
+
+NUMBER = 3
+
+@dataclass(frozen=True)
+class Mine(Method, name="mine"):
+    """Mine."""
+
+    share: float = option(1, "a share", low=0, high=1)
+
+    def init(self, start): ...
+    def round(self, state, clients, rng): ...
+    def serve(self, state, clients): ...
+'''
+
+
+def test_options_of_a_users_method_are_checked():
+    @dataclass(frozen=True)
+    class Local(Method, name="users_local"):
+        def init(self, start): ...
+        def round(self, state, clients, rng): ...
+        def serve(self, state, clients): ...
+
+    try:
+        with pytest.raises(ConfigError, match="method users_local has no option 'x'"):
+            resolve([{Local: {"x": 1}}])
+        assert list(resolve([Local])) == ["users_local"] and "users_local" not in REGISTRY
+    finally:
+        del Method.registry["users_local"]
+
+
+class TestDefaultView:
+    """The default of `data.test.view`: data of the client's own distribution."""
+
+    @pytest.mark.parametrize(
+        "data, view",
+        [
+            ({}, "cluster"),
+            ({"shift": {"kind": "rotated"}}, "cluster"),
+            ({"shift": {"kind": "pathological"}}, "cluster"),
+            ({"partition": {"kind": "dirichlet"}}, "holdout"),
+            ({"shift": {"kind": "rotated"}, "partition": {"kind": "dirichlet"}}, "holdout"),
+            ({"partition": {"kind": "dirichlet", "groups": 3}}, "holdout"),
+            ({"partition": {"kind": "classes"}}, "label"),
+            ({"partition": {"kind": "iid", "cut": [{"keep": 0.1, "clients": 3}]}}, "label"),
+            ({"partition": {"clients": 2, "sizes": [30, 100]}}, "label"),
+            ({"source": "femnist", "partition": {"kind": "writer", "clients": None}}, "holdout"),
+            ({"source": "images", "root": "x"}, "holdout"),
+            ({"source": "images", "root": "x", "test_files": "test/*"}, "cluster"),
+            ({"test": {"pool": True}}, "holdout"),
+            ({"source": "synthetic", "partition": {"kind": "dirichlet"}}, "cluster"),
+            ({"source": "arrays", "root": "x.npz"}, None),  # decided by what the file holds
+        ],
+    )
+    def test_has_the_distribution_of_the_client(self, data, view):
+        found = Experiment(data=data).data.test.view
+        assert found == view and Experiment(**Experiment(data=data).to_dict()).data.test.view == view
+
+    def test_is_on_record_in_the_resolved_config(self):
+        assert "view: holdout" in Experiment(data={"partition": {"kind": "dirichlet"}}).to_yaml()
+
+    @pytest.mark.parametrize("kind, own", [("dirichlet", "holdout"), ("classes", "label")])
+    def test_the_whole_test_set_under_label_skew_is_worth_a_warning(self, kind, own):
+        data = Experiment(data={"partition": {"kind": kind}, "test": {"view": "cluster"}}).data
+        assert f"partition.kind {kind} gives each client classes of its own; {own} tests" in data.view_warning
+        assert Experiment(data={"partition": {"kind": kind}}).data.view_warning is None
+        assert Experiment(data={"test": {"view": "cluster"}}).data.view_warning is None
+
+
+def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
+    """A path in the YAML that exists beside it; those of overrides, and absent ones, stay as they are."""
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "my.py").write_text("")
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "methods: [fedavg, 'my.py:Mine', {'my.py:Mine': {step: 1}}]\nmodel: {name: 'my.py:Net'}\n"
+        "data: {source: 'my.py:load', root: data}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = load("conf/mine.yaml")
+    assert found.methods == ["fedavg", "conf/my.py:Mine", {"conf/my.py:Mine": {"step": 1}}]
+    assert (found.model.name, found.data.source, found.data.root) == ("conf/my.py:Net", "conf/my.py:load", "conf/data")
+    changed = load("conf/mine.yaml", ["model.name=my.py:Net", "data.root=data"])
+    assert (changed.model.name, changed.data.root) == ("my.py:Net", "data")
+    (tmp_path / "conf" / "my.py").unlink()
+    assert load("conf/mine.yaml").model.name == "my.py:Net"

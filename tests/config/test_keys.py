@@ -1,0 +1,79 @@
+"""The list of keys is that of the sections: every key with its meaning, its values and its default."""
+
+import pytest
+import yaml
+
+from cfl_ray.config import Experiment, keys
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.tracking import flatten
+
+BY_NAME = {key.name: key for section in keys.sections() for key in section.keys}
+
+
+def test_every_key_of_an_experiment_is_listed_with_its_default():
+    sections_with_free_keys = {"model.options"}
+    written = {}
+    for name, text in flatten(Experiment().to_dict()).items():
+        written[name] = "{}" if name in sections_with_free_keys else text
+    top = {name: key for name, key in BY_NAME.items() if "[]" not in name}
+    assert top.keys() == written.keys()
+    chosen = {"data.test.view"}  # null stands for the view that fits
+    for name in top.keys() - chosen:
+        assert yaml.safe_load(top[name].default) == yaml.safe_load(written[name]), name
+    assert {name for name, key in BY_NAME.items() if key.default is None} == {
+        "data.partition.cut[].keep",
+        "data.partition.cut[].clients",
+        "schedule[].round",
+        "schedule[].change[].clients",
+    }
+
+
+def test_every_key_has_a_meaning_and_values():
+    for name, key in BY_NAME.items():
+        assert key.meaning and key.values, name
+
+
+def test_values_are_choices_or_a_type_with_its_range():
+    shown = {name: BY_NAME[name].values for name in ("runtime.device", "local.momentum", "seed", "data.test.view")}
+    assert shown == {
+        "runtime.device": "auto | cpu | cuda",
+        "local.momentum": "number >= 0 and < 1",
+        "seed": "whole number >= 0 and < 2147483648",
+        "data.test.view": "cluster | label | holdout | null",
+    }
+    assert BY_NAME["data.partition.sizes"].values == "list of whole numbers >= 1 | null"
+    assert BY_NAME["schedule[].join"].values == "list of client ids and ranges"
+    assert BY_NAME["schedule"].values == "list of {round, join, leave, change}"
+
+
+@pytest.mark.parametrize("name", ["schedule[].join", "schedule.join", "schedule.0.join"])
+def test_items_of_a_list_are_named_in_three_ways(name):
+    (section,) = keys.find(name)
+    assert (section.name, [key.name for key in section.keys]) == ("schedule[]", ["schedule[].join"])
+
+
+def test_a_section_comes_with_those_in_it():
+    assert [section.name for section in keys.find("cohort")] == ["cohort", "cohort.availability"]
+    assert [section.name for section in keys.find("schedule")] == ["", "schedule[]", "schedule[].change[]"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("local.lrr", "local.lr"),
+        ("locl", "local"),
+        ("round", "rounds"),
+        ("lr", "local.lr"),
+        ("schedule.jion", "schedule[].join"),
+        ("alhpa", "data.partition.alpha"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong, nearest):
+    with pytest.raises(ConfigError) as error:
+        keys.find(wrong)
+    assert str(error.value) == f"unknown key {wrong!r} (did you mean {nearest!r}?)"
+
+
+def test_an_unknown_key_that_is_near_to_none():
+    with pytest.raises(ConfigError, match="unknown key 'zzz'; valid: attack, cohort, data, "):
+        keys.find("zzz")

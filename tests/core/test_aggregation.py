@@ -1,0 +1,248 @@
+"""Aggregation rules against numpy on random rows: their formulas, ties, few results, and private columns."""
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray.core import aggregation
+from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean, aggregate, parse_rule
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import Columns
+from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train
+from cfl_ray.engine.reduce import combine_columns
+
+P = 40
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(count, P)).astype(np.float32)
+
+
+class TestNames:
+    def test_of_every_rule(self):
+        names = ["mean", "median", "trimmed_mean", "multi_krum", "norm_clipping"]
+        assert [parse_rule(name).name for name in RULES] == names
+        assert parse_rule("mean") == Mean() and parse_rule({"multi_krum": None}) == MultiKrum()
+        assert parse_rule({"trimmed_mean": {"share": 0.2}}) == TrimmedMean(0.2)
+
+    @pytest.mark.parametrize(
+        "value, message",
+        [
+            ("medain", f"aggregation must be one of {', '.join(RULES)}, or one with its parameters"),
+            ({"median": {}, "mean": {}}, "must be one of"),
+            (["median"], "must be one of"),
+            (None, "must be one of"),
+            ({"trimmed_mean": 0.2}, r"must be one of .*, got \{'trimmed_mean': 0.2\}"),
+            ({"median": {"share": 0.2}}, "aggregation median has no parameter 'share'"),
+            ({"trimmed_mean": {"shar": 0.2}}, r"trimmed_mean has no parameter 'shar' \(did you mean 'share'\?\)"),
+            ({"trimmed_mean": {"share": 0.5}}, "trimmed_mean.share must be in 0 .. 0.5, without 0.5, got 0.5"),
+            ({"trimmed_mean": {"share": True}}, "got True"),
+            (
+                {"multi_krum": {"attackers": 0.5}},
+                "multi_krum.attackers must be a share in 0 .. 0.5, without 0.5, or a whole number, got 0.5",
+            ),
+            ({"multi_krum": {"attackers": -1}}, "got -1"),
+            ({"multi_krum": {"keep": 0}}, "multi_krum.keep must be a whole number from 1 on, or null, got 0"),
+            ({"norm_clipping": {"bound": 0}}, "norm_clipping.bound must be above 0, or null, got 0"),
+            ({"norm_clipping": {"bound": float("inf")}}, "got inf"),
+        ],
+    )
+    def test_of_others_are_rejected(self, value, message):
+        with pytest.raises(ValueError, match=message):
+            parse_rule(value)
+
+
+class TestFormulas:
+    @pytest.mark.parametrize("count", [3, 4, 7, 10])
+    def test_median(self, count):
+        rows_nP = rows(count)
+        assert np.array_equal(Median()([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0))
+
+    @pytest.mark.parametrize(
+        "count, share, cut", [(10, 0.3, 3), (10, 0.29, 2), (7, 0.2, 1), (4, 0.49, 1), (5, 0.1, 0), (100, 0.29, 29)]
+    )
+    def test_trimmed_mean(self, count, share, cut):
+        """0.29 of 100 is 29, although the product in float64 is a little less."""
+        rows_nP = rows(count)
+        expected = np.sort(rows_nP.astype(np.float64), 0)[cut : count - cut].mean(0)
+        assert np.allclose(TrimmedMean(share)([rows_nP]), expected, rtol=0, atol=1e-12)
+
+    def test_half_the_rows_cannot_move_the_median_beyond_the_others(self):
+        rows_nP = rows(9)
+        rows_nP[:4] = 1e6
+        found = Median()([rows_nP])
+        assert (found <= rows_nP[4:].max(0)).all() and (found >= rows_nP[4:].min(0)).all()
+
+    def test_squared_distances(self):
+        rows_nP = rows(6)
+        expected = ((rows_nP[:, None].astype(np.float64) - rows_nP) ** 2).sum(2)
+        found = MultiKrum.squared_distances([rows_nP[:, :7], rows_nP[:, 7:]])
+        assert np.allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+    def test_squared_distances_of_honest_results_are_exact_however_far_the_others_are(self):
+        rows_nP = rows(7) * 1e-2
+        expected = ((rows_nP[:5, None].astype(np.float64) - rows_nP[:5]) ** 2).sum(2)
+        rows_nP[5:] += 1e6
+        assert np.allclose(MultiKrum.squared_distances([rows_nP])[:5, :5], expected, rtol=1e-4, atol=1e-12)
+
+    @pytest.mark.parametrize("attackers, suspects", [(2, 2), (0.3, 3), (0, 0), (9, 3), (0.1, 1)])
+    def test_multi_krum(self, attackers, suspects):
+        """n = 10: f is 3 at most, since 10 >= 2 * 3 + 3. Scores by hand; m = n - f."""
+        rows_nP = rows(10, seed=3)
+        squared_nn = ((rows_nP[:, None] - rows_nP) ** 2).sum(2)
+        score_n = [sum(sorted(np.delete(squared_nn[i], i))[: 10 - suspects - 2]) for i in range(10)]
+        expected = sorted(np.argsort(score_n)[: 10 - suspects].tolist())
+        assert MultiKrum(attackers).chosen(squared_nn).tolist() == expected
+        assert MultiKrum(attackers, keep=1).chosen(squared_nn).tolist() == [int(np.argmin(score_n))]
+
+    def test_multi_krum_leaves_out_distant_results(self):
+        rows_nP = rows(10)
+        rows_nP[[2, 5, 7]] += 20
+        assert MultiKrum(0.3).chosen(MultiKrum.squared_distances([rows_nP])).tolist() == [0, 1, 3, 4, 6, 8, 9]
+
+    def test_on_ties_the_first_are_taken(self):
+        assert MultiKrum(2).chosen(np.zeros((7, 7))).tolist() == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("count, most", [(3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (100, 48)])
+    def test_krum_suspects_no_more_than_it_allows(self, count, most):
+        assert MultiKrum(1000).suspects(count) == most and (most == 0 or count >= 2 * most + 3)
+
+
+class DeferredResults:
+    """A backend whose clients' deferred results are the rows (n, P). It records its work."""
+
+    def __init__(self, rows_nP: np.ndarray):
+        self.rows, self.works = torch.from_numpy(rows_nP), []
+
+    def run(self, work):
+        self.works.append(work)
+        return self.combined(work) if isinstance(work, CombineColumns) else self.averaged(work)
+
+    def combined(self, work: CombineColumns) -> Outcome:
+        results = {i: self.rows[client] for i, client in enumerate(work.members)}
+        parts = [combine_columns(work.take(np.array([at])), results)[0] for at in range(len(work.ids_M))]
+        longest = np.max([part.shape for part in parts], 0)
+        padded = [np.pad(part, [(0, most - size) for most, size in zip(longest, part.shape)]) for part in parts]
+        return Outcome({"combined": np.stack(padded)})
+
+    def averaged(self, work: AverageDeferred) -> Outcome:
+        averaging, means = work.averaging, {}
+        arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
+        for out, client, weight in zip(averaging.out_E, averaging.client_E, averaging.weight_E):
+            if arrived_R[out] > 0:
+                share = weight / arrived_R[out]
+                means[out] = means.get(out, 0) + share * self.rows[work.ids_M[client]].double()
+        return Outcome({}, means, arrived_R)
+
+
+def averaged(
+    rule, rows_nP, weight_RM, valid=None, client_state=None, sent_P=None
+) -> tuple[np.ndarray, Outcome, DeferredResults]:
+    """Averages by the rule, float64 (R, P) and NaN for rows without members, with their outcome and the backend."""
+    count, backend = len(rows_nP), DeferredResults(rows_nP)
+    sent_KP = torch.zeros(1, P) if sent_P is None else torch.from_numpy(sent_P)[None]
+    training = Train(
+        Address(0, 1, 1),
+        np.arange(count),
+        (sent_KP,),
+        start=Rows(0, np.zeros(count, int)),
+        local=LocalSGD(),
+        steps_M=np.ones(count, int),
+        client_state=client_state,
+    )
+    distance = np.linalg.norm(rows_nP.astype(np.float64) - sent_KP.numpy(), axis=1)
+    trained = Outcome({"valid": np.ones(count, bool) if valid is None else valid, "upload_distance": distance})
+    averaging = Averaging.of(weight_RM, count)
+    outcome = aggregate(rule, backend, training, trained, np.arange(count), averaging)
+    result_RP = np.full((averaging.num_rows, P), np.nan)
+    for out, mean_P in outcome.means.items():
+        result_RP[out] = mean_P
+    return result_RP, outcome, backend
+
+
+def mean(rows_nP: np.ndarray) -> np.ndarray:
+    return rows_nP.astype(float).mean(0)
+
+
+def median(rows_nP: np.ndarray) -> np.ndarray:
+    return np.median(rows_nP.astype(float), 0)
+
+
+class TestAverages:
+    ROWS = rows(12)
+
+    def test_of_several_rows_have_members_of_their_own(self):
+        weight_RM = np.zeros((4, 12))
+        weight_RM[0, :5], weight_RM[1, 5:11], weight_RM[3] = 1, np.arange(1, 7), 1  # row 2 has no members, row 3 all
+        found, outcome, _ = averaged(Median(), self.ROWS, weight_RM)
+        for out, mine in ((0, slice(0, 5)), (1, slice(5, 11)), (3, slice(0, 12))):
+            assert np.allclose(found[out], median(self.ROWS[mine]), rtol=0, atol=1e-12)
+        assert 2 not in outcome.means and outcome.arrived_R.tolist() == pytest.approx([1, 1, 0, 1])
+
+    @pytest.mark.parametrize("rule", [Median(), TrimmedMean(0.3), MultiKrum(0.3)], ids=lambda rule: rule.name)
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_of_one_or_two_results_is_their_mean_whatever_their_weights(self, rule, count):
+        weight_RM = np.zeros((1, 12))
+        weight_RM[0, :count] = [1, 5][:count]
+        found = averaged(rule, self.ROWS, weight_RM)[0][0]
+        assert np.allclose(found, mean(self.ROWS[:count]), rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("count", [3, 4])
+    def test_krum_below_five_results_is_the_median(self, count):
+        """With f = 0 it is the mean of all results."""
+        rows_nP, weight_RM = self.ROWS[:count], np.ones((1, count))
+        assert np.allclose(averaged(MultiKrum(), rows_nP, weight_RM)[0][0], median(rows_nP), atol=1e-12)
+        assert np.allclose(averaged(MultiKrum(attackers=0), rows_nP, weight_RM)[0][0], mean(rows_nP), atol=1e-12)
+
+    def test_krum_is_the_mean_of_the_chosen(self):
+        far = self.ROWS.copy()
+        far[[1, 4, 9]] += 30
+        found = averaged(MultiKrum(3), far, np.ones((1, 12)))[0][0]
+        assert np.allclose(found, mean(np.delete(far, [1, 4, 9], 0)), atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "rule", [Median(), TrimmedMean(0.3), MultiKrum(0.3), NormClipping()], ids=lambda rule: rule.name
+    )
+    def test_excluded_clients_and_clients_without_weight_do_not_count(self, rule):
+        spoiled, weight = self.ROWS.copy(), np.ones(12)
+        spoiled[3], weight[8] = np.nan, 0
+        found, outcome, _ = averaged(rule, spoiled, [weight], valid=np.arange(12) != 3)
+        expected, _, _ = averaged(rule, np.delete(self.ROWS, [3, 8], 0), np.ones((1, 10)))
+        assert np.allclose(found, expected, rtol=0, atol=1e-9) and outcome.arrived_R[0] == pytest.approx(10 / 11)
+        assert outcome.arrays["valid"].tolist() == [client != 3 for client in range(12)]
+
+    @pytest.mark.parametrize("rule", [Median(), MultiKrum(0.3)], ids=lambda rule: rule.name)
+    def test_private_columns_have_no_effect(self, rule):
+        """With them the first three results would be far from the others."""
+        far = self.ROWS.copy()
+        far[:3, 10:20] += 1000
+        client_state = ClientState("some", Columns(((10, 20),)))
+        found, _, _ = averaged(rule, far, np.ones((1, 12)), client_state=client_state)
+        shared = np.r_[0:10, 20:P]
+        expected, _, _ = averaged(rule, np.pad(far[:, shared], ((0, 0), (0, 10))), np.ones((1, 12)))
+        assert np.allclose(found[0, shared], expected[0, :30], rtol=0, atol=1e-9)
+
+    def test_clipped_changes_are_averaged_by_weight(self):
+        weight_M, sent_P = np.arange(1, 13), rows(1, seed=9)[0]
+        for bound in (None, 2.0, 1e9):
+            change = self.ROWS.astype(float) - sent_P
+            length = np.linalg.norm(change, axis=1)
+            scale = np.minimum(1, (np.median(length) if bound is None else bound) / length)
+            expected = sent_P + (weight_M[:, None] * scale[:, None] * change).sum(0) / weight_M.sum()
+            found, outcome, _ = averaged(NormClipping(bound), self.ROWS, [weight_M], sent_P=sent_P)
+            assert np.allclose(found[0], expected, rtol=0, atol=1e-9) and outcome.arrived_R[0] == pytest.approx(1)
+
+    def test_results_without_a_change_are_the_sent_model(self):
+        sent_P = rows(1)[0]
+        found = averaged(NormClipping(), np.tile(sent_P, (4, 1)), np.ones((1, 4)), sent_P=sent_P)[0]
+        assert np.allclose(found, sent_P, atol=1e-9)
+
+
+def test_large_rows_are_cut_into_ranges_without_any_effect(monkeypatch):
+    rows_nP = rows(8)
+    whole = [averaged(rule, rows_nP, np.ones((1, 8)))[0] for rule in (Median(), TrimmedMean(0.2))]
+    monkeypatch.setattr(aggregation, "_RANGE", 30)
+    monkeypatch.setattr("cfl_ray.engine.reduce._BLOCK", 24)
+    for rule, expected in zip((Median(), TrimmedMean(0.2)), whole):
+        found, _, backend = averaged(rule, rows_nP, np.ones((1, 8)))
+        assert len(backend.works[0].ids_M) > 5 and np.array_equal(found, expected)

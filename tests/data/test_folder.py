@@ -1,0 +1,119 @@
+import pickle
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from pyarrow import fs
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.data import open_shards
+from cfl_ray.data.folder import Folder
+from cfl_ray.data.plan import make_plan
+from cfl_ray.data.shard_writer import write_shards
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def remote(toy, config, cache, tmp_path):
+    """A federation on a filesystem that is not this machine's, and the same one beside it on disk."""
+    pytest.importorskip("fsspec")
+    uri = f"fsspec+memory://bucket/{tmp_path.name}"
+    plan = make_plan(toy(), None, config(clients=5), seed=0)
+    for folder in (uri, tmp_path / "local"):
+        write_shards(folder, plan, {})
+    yield uri, tmp_path / "local"
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    filesystem.delete_dir(path)
+
+
+def test_files_of_another_filesystem_are_fetched_once_and_mapped(remote, cache):
+    uri, local = remote
+    federation, expected = open_shards(uri), open_shards(local)
+    assert len(list(cache.glob("*.arrow"))) == 1  # the index; data when they are needed
+    assert all(torch.equal(federation.train(client)[0], expected.train(client)[0]) for client in range(5))
+    fetched = {path: path.stat().st_mtime_ns for path in cache.glob("*.arrow")}
+    again = pickle.loads(pickle.dumps(federation))
+    assert torch.equal(again.train(4)[0], expected.train(4)[0]) and again.uri == uri
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.arrow")} == fetched and len(fetched) == 2
+    assert {path.name for path in cache.iterdir() if path.suffix != ".arrow"} == {"locks"}
+
+
+def overwrite(uri, name, change):
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    with filesystem.open_input_stream(f"{path}/{name}") as stream:
+        content = bytearray(stream.read())
+    with filesystem.open_output_stream(f"{path}/{name}") as stream:
+        stream.write(bytes(change(content)))
+
+
+def test_processes_of_a_machine_that_need_a_file_fetch_it_once(remote, cache, monkeypatch):
+    """Eight threads with a file lock each, as eight processes have."""
+    uri, _ = remote
+    fetch, fetches = Folder._fetch, []
+
+    def slow(folder, name, *rest):
+        fetches.append(name)
+        time.sleep(0.2)
+        fetch(folder, name, *rest)
+
+    monkeypatch.setattr(Folder, "_fetch", slow)
+    federations = [open_shards(uri) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        samples = list(pool.map(lambda federation: federation.train(0)[0], federations))
+    assert all(torch.equal(x, samples[0]) for x in samples)
+    assert len(fetches) == len(set(fetches)) == 2  # the index and one file of samples
+
+
+def test_altered_and_truncated_files_are_not_kept(remote, cache):
+    uri, _ = remote
+    overwrite(uri, "train-00000.arrow", lambda content: content[:-1])
+    overwrite(uri, "test-00000.arrow", lambda content: content[:600] + bytes([content[600] ^ 1]) + content[601:])
+    federation = open_shards(uri)
+    with pytest.raises(DataError, match=re.escape(f"{uri}/train-00000.arrow is damaged: expected bytes")):
+        federation.train(0)
+    with pytest.raises(DataError, match=re.escape(f"{uri}/test-00000.arrow is damaged: expected sha256")):
+        federation.test_set(0)
+    assert len([path for path in cache.iterdir() if path.is_file()]) == 1
+
+
+def test_a_damaged_copy_in_the_cache_is_found(remote, cache):
+    uri, local = remote
+    open_shards(uri).train(0)
+    kept = cache / f"{open_shards(local).manifest.train[0].sha256}.arrow"
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert torch.equal(open_shards(uri).train(0)[0], open_shards(local).train(0)[0])  # another size: fetched again
+    kept.write_bytes(bytes(kept.stat().st_size))
+    with pytest.raises(DataError, match="is damaged: expected sha256"):
+        open_shards(uri, verify=True)
+
+
+def test_missing_files(remote):
+    uri, _ = remote
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    filesystem.delete_file(f"{path}/train-00000.arrow")
+    with pytest.raises(DataError, match="train-00000.arrow is missing"):
+        open_shards(uri).train(0)
+    with pytest.raises(DataError, match="holds no shards"):
+        open_shards(uri + "/nothing")
+
+
+def test_file_uris_are_local(toy, config, tmp_path):
+    write_shards(f"file://{tmp_path}/shards", make_plan(toy(), None, config(), 0), {})
+    assert open_shards(f"file://{tmp_path}/shards").uri == str(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("uri", ["nonsense://bucket/x", "fsspec+nonsense://bucket/x"])
+def test_unknown_filesystems(uri):
+    with pytest.raises(DataError, match="is not a folder or URI that pyarrow can open"):
+        open_shards(uri)
+
+
+def test_children_of_a_uri_keep_its_query():
+    assert Folder("fsspec+memory://bucket/a/?region=eu").child("b").uri == "fsspec+memory://bucket/a/b?region=eu"

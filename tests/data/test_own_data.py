@@ -1,0 +1,328 @@
+"""Data that users bring: functions, tables, folders of images, saved data sets, torch Datasets, LEAF's texts."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+from cfl_ray.config import DataConfig
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
+from cfl_ray.data.leaf import ALPHABET
+from cfl_ray.data.sources import locate
+from cfl_ray.engine.validation import invalid_data_reason
+
+LOADER = """
+import numpy as np
+from cfl_ray import federation_from_arrays
+
+X, Y, C = np.arange(24.0).reshape(12, 2), np.arange(12) % 3, np.arange(12) % 4
+
+def divided(scale=1.0): return {"x": X * scale, "y": Y, "x_test": X, "y_test": Y}
+def pair(): return X, Y
+def owned(): return {"x": X, "y": Y, "clients": C}
+def made(): return federation_from_arrays(X, Y, C)
+def tokens(top=9): return {"x": np.full((12, 5), top), "y": Y, "vocabulary": 10}
+def wrong(): return 5
+def misspelt(): return {"x": X, "y": Y, "client": C}
+def without_y(): return {"x": X}
+def labelled_badly(): return {"x": X, "y": Y, "num_classes": 2}
+def failing():
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def my(tmp_path):
+    (tmp_path / "my.py").write_text(LOADER)
+    return lambda name, **data: DataConfig(**{"source": f"{tmp_path}/my.py:{name}", "partition": {"clients": 3}} | data)
+
+
+class TestFunction:
+    def test_samples_without_clients_are_divided(self, my, tmp_path):
+        federation = build(my("divided"), 0, tmp_path / "shards")
+        assert federation.num_samples_N.tolist() == [4, 4, 4] and federation.view == "cluster"
+        x = torch.cat([federation.train(client)[0] for client in range(3)])
+        assert x.dtype == torch.float32 and sorted(x.flatten().tolist()) == list(range(24))
+        assert torch.equal(federation.test_set(0)[0].flatten(), torch.arange(24.0))
+        assert describe(my("divided"), 0).samples == (4, 4, 4)
+
+    def test_options_reach_it_and_other_data_are_another_federation(self, my, tmp_path):
+        shards = str(tmp_path / "one")
+        first = build(my("divided"), 0, shards)
+        second = build(my("divided", options={"scale": 2.0}), 0, shards)
+        assert second.uri != first.uri and torch.equal(second.train(0)[0], 2 * first.train(0)[0])
+
+    def test_changed_data_are_not_mixed_with_earlier_shards(self, tmp_path):
+        (tmp_path / "stored.py").write_text(
+            "import numpy as np\nfrom pathlib import Path\n\n"
+            "def load(): return np.load(Path(__file__).with_name('x.npy')), np.arange(12) % 3\n"
+        )
+        data = DataConfig(source=f"{tmp_path}/stored.py:load", partition={"clients": 3})
+        np.save(tmp_path / "x.npy", np.ones((12, 2)))
+        build(data, 0, tmp_path / "shards")
+        np.save(tmp_path / "x.npy", np.zeros((12, 2)))
+        with pytest.raises(DataError, match="the raw data changed: delete the folder"):
+            build(data, 0, tmp_path / "shards")
+
+    def test_samples_with_clients_and_federations_are_taken_as_they_are(self, my, tmp_path):
+        for name in ("owned", "made"):
+            federation = build(my(name), 0, tmp_path)
+            assert federation.num_clients == 4 and federation.view == "holdout"
+
+    @pytest.mark.parametrize(
+        "name, options, message",
+        [
+            ("wrong", {}, r"my.py:wrong' \(line \d+\): it returns int, expected a Federation"),
+            ("misspelt", {}, r"unknown key 'client' \(did you mean 'clients'\?\)"),
+            ("without_y", {}, "returns no 'y'"),
+            ("labelled_badly", {}, "label 2 does not fit num_classes 2"),
+            ("failing", {}, r"failed: ZeroDivisionError: division by zero \(.*my.py, line 17\)"),
+            ("pair", {"scale": 2}, "does not take data.options: got an unexpected keyword argument 'scale'"),
+            ("tokens", {"top": 10}, "x has tokens 10 .. 10, expected 0 .. 9"),
+            ("X", {}, "is ndarray, expected a function"),
+            ("par", {}, r"has no 'par' \(did you mean 'pair'\?\)"),
+        ],
+    )
+    def test_errors_name_the_function(self, my, tmp_path, name, options, message):
+        with pytest.raises(ConfigError, match=message):
+            build(my(name, options=options), 0, tmp_path)
+
+
+class TestTokens:
+    def test_go_through_shards(self, my, tmp_path):
+        federation = build(my("tokens"), 0, tmp_path)
+        again = open_shards(federation.uri, verify=True)
+        for one in (federation, again):
+            x, y = one.train(0)
+            assert x.dtype == torch.int64 and (x == 9).all() and one.shape.vocabulary == 10
+            assert invalid_data_reason(x, y, one.shape) is None
+        assert describe(my("tokens"), 0).dtype == torch.int64
+
+    def test_outside_the_vocabulary_are_named(self):
+        shape = federation_from_arrays([[1, 2], [3, 4]], [0, 1], [0, 0], vocabulary=5).shape
+        x, y = torch.tensor([[0, 5]]), torch.tensor([0])
+        assert invalid_data_reason(x, y, shape) == "tokens 0 .. 5, expected 0 .. 4"
+        assert "inputs of torch.float32" in invalid_data_reason(x.float(), y, shape)
+
+    def test_are_not_normalised(self):
+        with pytest.raises(DataError, match="token ids are not numbers to normalise"):
+            federation_from_arrays([[1], [2]], [0, 1], [0, 0], vocabulary=5, normalize=[[0.5], [0.5]])
+
+    def test_integers_need_a_vocabulary(self):
+        with pytest.raises(DataError, match="got int64; convert it, .* or give `vocabulary` for token ids"):
+            federation_from_arrays([[1], [2]], [0, 1], [0, 0])
+
+
+class TestCsv:
+    TEXT = "a,b,kind,shop\n1,2.5,pear,x\n2,0,apple,x\n3,1,pear,y\n4,7,apple,y\n"
+
+    def read(self, folder, text=None, **data):
+        (folder / "t.csv").write_text(self.TEXT if text is None else text)
+        columns = {"label": "kind", "client": "shop"} | data.pop("columns", {})
+        return locate("csv", DataConfig(source="csv", root=str(folder), columns=columns, **data)).read(True, None)
+
+    def test_numbers_words_and_clients(self, tmp_path):
+        images = self.read(tmp_path)
+        assert images.train_x.dtype == np.float32 and images.train_x.tolist() == [[1, 2.5], [2, 0], [3, 1], [4, 7]]
+        assert images.train_y.tolist() == [1, 0, 1, 0] and images.client.tolist() == ["x", "x", "y", "y"]
+        assert self.read(tmp_path, columns={"features": ["b"]}).shape == (1,)
+
+    def test_becomes_a_federation(self, tmp_path):
+        self.read(tmp_path)
+        data = DataConfig(
+            source="csv",
+            root=str(tmp_path),
+            columns={"label": "kind", "client": "shop"},
+            partition={"kind": "writer", "clients": None},
+            normalize=[[1, 2], [2, 2]],
+        )
+        federation = build(data, 0, tmp_path / "shards")
+        assert [federation.client_name(client) for client in range(2)] == ["x", "y"]
+
+    @pytest.mark.parametrize(
+        "text, columns, message",
+        [
+            ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, found -1..-1"),
+            ("a,kind,shop\n1,0.5,x\n", {}, "label column 'kind' must hold integers or words, it holds double"),
+            ("a,kind,shop\none,0,x\n", {}, "feature column 'a' must hold numbers, it holds string"),
+            ("a,kind,shop\n,0,x\n2,1,x\n", {}, "column 'a' is empty in row 0"),
+            ("a,kind,shop\n1,0,x\n", {"label": "kindd"}, r"has no column 'kindd' \(did you mean 'kind'\?\)"),
+            ("a,kind,shop\n", {}, "t.csv holds no row"),
+            ("a,kind,shop\n1,0\n", {}, "t.csv is not a readable CSV file"),
+        ],
+    )
+    def test_errors_name_the_column(self, tmp_path, text, columns, message):
+        with pytest.raises(DataError, match=message):
+            self.read(tmp_path, text, columns=columns)
+
+
+class TestImageFolder:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for part, count in (("train", 3), ("test", 1)):
+            for value, name in enumerate(("cat", "dog")):
+                (tmp_path / part / name).mkdir(parents=True)
+                for number in range(count):
+                    Image.new("RGB", (5, 4), (value, number, 7)).save(tmp_path / part / name / f"{number}.png")
+        return tmp_path
+
+    def read(self, folder, **data):
+        return locate("image_folder", DataConfig(source="image_folder", root=str(folder), **data)).read(True, None)
+
+    def test_classes_are_folders(self, folder):
+        images = self.read(folder, train_files="train", test_files="test")
+        assert images.shape == (3, 4, 5) and images.train_y.tolist() == [0, 0, 0, 1, 1, 1] and len(images.test_y) == 2
+        assert images.train_x[4, :, 0, 0].tolist() == [1, 1, 7] and images.client is None
+
+    def test_a_file_names_clients(self, folder):
+        lines = [f"{name}/{number}.png,{number % 2}" for name in ("cat", "dog") for number in range(3)]
+        (folder / "train" / "clients.csv").write_text("\n".join(["file,client", *lines]))
+        assert self.read(folder, train_files="train").client.tolist() == ["0", "1", "0"] * 2
+        (folder / "train" / "clients.csv").write_text("\n".join(["file,client", *lines[1:]]))
+        with pytest.raises(DataError, match=r"names no client for cat/0.png \(1 of 6 images\)"):
+            self.read(folder, train_files="train")
+
+    def test_errors_name_the_file(self, folder):
+        with pytest.raises(DataError, match="there is no folder .*/absent"):
+            self.read(folder, train_files="absent")
+        Image.new("RGB", (9, 9)).save(folder / "train" / "dog" / "9.png")
+        with pytest.raises(DataError, match=r"9.png has shape \(3, 9, 9\), the first image has \(3, 4, 5\)"):
+            self.read(folder, train_files="train")
+        (folder / "train" / "dog" / "9.png").write_text("no image")
+        with pytest.raises(DataError, match="9.png is neither PNG nor JPEG"):
+            self.read(folder, train_files="train")
+
+
+class TestHfDisk:
+    def save(self, folder, **columns):
+        """As Dataset.save_to_disk does: one Arrow stream file, beside its description."""
+        folder.mkdir(exist_ok=True)
+        table = pa.table(columns)
+        with (
+            pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table)
+        (folder / "dataset_info.json").write_text("{}")
+
+    def read(self, root, column="image", **data):
+        data = {"columns": {"image": column}} | data
+        return locate("hf_disk", DataConfig(source="hf_disk", root=str(root), **data)).read(True, None)
+
+    def test_token_ids(self, tmp_path):
+        self.save(tmp_path / "train", input_ids=[[1, 2, 3], [4, 0, 0]], label=[0, 1])
+        images = self.read(tmp_path, "input_ids", train_files="train", vocabulary=5)
+        assert images.train_x.dtype == np.int32 and images.train_x.tolist() == [[1, 2, 3], [4, 0, 0]]
+        with pytest.raises(DataError, match=r"must hold token ids 0 .. 3 \(data.vocabulary\), found int64 0 .. 4"):
+            self.read(tmp_path, "input_ids", train_files="train", vocabulary=4)
+
+    def test_numbers_and_images(self, tmp_path):
+        self.save(tmp_path / "a", x=[[1.5, 2.0], [0.0, 1.0]], label=[0, 1])
+        assert self.read(tmp_path / "a", "x").train_x.dtype == np.float32
+        Image.new("L", (3, 2), 9).save(tmp_path / "i.png")
+        image = {"bytes": (tmp_path / "i.png").read_bytes(), "path": None}
+        self.save(tmp_path / "b", image=[image, image], label=["no", "yes"])
+        images = self.read(tmp_path / "b")
+        assert images.shape == (1, 2, 3) and (images.train_x == 9).all() and images.train_y.tolist() == [0, 1]
+
+    def test_errors(self, tmp_path):
+        self.save(tmp_path / "a", x=[[1.5, 2.0], [0.0]], label=[0, 1])
+        with pytest.raises(DataError, match="column 'x' has 1 values in row 1, 2 in row 0"):
+            self.read(tmp_path / "a", "x")
+        with pytest.raises(DataError, match="holds no .*arrow file .* name its part"):
+            self.read(tmp_path)
+        with pytest.raises(DataError, match="data.test_files: there is no folder .*/absent"):
+            self.read(tmp_path / "a", "x", test_files="absent")
+
+
+class TestDataset:
+    def test_is_the_federation_of_its_arrays(self):
+        x, y, clients = torch.randn(8, 2, 3), torch.arange(8) % 2, torch.arange(8) // 4
+        made = federation_from_dataset(TensorDataset(x, y), clients, test=TensorDataset(x[:4], y[:4]))
+        expected = federation_from_arrays(x, y, clients, x_test=x[:4], y_test=y[:4])
+        assert made.recipe == expected.recipe and torch.equal(made.train(1)[0], expected.train(1)[0])
+
+    def test_images_are_read_channels_first(self):
+        made = federation_from_dataset(
+            [(Image.new("RGB", (5, 4), (255, 0, 0)), 0), (Image.new("RGB", (5, 4)), 1)], [0, 0]
+        )
+        assert made.shape.input == (3, 4, 5)
+
+    @pytest.mark.parametrize(
+        "samples, message",
+        [
+            ([], "dataset has 0 samples"),
+            (
+                [(torch.zeros(2), 0), (torch.zeros(3), 1)],
+                r"dataset\[1\] is float32 \(3,\), dataset\[0\] is float32 \(2,\)",
+            ),
+            ([torch.zeros(2)], r"dataset\[0\] is Tensor, expected a pair"),
+            ([(torch.zeros(2), 0.5)], r"label of dataset\[0\] is float64 of shape \(\), expected one integer"),
+            ([(object(), 0)], r"input of dataset\[0\] is object, expected a tensor"),
+        ],
+    )
+    def test_errors_name_the_sample(self, samples, message):
+        with pytest.raises(DataError, match=message):
+            federation_from_dataset(samples, [0] * len(samples))
+
+
+class TestLeafTexts:
+    def write(self, folder, users):
+        (folder / "train").mkdir(exist_ok=True)
+        content = {
+            "users": list(users),
+            "num_samples": [len(one["y"]) for one in users.values()],
+            "user_data": users,
+        }
+        (folder / "train" / "all_data.json").write_text(json.dumps(content))
+
+    def read(self, name, folder, **data):
+        return locate(name, DataConfig(source=name, root=str(folder), **data)).read(True, None)
+
+    def test_shakespeare_is_the_next_character(self, tmp_path):
+        self.write(tmp_path, {"HAMLET": {"x": ["a" * 80, "b" * 79 + "~"], "y": ["b", "\n"]}})
+        images = self.read("shakespeare_leaf", tmp_path)
+        assert len(ALPHABET) == 80 and images.num_classes == images.vocabulary == 81
+        assert images.train_x.shape == (2, 80) and (images.train_x[0] == ALPHABET.index("a")).all()
+        assert images.train_x[1, -1] == 80 and images.train_y.tolist() == [ALPHABET.index("b"), 0]
+        assert images.client.tolist() == ["HAMLET"] * 2
+
+    def test_sent140_is_words(self, tmp_path):
+        def tweet(text):
+            return ["1", "Mon", "NO_QUERY", "ann", text, "training"]
+
+        users = {
+            "ann": {"x": [tweet("Good good day"), tweet("day !")], "y": [1, 0]},
+            "bob": {"x": [tweet("bad")], "y": ["4"]},
+        }
+        self.write(tmp_path, users)
+        images = self.read("sent140_leaf", tmp_path, vocabulary=5)
+        # by frequency, then alphabet: day 2, good 3, ! 4; "bad" is outside the vocabulary
+        assert images.train_x[:, :4].tolist() == [[3, 3, 2, 0], [2, 4, 0, 0], [1, 0, 0, 0]]
+        assert images.train_y.tolist() == [1, 0, 1] and images.train_x.shape == (3, 25) and images.num_classes == 2
+
+    @pytest.mark.parametrize(
+        "name, user, message",
+        [
+            ("shakespeare_leaf", {"x": ["short"], "y": ["a"]}, "needs texts of 80 characters, found 5 characters"),
+            ("shakespeare_leaf", {"x": ["a" * 80], "y": ["ab"]}, "needs texts of 1 characters, found 2 characters"),
+            ("shakespeare_leaf", {"x": [], "y": ["a"]}, "needs lists x and y of 1 entries, got 0 and 1"),
+            ("sent140_leaf", {"x": ["hm"], "y": [3]}, r"must lie in 0..1 \(or be 4\), found 3..3"),
+        ],
+    )
+    def test_errors_name_the_user(self, tmp_path, name, user, message):
+        self.write(tmp_path, {"ann": user})
+        with pytest.raises(DataError, match=f"user 'ann' .*{message}|of user 'ann' {message}"):
+            self.read(name, tmp_path)
+
+
+def test_every_source_is_a_function_of_its_name():
+    from cfl_ray.config.sections import SOURCES, UNDIVIDED
+    from cfl_ray.data import sources
+
+    assert all(callable(getattr(sources, name)) for name in SOURCES if name not in UNDIVIDED)

@@ -1,0 +1,116 @@
+"""The choice of the engine: which ones are timed, on what, and which one is taken."""
+
+from collections import Counter
+
+import pytest
+import torch
+from federations import uneven
+from torch import nn
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.engine import autotune, sequential
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import TrainingTask
+
+
+def mlp(rest=nn.ReLU):
+    return lambda: nn.Sequential(nn.Linear(36, 8), rest(), nn.Linear(8, 3))
+
+
+PIECES = autotune.Division(3)  # of one client each
+
+
+@pytest.mark.parametrize(
+    "rest, local, expected",
+    [
+        (nn.ReLU, LocalSGD(epochs=3), {"sequential", "span", "manual"}),
+        (nn.ReLU, LocalSGD(batch_size=4), {"sequential", "manual"}),
+        (nn.GELU, LocalSGD(epochs=3), {"sequential", "span"}),
+        (lambda: nn.BatchNorm1d(8), LocalSGD(batch_size=4), {"sequential"}),
+    ],
+)
+def test_engines_that_apply_are_timed(rest, local, expected, monkeypatch):
+    timed = []
+    monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: (timed.extend(runs), dict.fromkeys(runs, 1e-5))[1])
+    choice = autotune.measure(Network(mlp(rest), (36,)), uneven([9, 6, 7], (36,)), local, 0, PIECES)
+    assert set(timed) == expected and choice.engine == "sequential"
+    statistics = expected == {"sequential"}
+    assert ("not vectorised: batch statistics" in choice.reason) == statistics
+    assert ("not vectorised: no gain on a CPU" in choice.reason) != statistics
+
+
+@pytest.mark.parametrize(
+    "seconds, clients, timed",
+    [(5e-4, 12, True), (5e-4, 6, False), (2e-3, 12, False), (1e-4, 12, False)],
+    ids=["worth it", "few clients", "long steps", "short steps"],
+)
+def test_the_vectorised_engine_is_timed_where_it_may_win(seconds, clients, timed, monkeypatch):
+    calls = []
+
+    def times(runs, tasks, _):
+        calls.append((list(runs), len(tasks), {name: run.size for name, run in runs.items()}))
+        return (
+            {"sequential": 3 * seconds, "manual": seconds}
+            if len(calls) == 1
+            else dict.fromkeys(runs, 1.0) | {"vectorised": 1e-5}
+        )
+
+    monkeypatch.setattr(autotune, "_seconds", times)
+    federation, division = uneven([9] * clients, (36,)), autotune.Division(200)
+    choice = autotune.measure(Network(mlp(), (36,)), federation, LocalSGD(epochs=2, batch_size=9), 0, division)
+    assert calls[0] == (["sequential", "span", "manual"], 4, {"sequential": 1, "span": 3, "manual": 1})
+    if timed:  # against the fastest of the others, on a piece of 200 // 16 clients
+        assert calls[1:] == [(["manual", "vectorised"], 12, {"manual": 1, "vectorised": 12})]
+    else:
+        assert len(calls) == 1
+    assert choice.engine == ("vectorised" if timed else "manual")
+
+
+def test_the_fastest_is_chosen_if_it_is_clearly_faster(monkeypatch):
+    for seconds, engine in ((0.5, "manual"), (0.99, "sequential"), (2.0, "sequential")):
+        times = {"sequential": 1.0, "manual": seconds}
+        monkeypatch.setattr(autotune, "_seconds", lambda *_, times=times: times)
+        network, federation = Network(mlp(), (36,)), uneven([9, 6], (36,))
+        choice = autotune.measure(network, federation, LocalSGD(batch_size=4), 0, PIECES)
+        assert choice.engine == engine and f"manual {1e3 * seconds:.2f} ms" in choice.reason
+        assert "per client of 3 steps" in choice.reason
+
+
+def test_a_slow_engine_is_timed_once(monkeypatch):
+    now, calls = [0.0], Counter()
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(autotune.time, clock, lambda: now[0])
+
+    def runs(seconds):
+        def engine(name):
+            def do(part):
+                calls[name] += 1
+                now[0] += seconds[name] * len(part)
+
+            return autotune._Run(2, do)
+
+        return {name: engine(name) for name in seconds}
+
+    expected, network, four_tasks = {"fast": 0.01, "close": 0.012, "slow": 0.02}, Network(mlp(), (36,)), [None] * 4
+    assert autotune._seconds(runs(expected), four_tasks, network) == pytest.approx(expected)
+    assert calls == {"fast": 1 + 6, "close": 1 + 6, "slow": 1 + 2}  # a piece, and three times or once two pieces
+    calls.clear()
+    assert autotune._seconds(runs({"long": 1.0}), four_tasks, network) == {"long": 1.0} and calls == {"long": 1 + 2}
+
+
+def test_every_size_of_pieces_is_measured_anew():
+    network = Network(mlp(), (36,))
+    keys = [
+        autotune.cache_key(network, LocalSGD(), autotune.Division(*of)) for of in ((20,), (30,), (2000,), (20, True))
+    ]
+    assert keys[0] == autotune.cache_key(network, LocalSGD(), autotune.Division(19)) and len(set(keys)) == 4
+
+
+def test_all_engines_are_timed_on_the_same_sum():
+    network, federation, local = Network(mlp(), (36,)), uneven([9, 6, 7], (36,)), LocalSGD(epochs=3)
+    start_P = network.new_model(0, 0)
+    tasks = [TrainingTask(i, start_P, *federation.train(i), 3, local, Address(0, 0, 0)) for i in range(3)]
+    one, other = autotune._sum_of(sequential.train(network, tasks), tasks), autotune._span_sum(network, tasks)
+    one, other = one.values()[0], other.values()[0]
+    assert torch.allclose(one, other, rtol=0, atol=1e-5) and one.abs().max() > 0.01

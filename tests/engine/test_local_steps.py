@@ -1,0 +1,596 @@
+"""Local training beyond SGD: steps of several gradients, moving anchors, votes and tuning before a prediction.
+
+Each is written out here in plain PyTorch. Vectorised training is compared with the sequential one; `span` does not
+apply.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, planted, uneven
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.config import EvaluationConfig
+from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import stream, torch_stream
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.work import Address
+from cfl_ray.data import federation_from_arrays
+from cfl_ray.engine import sequential, span, vectorised
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.worker import Worker
+from cfl_ray.runtime.evaluation import Evaluator
+
+SEED, ROUND, EXCHANGE = 0, 3, 1
+ADDRESS = Address(SEED, ROUND, EXCHANGE)
+FLAT, IMAGE = (6,), (1, 6, 6)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The gradient of the second batch, after a step on the first."""
+
+    batches_per_step: int = 2
+
+    def __call__(self, gradient, w):
+        return gradient(w - 0.1 * gradient(w, 0), 1)
+
+
+@dataclass(frozen=True)
+class Around:
+    """As `Ahead`, minus the change of the third batch's gradient along that direction."""
+
+    batches_per_step: int = 3
+
+    def __call__(self, gradient, w):
+        g = gradient(w - 0.1 * gradient(w, 0), 1)
+        return g - (gradient(w + 0.1 * g, 2) - gradient(w - 0.1 * g, 2))
+
+
+@dataclass(frozen=True)
+class Plain:
+    batches_per_step: int = 1
+
+    def __call__(self, gradient, w):
+        return gradient(w, 0)
+
+
+class Masked(nn.Module):
+    """Dropout with a given mask."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p, self.mask = p, None
+
+    def forward(self, x):
+        return x * self.mask
+
+
+def mlp(dropout=nn.Dropout):
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def with_dropout(dropout=nn.Dropout):
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), dropout(0.5), nn.Linear(16, 8), dropout(0.25), nn.Linear(8, 3))
+
+
+def with_batch_norm(dropout=nn.Dropout):
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def wide_cnn():
+    """32 channels, which the engine keeps channels-last on the CPU."""
+    return nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+
+
+LOCALS = {
+    "full batch": LocalSGD(epochs=4, lr=0.3),
+    "mini-batches, the last one partial": LocalSGD(epochs=4, batch_size=4, lr=0.2),
+    "momentum and weight decay": LocalSGD(epochs=3, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "steps": LocalSGD(steps=5, batch_size=4, lr=0.1, momentum=0.5),
+}
+
+PARTIAL = "mini-batches, the last one partial"
+NETWORKS = [*((mlp, FLAT, name) for name in LOCALS), (with_dropout, FLAT, PARTIAL), (wide_cnn, IMAGE, PARTIAL)]
+
+
+def tasks_of(
+    network: Network, sizes, local: LocalSGD, local_step=None, proximal=(), frozen_model=False
+) -> list[TrainingTask]:
+    federation, tasks = uneven(sizes, network.input_shape), []
+    for client, size in enumerate(sizes):
+        count = int(
+            local.steps_of(np.array([size]), batches_per_step=local_step.batches_per_step if local_step else 1)[0]
+        )
+        anchors = tuple(
+            ProximalTask(weight, network.new_model(9, client), columns, follow, every)
+            for weight, columns, follow, every in proximal
+        )
+        other = network.new_model(5, 0) if frozen_model else None
+        tasks.append(
+            TrainingTask(
+                client,
+                network.new_model(1, client),
+                *federation.train(client),
+                count,
+                local,
+                ADDRESS,
+                anchors,
+                local_step,
+                other,
+            )
+        )
+    return tasks
+
+
+def batches(client: int, size: int, batch: int) -> Iterator[torch.Tensor]:
+    """Shuffled anew every epoch, the last one partial."""
+    draw = stream(SEED, ROUND, EXCHANGE, client, "batches")
+    while True:
+        yield from torch.from_numpy(draw.permutation(size)).split(batch)
+
+
+def by_torch(
+    factory, network: Network, task: TrainingTask, batch: int, parts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(w, anchor) of one client, written out for its local step, its first proximal term and its SGD."""
+    module, local = factory(Masked).train(), task.local
+    for name, value in network.spec.tensors(task.start_P).items():
+        (module.get_parameter(name) if name in dict(module.named_parameters()) else module.get_buffer(name)).data.copy_(
+            value
+        )
+    params, masked = list(module.parameters()), [m for m in module if isinstance(m, Masked)]
+    noise = torch_stream(SEED, ROUND, EXCHANGE, task.client, "dropout")
+    drawn, term = batches(task.client, len(task.y), batch), task.proximal[0] if task.proximal else None
+    anchor = None if term is None else term.anchor_P[: network.spec.trained].clone()
+    w = torch.cat([p.detach().reshape(-1) for p in params])
+    velocity = torch.zeros_like(w)
+    for step in range(1, task.steps + 1):
+        chosen, masks = [next(drawn) for _ in range(parts)], {}
+
+        def gradient(row, number):
+            for p, part in zip(params, row.split([p.numel() for p in params])):
+                p.data = part.reshape(p.shape).clone()
+            if number not in masks:  # one mask per batch and step
+                widths = [m.in_features for m in module if isinstance(m, nn.Linear)][1:]
+                masks[number] = [
+                    (torch.rand(len(chosen[number]), width, generator=noise) >= m.p) / (1 - m.p)
+                    for m, width in zip(masked, widths)
+                ]
+            for m, mask in zip(masked, masks[number]):
+                m.mask = mask
+            found = torch.autograd.grad(cross_entropy(module(task.x[chosen[number]]), task.y[chosen[number]]), params)
+            return torch.cat([g.reshape(-1) for g in found])
+
+        if parts == 1:
+            direction = gradient(w, 0)
+        else:
+            direction = gradient(w - 0.1 * gradient(w, 0), 1)
+            if parts == 3:
+                direction = direction - (gradient(w + 0.1 * direction, 2) - gradient(w - 0.1 * direction, 2))
+        direction = direction + local.weight_decay * w
+        if term is not None:
+            direction = direction + term.weight * (w - anchor)
+        velocity = local.momentum * velocity + direction
+        w = w - local.lr * velocity
+        if term is not None and (step % term.every == 0 or step == task.steps):
+            anchor = anchor - term.follow * term.weight * (anchor - w)
+    statistics = [b.reshape(-1) for name, b in module.named_buffers() if b.is_floating_point()]
+    return torch.cat([w, *statistics]), anchor
+
+
+def results(engine, network: Network, tasks) -> tuple[torch.Tensor, torch.Tensor | None, list[float]]:
+    found = [(t.row_P.clone(), t.replacement_P, t.train_loss) for t in engine.train(network, tasks)]
+    rows, anchors, losses = zip(*found)
+    return torch.stack(rows), None if anchors[0] is None else torch.stack(anchors), list(losses)
+
+
+def assert_same(network: Network, tasks):
+    assert vectorised.refusal(network, tasks) is None
+    (rows, anchors, losses), (others, other_anchors, other_losses) = (
+        results(engine, network, tasks) for engine in (sequential, vectorised)
+    )
+    assert (rows - torch.stack([task.start_P for task in tasks])).abs().max(1).values.min() > 1e-3, (
+        "nothing was trained"
+    )
+    assert torch.allclose(others, rows, rtol=0, atol=1e-5), (others - rows).abs().max()
+    assert (anchors is None) == (other_anchors is None) and (
+        anchors is None or torch.allclose(other_anchors, anchors, rtol=0, atol=1e-5)
+    )
+    assert other_losses == pytest.approx(losses, rel=1e-5, abs=1e-5)
+
+
+class TestLocalStep:
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    @pytest.mark.parametrize("factory", [mlp, with_dropout, with_batch_norm])
+    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
+    def test_is_made_of_gradients_of_fresh_batches(self, local_step, factory, local):
+        network = Network(factory, FLAT)
+        (task,) = tasks_of(network, [12], local, local_step)
+        batch = {None: 12 // local_step.batches_per_step, 4: 4}[local.batch_size]
+        expected, _ = by_torch(factory, network, task, batch, local_step.batches_per_step)
+        assert torch.allclose(results(sequential, network, [task])[0][0], expected, rtol=0, atol=2e-6)
+
+    @pytest.mark.parametrize(
+        "size, batch_size, local_step, batch, steps",
+        [
+            (12, None, Ahead(), 6, 4),
+            (5, None, Ahead(), 3, 4),  # 3 and 2
+            (5, 9, Ahead(), 3, 4),
+            (7, 5, Ahead(), 5, 4),  # two batches, of 5 and 2, are enough
+            (12, 4, Ahead(), 4, 6),  # 4 epochs of 3 batches
+            (10, 6, Around(), 4, 4),  # two batches are not: 4, 4 and 2
+            (4, None, Around(), 1, 5),  # 2 and 2 are not three
+            (1, None, Ahead(), 1, 2),  # nothing to split: the same sample twice
+            (1, None, Around(), 1, 1),
+        ],
+    )
+    def test_a_client_with_too_few_batches_splits_its_samples(self, size, batch_size, local_step, batch, steps):
+        network, local = Network(mlp, FLAT), LocalSGD(epochs=4, batch_size=batch_size, lr=0.2)
+        (task,) = tasks_of(network, [size], local, local_step)
+        assert task.steps == steps and int(local.batch_of(size, local_step.batches_per_step)) == batch
+        expected, _ = by_torch(mlp, network, task, batch, local_step.batches_per_step)
+        assert torch.allclose(results(sequential, network, [task])[0][0], expected, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("size", range(5, 40))
+    @pytest.mark.parametrize("parts, batch_size", [(2, None), (3, None), (2, 7), (3, 7)])
+    def test_the_batches_of_a_step_are_of_one_epoch_where_they_can_be(self, size, parts, batch_size):
+        """The batches of the first step share no sample."""
+        first = list(LocalSGD(batch_size=batch_size).batches(size, parts, np.random.default_rng(0), parts))
+        together = np.concatenate(first)
+        assert len(first) == parts and len(np.unique(together)) == len(together) and min(map(len, first)) > 0
+
+    def test_of_one_gradient_is_sgd(self):
+        """Bit for bit, with momentum, weight decay and a proximal term."""
+        network = Network(with_dropout, FLAT)
+        for local in LOCALS.values():
+            tasks = tasks_of(network, [10, 7], local, proximal=[(0.3, None, 0.0, 1)])
+            expected = results(sequential, network, tasks)
+            found = results(sequential, network, [replace(task, local_step=Plain()) for task in tasks])
+            assert torch.equal(found[0], expected[0]) and found[2] == expected[2]
+
+    @pytest.mark.parametrize("parts", [1, 3])
+    def test_gradients_of_one_batch_have_one_dropout_mask(self, parts):
+        """So that a difference of two of them at one point is zero."""
+
+        class Twice:
+            batches_per_step = parts
+
+            def __call__(self, gradient, w):
+                found.append((gradient(w, parts - 1), gradient(w, 0), gradient(w, parts - 1)))
+                return found[-1][0].clone()
+
+        network = Network(with_dropout, FLAT)
+        for engine, tasks in (
+            (sequential, tasks_of(network, [10], LOCALS["steps"], Twice())),
+            (vectorised, tasks_of(network, [10, 5], LOCALS["steps"], Twice())),
+        ):
+            found = []
+            list(engine.train(network, tasks))
+            assert len(found) == 5 and all(torch.equal(a, b) for a, _, b in found)
+            assert not torch.equal(found[0][0], found[1][0])
+
+    @pytest.mark.parametrize("factory, shape, name", NETWORKS)
+    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
+    def test_vectorised_is_sequential(self, local_step, factory, shape, name):
+        """Clients of different sizes, so with different batches and steps; also with a term and a frozen model."""
+        network, local = Network(factory, shape), LOCALS[name]
+        local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
+        assert_same(network, tasks_of(network, [10, 3, 8, 16], local, local_step))
+        assert_same(
+            network,
+            tasks_of(
+                network, [10, 3], local, local_step, proximal=[(0.3, network.spec.base, 0.0, 1)], frozen_model=True
+            ),
+        )
+
+    @pytest.mark.parametrize("local_step", [Ahead(), Around()])
+    def test_vectorised_is_sequential_with_batch_statistics(self, local_step):
+        network = Network(with_batch_norm, FLAT)
+        assert_same(network, tasks_of(network, [12, 12], LocalSGD(epochs=4, batch_size=4, lr=0.1), local_step))
+        assert "one size" in vectorised.refusal(network, tasks_of(network, [12, 7], LOCALS["full batch"], local_step))
+        assert "one size" in vectorised.refusal(network, tasks_of(network, [7, 7], LOCALS["full batch"], local_step))
+
+    def test_the_train_loss_is_that_of_the_first_gradient_of_every_step(self):
+        """The mean over the last epoch: with two of four batches a step, two steps."""
+        network = Network(mlp, FLAT)
+        (task,) = tasks_of(network, [16], LocalSGD(epochs=2, batch_size=4, lr=0.2), Ahead())
+        losses, drawn = [], batches(0, 16, 4)
+        for steps in range(4):
+            at, _ = by_torch(mlp, network, replace(task, steps=steps), 4, 2)
+            first, _ = next(drawn), next(drawn)
+            network.load(at)
+            losses.append(cross_entropy(network.module(task.x[first]), task.y[first]).item())
+        assert task.steps == 4 and results(sequential, network, [task])[2] == pytest.approx(
+            [np.mean(losses[2:])], abs=1e-6
+        )
+
+    def test_through_the_port_clients_do_as_many_steps_as_they_have_sets_of_batches(self):
+        stage, works = Stage(uneven([12, 5, 30]), mlp, LocalSGD(epochs=3, batch_size=6, lr=0.1)), []
+        stage.backend.run = lambda work, run=stage.backend.run: (works.append(work), run(work))[1]
+        clients = stage.clients()
+        clients.train(
+            clients.send(stage.model()[None]), how=LocalTraining(local_step=Ahead()), average=torch.ones(1, 3)
+        )
+        assert works[0].steps_M.tolist() == [3, 3, 7]  # 3 * 2 / 2, one batch as two, 3 * 5 / 2
+
+
+class TestMovingAnchor:
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    @pytest.mark.parametrize("follow, every", [(0.5, 1), (0.2, 3), (1.0, 100)])
+    def test_follows_after_so_many_steps_and_after_the_last(self, follow, every, local):
+        network = Network(mlp, FLAT)
+        (task,) = tasks_of(network, [10], local, proximal=[(0.9, None, follow, every)])
+        expected, anchor = by_torch(mlp, network, task, local.batch_size or 10, 1)
+        rows, anchors, _ = results(sequential, network, [task])
+        assert torch.allclose(rows[0], expected, rtol=0, atol=1e-6) and torch.allclose(
+            anchors[0], anchor, rtol=0, atol=1e-6
+        )
+        assert (anchor - task.proximal[0].anchor_P).abs().max() > 1e-2
+        still = results(sequential, network, [replace(task, proximal=(replace(task.proximal[0], follow=0.0),))])
+        assert still[1] is None and (every == 100) == torch.allclose(still[0], rows, atol=1e-4)
+
+    def test_leaves_the_anchor_of_the_server_alone(self):
+        network = Network(mlp, FLAT)
+        for engine in (sequential, vectorised):
+            tasks = tasks_of(network, [10, 7], LOCALS["full batch"], proximal=[(0.9, None, 0.5, 2)])
+            before = [task.proximal[0].anchor_P.clone() for task in tasks]
+            list(engine.train(network, tasks))
+            assert all(torch.equal(task.proximal[0].anchor_P, anchor) for task, anchor in zip(tasks, before))
+
+    def test_over_some_columns_moves_those_alone(self):
+        network = Network(mlp, FLAT)
+        head = network.spec.head
+        (task,) = tasks_of(network, [10], LOCALS["full batch"], proximal=[(0.9, head, 0.5, 2)])
+        moved = results(sequential, network, [task])[1][0]
+        start = task.proximal[0].anchor_P
+        assert (
+            torch.equal(network.spec.base.of(moved), network.spec.base.of(start))
+            and (head.of(moved) != head.of(start)).all()
+        )
+
+    def test_carries_the_batch_statistics_of_the_model(self):
+        network = Network(with_batch_norm, FLAT)
+        tasks = tasks_of(network, [12, 12], LocalSGD(epochs=2, batch_size=4, lr=0.1), proximal=[(0.9, None, 0.5, 2)])
+        for engine in (sequential, vectorised):
+            rows, anchors, _ = results(engine, network, tasks)
+            assert torch.equal(anchors[:, network.spec.trained :], rows[:, network.spec.trained :])
+
+    @pytest.mark.parametrize("factory, shape, name", NETWORKS)
+    def test_vectorised_is_sequential(self, factory, shape, name):
+        """Clients with different numbers of steps: each anchor moves for the last time after its client's last step."""
+        network, local = Network(factory, shape), LOCALS[name]
+        local = replace(local, lr=local.lr / (5 if factory is wide_cnn else 1))
+        assert_same(
+            network,
+            tasks_of(network, [10, 3, 7, 16], local, proximal=[(0.9, None, 0.5, 3), (0.2, network.spec.head, 0.0, 1)]),
+        )
+        assert_same(network, tasks_of(network, [10, 3], local, Ahead(), proximal=[(0.9, network.spec.head, 0.5, 2)]))
+
+    @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
+    def test_the_client_uploads_the_anchor_and_keeps_the_model(self, engine):
+        stage = Stage(uneven([10, 7]), mlp, LOCALS["full batch"], engine)
+        clients, start = stage.clients(round=ROUND), torch.stack([stage.model(1), stage.model(2)])
+        sent = clients.send(start, np.array([0, 1]))
+        term = Proximal(0.9, sent, follow=0.5, every=3)
+        updates = clients.train(
+            sent,
+            how=LocalTraining(proximal=[term]),
+            client_state=ClientState("mine", private=False),
+            features=stage.network.spec.all,
+            average=torch.eye(2),
+            defer_aggregation=True,
+        )
+        later = clients.average(updates, torch.ones(1, 2)).averaged(start[:1])
+        for client in (0, 1):
+            x, y = stage.federation.train(client)
+            task = TrainingTask(
+                client, start[client], x, y, 4, stage.local, ADDRESS, (ProximalTask(0.9, start[client], None, 0.5, 3),)
+            )
+            w, anchor = by_torch(mlp, stage.network, task, len(y), 1)
+            assert torch.allclose(stage.client_states["mine", client], w, rtol=0, atol=1e-6)
+            assert torch.allclose(updates.features_MF[client], anchor, rtol=0, atol=1e-6) and not torch.allclose(
+                w, anchor, atol=1e-3
+            )
+        assert torch.allclose(updates.averaged(start), updates.features_MF, rtol=0, atol=1e-6)
+        assert torch.allclose(later[0], updates.features_MF.mean(0), rtol=0, atol=1e-6)
+
+    def test_without_weight_the_anchor_stays_and_is_uploaded_all_the_same(self):
+        stage = Stage(uneven([10, 7]), mlp, LOCALS["full batch"])
+        clients = stage.clients()
+        sent = clients.send(stage.model()[None])
+        updates = clients.train(
+            sent,
+            how=LocalTraining(proximal=[Proximal(0.0, sent, follow=0.5)]),
+            average=torch.ones(1, 2),
+            client_state=ClientState("mine", private=False),
+        )
+        assert torch.equal(updates.averaged(torch.zeros(1, stage.network.spec.size))[0], stage.model())
+        assert not torch.equal(stage.client_states["mine", 0], stage.model())
+
+
+class TestSpan:
+    """Three samples of 36 inputs, full batch, and a linear layer first: `span` applies to plain SGD only."""
+
+    def net(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    @pytest.mark.parametrize(
+        "local_step, proximal, applies",
+        [
+            (None, (), True),
+            (None, [(0.3, None, 0.0, 1)], True),
+            (Plain(), (), False),
+            (Ahead(), (), False),
+            (None, [(0.3, None, 0.5, 2)], False),
+            (None, [(0.3, None, 0.0, 1), (0.3, None, 0.5, 2)], False),
+        ],
+    )
+    def test_refuses_rules_and_anchors_that_move(self, local_step, proximal, applies):
+        network = Network(self.net, IMAGE)
+        tasks = tasks_of(network, [3, 5], LocalSGD(epochs=4, lr=0.3), local_step, proximal)
+        assert all(span.applies(network, task) == applies for task in tasks)
+        for task in tasks:
+            expected = next(sequential.train(network, [task])).row_P.clone()
+            worker = Worker(network, uneven([3, 5], network.input_shape), "span")
+            found = worker.train_one(task).row_P.clone()
+            assert torch.equal(found, expected) != applies and torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
+    def test_a_worker_trains_them_with_every_engine(self, engine):
+        found = []
+        for name in ("sequential", engine):
+            stage = Stage(uneven([5, 3, 7], IMAGE), self.net, LocalSGD(epochs=4, lr=0.3), name)
+            clients = stage.clients()
+            sent = clients.send(stage.model()[None])
+            one = clients.train(sent, how=LocalTraining(local_step=Ahead()), average=torch.ones(1, 3)).averaged(
+                stage.model()[None]
+            )
+            other = clients.train(
+                sent, how=LocalTraining(proximal=[Proximal(0.5, sent, follow=0.5, every=2)]), average=torch.ones(1, 3)
+            ).averaged(stage.model()[None])
+            found.append(torch.cat([one, other]))
+        assert torch.allclose(*found, rtol=0, atol=1e-5) and not torch.allclose(found[0][0], found[0][1], atol=1e-3)
+
+
+def deep(outputs: int = 4):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def holdout():
+    """Four clients of two planted groups, each with its own test samples."""
+    source = planted(4, 2, 60)
+    parts = [source.train(client) for client in range(4)]
+    x, y = (torch.cat(values).numpy() for values in zip(*parts))
+    owner, test = np.repeat(np.arange(4), 60), np.tile(np.arange(60) >= 40, 4)
+    return federation_from_arrays(
+        x[~test], y[~test], owner[~test], x_test=x[test], y_test=y[test], test_clients=owner[test], num_classes=4
+    )
+
+
+class TestServing:
+    """Through the evaluation of a run, against modules of plain PyTorch."""
+
+    IDS = [3, 0, 1]
+
+    def stage(self, federation, engine="sequential") -> tuple[Stage, torch.Tensor]:
+        """Three models of which each has seen one client."""
+        stage = Stage(federation, deep, LocalSGD(epochs=1, batch_size=16, lr=0.3), engine)
+        clients = stage.clients([0, 1, 2])
+        start = torch.stack([stage.model(k) for k in range(3)])
+        updates = clients.train(
+            clients.send(start, np.arange(3)), how=LocalTraining(steps_M=np.full(3, 20)), average=torch.eye(3)
+        )
+        return stage, updates.averaged(start)
+
+    def scores(self, stage: Stage, serving: Serving, tuned: int | None = None):
+        clients = stage.clients(self.IDS, ROUND)
+        evaluator = Evaluator(
+            EvaluationConfig(local_images=700, tuned_epochs=tuned or 0), stage.federation, stage.backend, stage.seed
+        )
+        return (
+            evaluator.scores(serving, clients)
+            if tuned is None
+            else evaluator.tuned_scores(serving, clients, stage.local)
+        )
+
+    def module(self, stage: Stage, row_P: torch.Tensor) -> nn.Module:
+        module = deep()
+        with torch.no_grad():
+            for parameter, value in zip(module.parameters(), stage.network.spec.tensors(row_P).values()):
+                parameter.copy_(value)
+        return module
+
+    def adapted(self, stage: Stage, row_P: torch.Tensor, client: int, epochs: int, lr: float, batch: int) -> nn.Module:
+        module, (x, y) = self.module(stage, row_P), stage.federation.train(client)
+        optimiser, draw = torch.optim.SGD(module.parameters(), lr=lr), stream(0, ROUND, -1, client, "batches")
+        for _ in range(epochs):
+            for chosen in torch.from_numpy(draw.permutation(len(y))).split(batch):
+                optimiser.zero_grad()
+                cross_entropy(module(x[chosen]), y[chosen]).backward()
+                optimiser.step()
+        return module
+
+    def assert_scores(self, found, expected):
+        accuracy, loss = zip(*expected)
+        assert found.ids_M.tolist() == self.IDS
+        assert found.accuracy_M == pytest.approx(accuracy, abs=1e-6) and found.loss_M == pytest.approx(loss, abs=1e-5)
+
+    @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
+    def test_models_vote_by_the_mean_of_their_probabilities(self, federation):
+        stage, models_KP = self.stage(federation)
+        expected, alone = [], []
+        for client in self.IDS:
+            x, y = federation.test(client)
+            with torch.no_grad():
+                each = torch.stack([self.module(stage, row_P)(x).softmax(1) for row_P in models_KP])
+            p = each.mean(0)
+            expected.append(((p.argmax(1) == y).float().mean().item(), -p[range(len(y)), y].log().mean().item()))
+            alone.append([(one.argmax(1) == y).float().mean().item() for one in each])
+        found = self.scores(stage, Serving(models_KP, np.zeros(3, int), vote=True))
+        self.assert_scores(found, expected)
+        assert all(not np.allclose(found.accuracy_M, column) for column in np.array(alone).T), "one model decides alone"
+
+    def test_one_model_votes_as_it_predicts(self):
+        stage, models_KP = self.stage(planted(4, 2, 60))
+        one, other = (self.scores(stage, Serving(models_KP[:1], np.zeros(3, int), vote=vote)) for vote in (True, False))
+        assert np.array_equal(one.accuracy_M, other.accuracy_M) and one.loss_M == pytest.approx(other.loss_M, abs=1e-6)
+
+    @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
+    @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
+    def test_clients_tune_before_they_predict(self, federation, engine):
+        stage, models_KP = self.stage(federation, engine)
+        row_M, expected = np.array([2, 0, 0]), []
+        for client, row in zip(self.IDS, row_M):
+            module = self.adapted(stage, models_KP[row], client, 2, 0.2, 25)
+            x, y = federation.test(client, 700) if federation.view != "holdout" else federation.test(client)
+            logits = module(x).detach()
+            expected.append(((logits.argmax(1) == y).float().mean().item(), cross_entropy(logits, y).item()))
+        tune = LocalSGD(epochs=2, batch_size=25, lr=0.2)
+        self.assert_scores(self.scores(stage, Serving(models_KP, row_M, tune=tune)), expected)
+        assert stage.client_states == {}
+        plain = self.scores(stage, Serving(models_KP, row_M))
+        assert not np.allclose(plain.accuracy_M, [accuracy for accuracy, _ in expected])
+
+    def test_tuning_starts_from_the_client_state(self):
+        stage, models_KP = self.stage(planted(4, 2, 60))
+        head = stage.network.spec.head
+        stage.backend.restore([(("head", 0), head.of(models_KP[2]).clone())])
+        found = self.scores(
+            stage,
+            Serving(
+                models_KP,
+                np.zeros(3, int),
+                client_state=ClientState("head", head),
+                tune=LocalSGD(epochs=2, batch_size=25, lr=0.2),
+            ),
+        )
+        expected = []
+        for client in self.IDS:
+            row_P = models_KP[0].clone()
+            if client == 0:
+                head.put(row_P, head.of(models_KP[2]))
+            x, y = stage.federation.test(client, 700)
+            logits = self.adapted(stage, row_P, client, 2, 0.2, 25)(x).detach()
+            expected.append(((logits.argmax(1) == y).float().mean().item(), cross_entropy(logits, y).item()))
+        self.assert_scores(found, expected)
+        assert torch.equal(stage.client_states["head", 0], head.of(models_KP[2])), (
+            "tuning does not change the client state"
+        )
+
+    @pytest.mark.parametrize("serving", [{"vote": True}, {"tune": LocalSGD(epochs=5, lr=9.0)}], ids=["vote", "tune"])
+    def test_p_tune_trains_the_served_model_by_the_settings_of_the_run(self, serving):
+        """For a vote, model `row_M` is tuned; the tuning of the method itself is replaced."""
+        stage, models_KP = self.stage(planted(4, 2, 60))
+        row_M, expected = np.array([1, 1, 1]), []
+        for client in self.IDS:
+            x, y = stage.federation.test(client, 700)
+            logits = self.adapted(stage, models_KP[1], client, 3, 0.3, 16)(x).detach()
+            expected.append(((logits.argmax(1) == y).float().mean().item(), cross_entropy(logits, y).item()))
+        self.assert_scores(self.scores(stage, Serving(models_KP, row_M, **serving), tuned=3), expected)

@@ -1,0 +1,300 @@
+"""The manual engine equals the sequential one, for every layer and every kind of local training that it supports."""
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, uneven
+from torch import nn
+from torch.nn.functional import max_pool2d
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.engine import manual, sequential
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.models import REGISTRY, recipe
+
+ADDRESS = Address(seed=0, round=3, exchange=1)
+IMAGE, COLOUR, FLAT = (1, 16, 16), (3, 17, 16), (6,)
+UNSUPPORTED_MODELS = {"resnet9"}
+
+
+def small_cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(125, 3)
+    )
+
+
+def strides_and_padding():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, (3, 5), stride=2, padding=(1, 2), bias=False),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 3, stride=(2, 1), padding=1),
+        nn.Sigmoid(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(6 * 2 * 4, 3),
+    )
+
+
+def pool_of_odd_sizes():
+    """17 x 16 and then 7 x 7 values: the last row and column are in no window."""
+    return nn.Sequential(
+        nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 3)
+    )
+
+
+def dropouts():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Dropout(0.3), nn.Tanh(), nn.Linear(840, 3)
+    )
+
+
+def activations():
+    """An activation after another does not overwrite what the first one's gradient needs."""
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Sigmoid(), nn.Tanh(), nn.ReLU(), nn.Sequential(nn.Linear(8, 5, bias=False)), nn.Linear(5, 3)
+    )
+
+
+def wide():
+    """32 channels: convolutions of PyTorch, channels-last."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Dropout2d(0.2),
+        nn.Conv2d(32, 4, 3, bias=False),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.2),
+        nn.AvgPool2d((1, 3)),
+        nn.Flatten(),
+        nn.Linear(12, 3),
+    )
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+NETWORKS = {
+    factory.__name__: (factory, shape)
+    for factory, shape in (
+        (small_cnn, IMAGE),
+        (strides_and_padding, COLOUR),
+        (pool_of_odd_sizes, COLOUR),
+        (dropouts, COLOUR),
+        (activations, FLAT),
+        (wide, COLOUR),
+        (mlp, FLAT),
+    )
+}
+NETWORKS |= {
+    f"{name} {shape}": (recipe(name, {}, shape, 3), shape)
+    for name in sorted(REGISTRY.keys() - UNSUPPORTED_MODELS)
+    for shape in (IMAGE, COLOUR)
+}
+LOCALS = {
+    "full batch": LocalSGD(epochs=4, lr=0.3),
+    "mini-batches, the last one partial": LocalSGD(epochs=3, batch_size=4, lr=0.05),
+    "momentum and weight decay": LocalSGD(epochs=3, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "steps ending within an epoch": LocalSGD(steps=7, batch_size=4, lr=0.1, momentum=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Around:
+    """The change of one batch's gradient along that of another."""
+
+    batches_per_step: int = 2
+
+    def __call__(self, gradient, w):
+        g = gradient(w - 0.1 * gradient(w, 0), 1)
+        return g - (gradient(w + 0.1 * g, 0) - gradient(w - 0.1 * g, 0))
+
+
+def tasks_of(network: Network, sizes, local: LocalSGD, **fields) -> list[TrainingTask]:
+    federation, per_step = uneven(sizes, network.input_shape), getattr(fields.get("local_step"), "batches_per_step", 1)
+    steps = [int(local.steps_of(np.array([size]), batches_per_step=per_step)[0]) for size in sizes]
+    return [
+        TrainingTask(i, network.new_model(1, i), *federation.train(i), steps[i], local, ADDRESS, **fields)
+        for i in range(len(sizes))
+    ]
+
+
+def assert_same(network: Network, tasks) -> None:
+    assert all(manual.applies(network, task) for task in tasks)
+    for task in tasks:
+        (expected,) = sequential.train(network, [task])
+        expected = replace(expected, row_P=expected.row_P.clone())
+        assert (expected.row_P - task.start_P).abs().max() > 1e-3, "nothing was trained"
+        (found,) = manual.train(network, [task])
+        assert torch.allclose(found.row_P, expected.row_P, rtol=0, atol=1e-5), (
+            (found.row_P - expected.row_P).abs().max()
+        )
+        assert found.train_loss == pytest.approx(expected.train_loss, abs=1e-5)
+        for name in ("replacement_P", "velocity"):
+            one, other = getattr(found, name), getattr(expected, name)
+            assert (one is None) == (other is None)
+            assert one is None or torch.allclose(one, other, rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
+def test_is_sequential_for_all_layers(factory, shape):
+    network = Network(factory, shape)
+    assert_same(network, tasks_of(network, [10, 5], LOCALS["momentum and weight decay"]))
+
+
+class TestIsSequentialFor:
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (wide, COLOUR), (mlp, FLAT)])
+    def test_all_batches(self, factory, shape, local):
+        network = Network(factory, shape)
+        assert_same(network, tasks_of(network, [10, 3, 7], local))
+
+    @pytest.mark.parametrize("columns", ["all", "head", "base"])
+    @pytest.mark.parametrize("follow", [0.0, 0.5])
+    @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (wide, COLOUR)])
+    def test_proximal_terms(self, factory, shape, follow, columns):
+        network = Network(factory, shape)
+        terms = tuple(
+            ProximalTask(weight, network.new_model(9, which), getattr(network.spec, columns), follow * which, 2)
+            for which, weight in enumerate((0.3, 0.15))
+        )
+        assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], proximal=terms))
+
+    def test_a_frozen_model(self):
+        network = Network(small_cnn, IMAGE)
+        for name in ("full batch", "steps ending within an epoch"):
+            assert_same(network, tasks_of(network, [10, 3], LOCALS[name], frozen_P=network.new_model(7, 0)))
+
+    @pytest.mark.parametrize("factory, shape", [(small_cnn, IMAGE), (dropouts, COLOUR)])
+    def test_steps_of_several_gradients(self, factory, shape):
+        network = Network(factory, shape)
+        assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], local_step=Around()))
+
+    def test_a_persistent_momentum_buffer(self):
+        network = Network(small_cnn, IMAGE)
+        local = replace(LOCALS["momentum and weight decay"], persist=True)
+        velocity = 0.1 * torch.randn(network.spec.trained, generator=torch.Generator().manual_seed(0))
+        before = velocity.clone()
+        assert_same(network, tasks_of(network, [10], local, velocity=velocity))
+        assert_same(network, tasks_of(network, [10], local))
+        assert torch.equal(velocity, before), "the stored buffer is not changed in place"
+
+
+class TestMaxPool:
+    @pytest.mark.parametrize("height, width", [(6, 8), (7, 5)])
+    def test_divides_ties_as_pytorch_does(self, height, width):
+        """Of inputs with many equal values, in both layouts."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 3, (5, 4, height, width), generator=draw).float().requires_grad_()
+        out = max_pool2d(x, 2)
+        grad = torch.randn(out.shape, generator=draw)
+        (expected,) = torch.autograd.grad(out, x, grad)
+        for order in ((1, 2, 3, 0), (0, 2, 3, 1)):  # (C, H, W, B) and (B, H, W, C)
+            pool, back = manual._MaxPool(), tuple(np.argsort(order))
+            found = pool.forward(x.detach().permute(order).contiguous().numpy())
+            assert torch.equal(torch.from_numpy(found).permute(back), out)
+            found = pool.backward(grad.permute(order).contiguous().numpy(), True)
+            assert torch.equal(torch.from_numpy(found).permute(back), expected)
+
+    def test_is_moved_before_bias_and_activation(self):
+        network = Network(small_cnn, IMAGE)
+        kinds = [type(layer).__name__ for layer in manual.passes_of(network).layers]
+        assert kinds[:4] == ["_PatchConvolution", "_MaxPool", "_Bias", "_Activation"]
+
+
+def test_a_result_does_not_depend_on_earlier_ones():
+    """The arrays are reused for other clients and other batch sizes: the bits are those of a new network."""
+    for factory, shape in ((small_cnn, IMAGE), (wide, COLOUR)):
+        network = Network(factory, shape)
+        tasks = tasks_of(network, [4, 30, 9], LocalSGD(epochs=2, lr=0.1))
+        together = [result.row_P.clone() for result in manual.train(network, tasks)]
+        for task, row_P in zip(tasks, together):
+            (alone,) = manual.train(Network(factory, shape), [task])
+            assert torch.equal(alone.row_P, row_P)
+
+
+def test_samples_and_starts_are_not_changed():
+    network = Network(mlp, FLAT)
+    (task,) = tasks_of(network, [10], LOCALS["full batch"])
+    x, start_P = task.x.clone(), task.start_P.clone()
+    list(manual.train(network, [task]))
+    assert torch.equal(task.x, x) and torch.equal(task.start_P, start_P)
+
+
+def test_divergence_raises_no_warning():
+    network = Network(small_cnn, IMAGE)
+    (task,) = tasks_of(network, [10], LocalSGD(epochs=20, lr=1e6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (result,) = manual.train(network, [task])
+    assert not np.isfinite(result.train_loss)
+
+
+def tied():
+    """Two layers with one weight."""
+    network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3))
+    network[2].weight = network[0].weight
+    return network
+
+
+def one_dropout_used_twice():
+    layer = nn.Dropout(0.5)
+    return nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 3))
+
+
+class Doubled(nn.Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def frozen_layer():
+    network = mlp()
+    network[0].weight.requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize(
+    "factory, shape",
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), FLAT),
+        (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten(), nn.Linear(6 * 15 * 14, 3)), COLOUR),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2), nn.Flatten(), nn.Linear(288, 3)), IMAGE),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(512, 3)), IMAGE),
+        (lambda: nn.Sequential(nn.MaxPool2d(3), nn.Flatten(), nn.Linear(25, 3)), IMAGE),
+        (lambda: nn.Sequential(nn.AvgPool2d(3, stride=1), nn.Flatten(), nn.Linear(196, 3)), IMAGE),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), FLAT),
+        (lambda: nn.Sequential(nn.Linear(16, 4), nn.Flatten(), nn.Linear(64, 3)), IMAGE),
+        (frozen_layer, FLAT),
+        (tied, FLAT),
+        (one_dropout_used_twice, FLAT),
+        (lambda: nn.Sequential(Doubled(6, 3)), FLAT),
+        (recipe("resnet9", {}, (3, 16, 16), 3), (3, 16, 16)),
+    ],
+)
+def test_does_not_apply_to_other_layers(factory, shape):
+    network = Network(factory, shape)
+    (task,) = tasks_of(network, [10], LOCALS["full batch"])
+    assert not manual.applies(network, task)
+
+
+def test_does_not_apply_to_large_batches():
+    network = Network(mlp, FLAT)
+    small, large = tasks_of(network, [256, 257], LocalSGD())
+    assert manual.applies(network, small) and not manual.applies(network, large)
+    assert manual.applies(network, replace(large, local=LocalSGD(batch_size=20)))
+
+
+def test_a_worker_uses_it(monkeypatch):
+    stage = Stage(uneven([9, 4]), mlp, LocalSGD(batch_size=4), "manual")
+    monkeypatch.setattr(sequential, "train", None)
+    clients = stage.clients()
+    updates = clients.train(clients.send(stage.model()[None]), features=stage.network.spec.all)
+    assert updates.valid_M.all()

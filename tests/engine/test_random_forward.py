@@ -1,0 +1,172 @@
+"""Networks whose forward pass draws at random: functional dropout, attention, noise; and layers without sizes."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.engine import manual, sequential, span, vectorised
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import TrainingTask
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(20, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.outer(dropout(self.inner(x.flatten(1)), 0.5, self.training))
+
+
+class Transformer(nn.Module):
+    def __init__(self, p: float = 0.1, batch_first: bool = True):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=p, batch_first=batch_first)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = x if self.layer.self_attn.batch_first else x.transpose(0, 1)
+        return self.head(self.layer(x).mean(1 if self.layer.self_attn.batch_first else 0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.5), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Noise(nn.Linear):
+    def __init__(self):
+        super().__init__(20, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return super().forward(x + torch.randn_like(x) if self.training else x)
+
+
+def two_sizes():
+    """One dropout layer on activations of two shapes."""
+
+    class TwoSizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.inner, self.outer = nn.Dropout(0.5), nn.Linear(20, 32), nn.Linear(32, 3)
+
+        def forward(self, x):
+            return self.outer(self.drop(self.inner(self.drop(x.flatten(1)))))
+
+    return TwoSizes()
+
+
+SHAPE, ADDRESS = (5, 4), Address(seed=0, round=3, exchange=1)
+RANDOM = [Functional, Transformer, lambda: Transformer(0.1, batch_first=False), Recurrent, Noise, two_sizes]
+
+
+def tasks_of(network: Network, clients: int = 3, size: int = 8) -> list[TrainingTask]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        TrainingTask(
+            client,
+            network.new_model(1, client),
+            torch.randn(size, *SHAPE, generator=draw),
+            torch.randint(0, 3, (size,), generator=draw),
+            4,
+            LocalSGD(2, None, 4, 0.1),
+            ADDRESS,
+        )
+        for client in range(clients)
+    ]
+
+
+def rows(engine, network, tasks):
+    return torch.stack([result.row_P.clone() for result in engine.train(network, tasks)])
+
+
+@pytest.mark.parametrize("factory", RANDOM)
+class TestRandomForward:
+    def test_trains_by_address(self, factory):
+        """Alone, after others, in another process state: the same row; at another address, another one."""
+        network = Network(factory, SHAPE)
+        tasks = tasks_of(network)
+        together = rows(sequential, network, tasks)
+        torch.manual_seed(5)
+        alone = torch.cat([rows(sequential, Network(factory, SHAPE), [task]) for task in reversed(tasks)]).flip(0)
+        assert torch.equal(together, alone) and together.isfinite().all()
+        elsewhere = [TrainingTask(**{**vars(task), "address": Address(0, 4, 1)}) for task in tasks]
+        same_batches = [
+            TrainingTask(**{**vars(t), "local": LocalSGD(4, None, None, 0.1)}) for t in (*tasks, *elsewhere)
+        ]
+        drawn = rows(sequential, network, same_batches)
+        assert not torch.equal(drawn[:3], drawn[3:]), (
+            "full batches differ in the random draws of the forward pass alone"
+        )
+
+    def test_leaves_the_global_generator_alone(self, factory):
+        before = torch.get_rng_state()
+        network = Network(factory, SHAPE)
+        rows(sequential, network, tasks_of(network))
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_other_engines_refuse(self, factory):
+        network = Network(factory, SHAPE)
+        tasks = tasks_of(network)
+        assert "draws at random" in vectorised.refusal(network, tasks)
+        assert not any(manual.applies(network, task) or span.applies(network, task) for task in tasks)
+
+    def test_all_gradients_of_a_step_are_of_one_function(self, factory):
+        """A local step that asks for the gradient of its first batch twice gets the same one."""
+        network = Network(factory, SHAPE)
+        (task,) = tasks_of(network, 1)
+        seen = []
+
+        class Twice:
+            batches_per_step = 1
+
+            def __call__(self, gradient, w):
+                first, second = gradient(w, 0), gradient(w, 0)
+                seen.append(torch.equal(first, second))
+                return first
+
+        rows(sequential, network, [TrainingTask(**{**vars(task), "local_step": Twice()})])
+        assert seen == [True] * 4
+
+
+def test_functional_dropout_drops_the_share_and_keeps_the_mean():
+    class Identity(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return dropout(x * self.scale, 0.25, self.training)
+
+    network = Network(Identity, (10_000,))
+    network.module.train()
+    with network.draws_from(7):
+        first = network.module(torch.ones(2, 10_000))
+    with network.draws_from(7):
+        again = network.module(torch.ones(2, 10_000))
+    assert torch.equal(first, again)
+    # mean 1; standard error of 20,000 draws of 0 and 4/3: sqrt(1/3 / 20000) = 0.004
+    assert abs(first.mean().item() - 1) < 0.02 and abs((first == 0).float().mean().item() - 0.25) < 0.015
+
+
+def test_without_dropout_a_transformer_trains_on_both_engines():
+    network = Network(lambda: Transformer(0.0), SHAPE)
+    tasks = tasks_of(network)
+    assert not network.random_forward and vectorised.refusal(network, tasks) is None
+    torch.testing.assert_close(rows(vectorised, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
+
+
+def test_masks_by_sample_stay_where_they_suit():
+    """A dropout layer that is called once per forward pass keeps its addressed masks; only others draw globally."""
+    network = Network(lambda: Transformer(0.1), SHAPE)
+    assert set(network.dropouts) == {"layer.dropout", "layer.dropout1", "layer.dropout2"}
+    assert not Network(two_sizes, SHAPE).dropouts and np.prod(SHAPE) == 20

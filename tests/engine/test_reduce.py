@@ -1,0 +1,90 @@
+import numpy as np
+import torch
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address, Averaging, Rows, Train
+from cfl_ray.engine.reduce import HostSums, PieceSums, weighted_means
+
+M, P = 24, 50
+DRAW = np.random.default_rng(3)
+MODELS = torch.from_numpy(DRAW.standard_normal((3, P))).float()
+SENT = DRAW.integers(0, 3, M)  # the model that each client was sent
+WEIGHTS = DRAW.random((2, M))
+
+
+def training(averaging: Averaging) -> Train:
+    steps = np.ones(M, int)
+    return Train(
+        Address(0, 1, 1),
+        np.arange(M),
+        (MODELS,),
+        start=Rows(0, SENT),
+        local=LocalSGD(),
+        steps_M=steps,
+        averaging=averaging,
+    )
+
+
+def merged(work: Train, uploads: torch.Tensor, division: list[list[int]], valid_M: np.ndarray) -> HostSums:
+    """Totals of pieces of four clients, by a host for each list of pieces."""
+    whole = HostSums()
+    for pieces in division:
+        host = HostSums()
+        for piece in pieces:
+            index_m = np.arange(4 * piece, 4 * piece + 4)
+            sums = PieceSums(work.take(index_m).averaging)
+            for at, client in enumerate(index_m.tolist()):
+                if valid_M[client]:
+                    sums.add(at, uploads[client], MODELS[SENT[client]])
+            host.add(sums)
+        whole.merge(host.totals)
+    return whole
+
+
+def means_of(uploads, division, valid_M=None):
+    valid_M = np.ones(M, bool) if valid_M is None else valid_M
+    work = training(Averaging.of(WEIGHTS, M))
+    return weighted_means(work, merged(work, uploads, division, valid_M).values(), valid_M)
+
+
+def test_means_do_not_depend_on_the_hosts_that_did_the_pieces():
+    """Clients of one output row were sent different models."""
+    uploads = MODELS[SENT] + torch.from_numpy(DRAW.standard_normal((M, P))).float() * 0.01
+    means, arrived_R = means_of(uploads, [[0, 1, 2, 3, 4, 5]])
+    for division in ([[5, 0], [3], [1, 4, 2]], [[5], [4], [3], [2], [1], [0]]):
+        other, _ = means_of(uploads, division)
+        assert all(torch.equal(means[out], other[out]) for out in (0, 1))
+    share_RM = WEIGHTS / WEIGHTS.sum(1, keepdims=True)
+    expected = torch.from_numpy(share_RM) @ uploads.double()
+    found = torch.stack([means[0], means[1]]).double()
+    assert torch.allclose(found, expected, rtol=1e-7, atol=1e-7) and np.allclose(arrived_R, 1, rtol=1e-15)
+
+
+def test_a_change_below_the_resolution_of_the_weights_is_kept():
+    """Every client changes its model by 1e-9: as a float32 the sum of the models would not change at all."""
+    zeros, uploads = torch.zeros(P), torch.full((P,), 1e-9)
+    sums, averaging = HostSums(), Averaging.of(np.ones((1, M)), M)
+    for first in range(0, M, 4):
+        piece_sums = PieceSums(averaging.take(np.arange(first, first + 4)))
+        for at in range(4):
+            piece_sums.add(at, uploads, zeros)
+        sums.add(piece_sums)
+    assert torch.allclose(sums.values()[0], uploads, rtol=1e-6, atol=0)
+
+
+def test_excluded_clients_do_not_count():
+    valid_M = DRAW.random(M) < 0.7
+    uploads = MODELS[SENT] + 0.1
+    means, arrived_R = means_of(uploads, [[0, 1, 2], [3, 4, 5]], valid_M)
+    share_RM = WEIGHTS * valid_M
+    expected = torch.from_numpy(share_RM / share_RM.sum(1, keepdims=True)) @ uploads.double()
+    assert torch.allclose(torch.stack([means[0], means[1]]).double(), expected, rtol=1e-6, atol=1e-6)
+    assert np.allclose(arrived_R, share_RM.sum(1) / WEIGHTS.sum(1))
+
+
+def test_a_row_whose_clients_are_all_excluded_has_no_mean():
+    work = training(Averaging.of(np.stack([np.arange(M) < 4, np.arange(M) >= 4]), M))
+    valid_M = np.arange(M) >= 4
+    uploads = MODELS[SENT]
+    means, arrived_R = weighted_means(work, merged(work, uploads, [[0, 1, 2, 3, 4, 5]], valid_M).values(), valid_M)
+    assert list(means) == [1] and arrived_R[0] == 0

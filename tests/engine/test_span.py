@@ -1,0 +1,150 @@
+"""The stack of the span engine: sums and checks of many clients without the weights of each."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, uneven
+from torch import nn
+
+from cfl_ray.core.clients import LocalTraining, Proximal
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.engine import sequential, span
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.validation import WEIGHT_POWER
+
+FLAT, SIZES = (36,), [10, 3, 18, 7]
+LOCALS = {
+    "SGD": LocalSGD(epochs=4, lr=0.2),
+    "momentum and weight decay": LocalSGD(epochs=4, lr=0.1, momentum=0.9, weight_decay=0.05),
+}
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def tasks_of(network: Network, local: LocalSGD = LOCALS["SGD"], starts=(0, 0, 0, 0), **fields) -> list[TrainingTask]:
+    """Clients i with the start of index `starts[i]`; equal indices are one tensor."""
+    federation, models = uneven(SIZES, FLAT), [network.new_model(1, index) for index in range(2)]
+    steps = [4, 2, 3, 5]
+    return [
+        TrainingTask(i, models[start], *federation.train(i), steps[i], local, Address(0, 1, 1), **fields)
+        for i, start in enumerate(starts)
+    ]
+
+
+def sequential_rows(network: Network, tasks) -> torch.Tensor:
+    return torch.stack([result.row_P.clone() for result in sequential.train(network, tasks)])
+
+
+class TestStack:
+    @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+    @pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 1, 1, 0)])
+    @pytest.mark.parametrize("anchor", [None, "start", "another"])
+    def test_sums_changes_as_the_rows_do(self, local, starts, anchor):
+        network = Network(mlp, FLAT)
+        tasks = tasks_of(network, local, starts)
+        if anchor:
+            rows = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
+            tasks = [replace(task, proximal=(ProximalTask(0.3, row, None),)) for task, row in zip(tasks, rows)]
+        change_mP = sequential_rows(network, tasks) - torch.stack([task.start_P for task in tasks])
+        stack = span.Stack(network, tasks)
+        for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
+            expected = sum(weight * change_mP[index] for index, weight in weights.items())
+            assert expected.abs().max() > 1e-2
+            assert torch.allclose(stack.change(weights), expected, rtol=0, atol=1e-5)
+            for index in weights:
+                assert torch.allclose(stack.row(index) - tasks[index].start_P, change_mP[index], rtol=0, atol=1e-5)
+
+    def test_with_a_frozen_model(self):
+        network = Network(mlp, FLAT)
+        tasks = tasks_of(network, frozen_P=network.new_model(7, 0))
+        rows = torch.stack([result.row_P for result in span.train(network, tasks)])
+        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+
+    def test_without_onednn(self, monkeypatch):
+        network = Network(mlp, FLAT)
+        tasks = tasks_of(network)
+        monkeypatch.setattr(span, "_linear", None)
+        rows = torch.stack([result.row_P for result in span.train(network, tasks)])
+        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+
+    def test_holds_a_limited_number_of_samples(self, monkeypatch):
+        network = Network(mlp, FLAT)
+        tasks = tasks_of(network)
+        monkeypatch.setattr(span, "_STACKED_SAMPLES", 14)
+        assert [(first, len(stack.tasks)) for first, stack in span.stacks(network, tasks)] == [(0, 2), (2, 1), (3, 1)]
+        results = list(span.train(network, tasks))
+        assert [result.index for result in results] == [0, 1, 2, 3]
+        rows = torch.stack([result.row_P for result in results])
+        assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+
+
+class TestValidity:
+    def stack(self, change) -> span.Stack:
+        """Two valid clients after one that trains on changed inputs."""
+        network = Network(mlp, FLAT)
+        first, *others = tasks_of(network)[:3]
+        return span.Stack(network, [replace(first, x=change(first.x)), *others])
+
+    def test_needs_no_row_where_a_bound_shows_it(self, monkeypatch):
+        stack = self.stack(lambda x: x)
+        monkeypatch.setattr(span.Stack, "row", None)
+        assert [stack.invalid_reason(index) for index in range(3)] == [None] * 3
+
+    def test_values_that_are_not_finite(self):
+        stack = self.stack(lambda x: x * torch.nan)
+        assert "not finite" in stack.invalid_reason(0) and not stack.invalid_reason(1)
+
+    def test_of_the_other_parameters(self):
+        stack = self.stack(lambda x: x)
+        stack.others_mP[1, 0] = 2.0**WEIGHT_POWER
+        assert "beyond 2^14" in stack.invalid_reason(1) and not stack.invalid_reason(0)
+
+    def test_is_exact_where_the_bound_is_not(self):
+        """Two coefficients that cancel: the bound is above the limit, the weights are not."""
+        stack = self.stack(lambda x: x[:1].expand_as(x).contiguous())
+        stack.c_HN[:, 0], stack.c_HN[:, 1] = 2.0**WEIGHT_POWER, -(2.0**WEIGHT_POWER)
+        assert stack.invalid_reason(0) is None
+        stack.c_HN[:, 1] = 0
+        assert "beyond 2^14" in stack.invalid_reason(0)
+
+
+class TestWorker:
+    def averages(self, engine: str, attack: Attack) -> torch.Tensor:
+        stage = Stage(uneven([10, 3, 18, 7, 9], FLAT), mlp, LocalSGD(epochs=3, lr=0.2), engine)
+        stage.backend.worker.attack = attack
+        clients = stage.clients()
+        sent = clients.send(torch.stack([stage.model(0), stage.model(1)]), np.array([0, 0, 1, 1, 0]))
+        weight_RM = torch.tensor([[1.0, 2, 0, 0, 1], [0, 0, 3, 1, 1], [1, 0, 1, 0, 0]])
+        updates = clients.train(sent, how=LocalTraining(proximal=[Proximal(0.1, sent)]), average=weight_RM)
+        assert updates.valid_M.all() and np.isfinite(updates.train_loss_M).all()
+        return updates.averaged(default=torch.zeros(3, stage.network.spec.size))
+
+    @pytest.mark.parametrize("attack", [Attack(), Attack("sign_flip", frozenset({2}))], ids=["honest", "attacked"])
+    def test_sums_are_those_of_sequential(self, attack, monkeypatch):
+        """Clients of two models in three weighted means, without a row of an honest client."""
+        expected = self.averages("sequential", attack)
+        rows, row = [], span.Stack.row
+        monkeypatch.setattr(span.Stack, "row", lambda stack, index: (rows.append(index), row(stack, index))[1])
+        assert torch.allclose(self.averages("span", attack), expected, rtol=0, atol=1e-5)
+        assert len(rows) == len(attack.clients)
+
+    def test_excludes_an_update_that_is_not_valid(self):
+        found = {}
+        for engine in ("sequential", "span"):
+            federation = uneven([10, 3, 18], FLAT)
+            read = federation.train
+            federation.train = lambda index, read=read: (read(index)[0] * (2e4 if index == 1 else 1), read(index)[1])
+            stage = Stage(federation, mlp, LocalSGD(epochs=4, lr=9.0), engine)
+            clients = stage.clients()
+            updates = clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
+            found[engine] = updates
+            assert updates.valid_M.tolist()[1] is False and stage.stats.rejected[1].startswith("its update has ")
+            assert np.isnan(updates.train_loss_M[1])
+        assert found["span"].valid_M.tolist() == found["sequential"].valid_M.tolist()

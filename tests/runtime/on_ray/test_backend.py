@@ -1,0 +1,36 @@
+"""No figure depends on how many pieces share a call."""
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray.core.clients import Clients, ClientState, RoundStats
+from cfl_ray.core.work import Address, AverageDeferred, Losses, Train
+from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.runtime.prepare import prepare
+
+
+@pytest.mark.parametrize("seconds", [None, 0.02, 1e-6])
+def test_figures_do_not_depend_on_the_calls(seconds, experiment, two_hosts):
+    setup = prepare(experiment(data={"partition": {"clients": 20}}))
+    backend = two_hosts(setup)
+    models_KP = torch.stack([setup.network().new_model(0, k) for k in range(2)])
+    ids, row_M = np.arange(20), np.arange(20) % 2
+    weight_RM = np.eye(2)[row_M].T
+    found = []
+    for one in (backend, InProcessBackend(setup.worker())):
+        state, figures = ClientState("momentum", setup.network().spec.head), []
+        for round in (1, 2):
+            if one is backend:
+                backend._seconds_of_cost = dict.fromkeys([Train, Losses, AverageDeferred], seconds)
+            clients = Clients(
+                ids, setup.federation.num_samples_N[ids], setup.network().spec, setup.local, one, 0, round, RoundStats()
+            )
+            updates = clients.train(clients.send(models_KP, row_M), average=weight_RM, client_state=state)
+            assert updates.training.address == Address(0, round, 1)
+            figures += [updates.averaged(models_KP), torch.from_numpy(updates.train_loss_M)]
+            figures.append(torch.from_numpy(clients.losses(clients.broadcast(models_KP))))
+        states = dict(one.changed())
+        assert sorted(client for _, client in states) == ids.tolist()
+        found.append([*figures, *(states[key] for key in sorted(states))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,0 +1,107 @@
+"""Totals that hosts combine in a tree have the same bits as those that the server adds up, and as one process."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address, Averaging, Rows, Train
+from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.runtime.on_ray import collect
+from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.prepare import prepare
+
+CLIENTS = 24
+
+
+@pytest.fixture
+def backends(experiment, two_hosts):
+    """(in process, on two hosts)."""
+    setup = prepare(experiment(data={"partition": {"clients": CLIENTS}}))
+    return InProcessBackend(setup.worker("cpu", "sequential")), two_hosts(setup)
+
+
+@pytest.fixture
+def by_tree(monkeypatch):
+    """Sums of any size are combined by the hosts, two at a time."""
+    monkeypatch.setattr(Collected, "use_tree", True)
+    monkeypatch.setattr(collect, "_GROUP", 2)
+
+
+def training(network, round=1) -> Train:
+    """Three output rows; two models; client 5 is averaged into two rows."""
+    draw = np.random.default_rng(0)
+    weight_RM = draw.random((3, CLIENTS)) * (np.arange(CLIENTS) % 3 == np.arange(3)[:, None])
+    weight_RM[0, 5] = 1.0
+    models = torch.stack([network.new_model(0, 0), network.new_model(0, 1)])
+    return Train(
+        Address(0, round, 1),
+        np.arange(CLIENTS),
+        (models,),
+        start=Rows(0, draw.integers(0, 2, CLIENTS)),
+        local=LocalSGD(1, None, 8, 0.1, 0.9, 0.0),
+        steps_M=np.full(CLIENTS, 3),
+        averaging=Averaging.of(weight_RM, CLIENTS),
+    )
+
+
+def assert_equal(first, second):
+    assert list(first.means) == list(second.means) == [0, 1, 2]
+    assert all(torch.equal(first.means[out], second.means[out]) for out in first.means)
+    assert np.array_equal(first.arrived_R, second.arrived_R)
+
+
+def test_the_tree_has_the_bits_of_one_process(backends, by_tree):
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    assert_equal(on_ray.run(work), in_process.run(work))
+
+
+def test_without_the_tree_too(backends):
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    assert_equal(on_ray.run(work), in_process.run(work))
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_while_the_tree_is_built(backends, by_tree, monkeypatch):
+    """The other host's totals are kept; what the dead one did is done again."""
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    expected, tree, killed = in_process.run(work), Collected.by_tree, []
+
+    def kill_first(collected, timeout):
+        if not killed:
+            killed.append(on_ray.pool.hosts[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return tree(collected, timeout)
+
+    monkeypatch.setattr(Collected, "by_tree", kill_first)
+    assert_equal(on_ray.run(work), expected)
+    assert killed and any("host 0 died" in note for note in on_ray.pool.notes)
+
+
+def test_totals_of_many_hosts_and_nodes_meet_in_groups():
+    """Seven hosts on three nodes; combining is done by hosts of the same node first."""
+    calls = []
+
+    class Combine:
+        def __init__(self, host):
+            self.host = host
+
+        def remote(self, last, *totals):
+            calls.append((self.host, last, totals))
+            return sum(totals)
+
+    class Host:
+        def __init__(self, number, node):
+            self.number, self.node = number, node
+            self.actor = type("Actor", (), {"combine": Combine(number)})
+
+    nodes = ["a", "a", "a", "b", "b", "b", "c"]
+    totals = [collect._Total(10**number, Host(number, node)) for number, node in enumerate(nodes)]
+    assert collect._combined(totals) == 1111111  # every total once
+    assert [(last, len(parts)) for _, last, parts in calls] == [(False, 3), (False, 3), (True, 3)]

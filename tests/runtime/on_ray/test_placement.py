@@ -1,0 +1,85 @@
+"""Placement of hosts: shares of logical GPUs, one process per client, and the errors without room or cluster."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cfl_ray import ConfigError, run, simulate
+
+
+@pytest.mark.slow
+def test_four_hosts_share_one_gpu(experiment, figures, cluster, notes, actors):
+    shared, seen = experiment(runtime={"hosts": 4, "gpus_per_host": 0.25}), []
+    results = run(shared, watcher=notes(lambda number: seen.append((len(actors("ClientHost")), free_gpus()))))
+    assert results.facts["hosts"] == "4 on 1 node" and seen[-1] == (4, 0.0)
+    assert figures(results) == figures(simulate(shared))
+
+
+def free_gpus():
+    import ray
+
+    return ray.available_resources().get("GPU", 0.0)
+
+
+@pytest.mark.parametrize(
+    "runtime, message",
+    [
+        ({"hosts": 5, "gpus_per_host": 0.25}, "5 hosts with 0.25 GPU each need 1.25 GPUs, the cluster has 1"),
+        ({"hosts": None, "gpus_per_host": 2}, "need 2 GPUs, the cluster has 1"),
+        ({"hosts": 7}, "need 7 CPUs, the cluster has 6"),
+        ({"clients_per_host": 1}, "12 hosts with 1 CPU each need 12 CPUs, the cluster has 6"),
+    ],
+)
+def test_more_than_the_cluster_has(experiment, cluster, actors, runtime, message):
+    before = set(actors("ServerActor"))  # of a run that has just ended, on its way out
+    with pytest.raises(ConfigError) as error:
+        run(experiment(runtime=runtime))
+    assert message in str(error.value) and "lower runtime." in str(error.value)
+    assert error.value.exit_status == 2 and set(actors("ServerActor")) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu(experiment, cluster):
+    with pytest.raises(ConfigError, match="runtime.device: cuda, but torch finds no GPU"):
+        run(experiment(runtime={"hosts": 1, "device": "cuda"}))
+
+
+@pytest.mark.slow
+def test_one_process_per_client(experiment, figures, cluster, logged):
+    literal = experiment(data=logged(5), cohort={"fraction": 1.0}, rounds=3, runtime={"clients_per_host": 1})
+    results = run(literal)
+    hosts_of = {client: {pid for pid, owner in logged.read() if owner == client} for client in range(5)}
+    assert all(len(pids) == 1 for pids in hosts_of.values()) and len(set.union(*hosts_of.values())) == 5
+    assert figures(results) == figures(simulate(literal))
+    assert results.facts["hosts"] == "5 on 1 node"
+
+
+NO_CLUSTER = """
+import sys, time
+from cfl_ray import ConfigError, config, run
+for address in sys.argv[2:]:
+    began = time.monotonic()
+    try:
+        run(config.load(sys.argv[1], [f"runtime.address={address}"]))
+    except ConfigError as error:
+        print(round(time.monotonic() - began), error)
+"""
+
+
+@pytest.mark.slow
+def test_no_cluster_at_the_address(experiment, cluster, tmp_path):
+    """No process that answers, and a cluster whose token this driver does not have."""
+    (tmp_path / "small.yaml").write_text(experiment().to_yaml())
+    command = [sys.executable, "-c", NO_CLUSTER, str(tmp_path / "small.yaml"), "127.0.0.1:1", cluster]
+    env = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    nothing, refused = found.stdout.splitlines()
+    for line, address in ((nothing, "127.0.0.1:1"), (refused, cluster)):
+        seconds, text = line.split(" ", 1)
+        assert int(seconds) <= 20 and text.startswith(f"no Ray cluster at {address}")
+        assert "ray start --head" in text and "token" in text
+    assert "refused" in nothing and "Traceback" not in found.stdout

@@ -1,0 +1,53 @@
+"""Clients with invalid data or updates of every kind: excluded, counted and named, and without effect on the others."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray import run, simulate
+from cfl_ray.core.plugins import load_plugin
+from cfl_ray.runtime.checkpoint.store import CheckpointStore
+
+INVALID = 6  # of 12
+SETTINGS = {
+    "methods": ["fedavg", {"ifca": {"num_clusters": 2}}, "stocfl"],
+    "cohort": {"fraction": 1.0},
+    "rounds": 2,
+    "local": {"epochs": 2, "batch_size": 8, "lr": 0.3},
+}
+
+NOTES = [
+    r"clients 0, 1: its data have values that are not finite",
+    r"client 2: its data have values up to 1\.\d+e\+06, beyond 2\^16",
+    r"client 3: its data have shape \(5,\), expected \(8,\)",
+    r"client 4: its data have labels 9 \.\. 18, expected 0 \.\. 9",
+    r"client 5: its update has values up to \S+, beyond 2\^14",
+]
+
+
+@pytest.fixture
+def federation():
+    return load_plugin(f"{Path(__file__).parents[1] / 'logged.py'}:PoisonedFederation", "federation")()
+
+
+def model(experiment, directory):
+    return CheckpointStore(directory / "fedavg", experiment.config_hash).load().tensors["models_KP"]
+
+
+def test_of_every_kind(experiment, federation, cluster, notes, tmp_path, figures):
+    invalid, watcher = experiment(data=federation, **SETTINGS), notes()
+    results = run(invalid, tmp_path / "invalid", watcher)
+    for name, method in results.methods.items():
+        assert [record.metrics["clients_rejected"] for record in method.records] == [INVALID] * 2, name
+        assert all(np.isfinite(list(record.metrics.values())).all() for record in method.records), name
+    found = [line for line in watcher.lines if line.startswith("client")]
+    expected = [f"{note}; left out of this round" for note in NOTES * 6]  # two rounds of three methods
+    assert len(found) == len(expected) and all(map(re.fullmatch, expected, found)), found
+
+    without = experiment(data=federation, schedule=[{"round": 1, "leave": list(range(INVALID))}], **SETTINGS)
+    simulate(without, tmp_path / "without")
+    assert torch.allclose(model(invalid, tmp_path / "invalid"), model(without, tmp_path / "without"), rtol=0, atol=1e-6)
+    assert figures(simulate(invalid)) == figures(results)

@@ -1,0 +1,67 @@
+"""The policy by which hosts and the server are restarted."""
+
+import logging
+
+import pytest
+
+from cfl_ray.runtime.on_ray import retry
+from cfl_ray.runtime.on_ray.retry import Decision, RetryPolicy
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock(seconds)` lets so much time pass for every policy made in the test."""
+    now = [1000.0]
+    monkeypatch.setattr(retry.time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_grants_up_to_the_limit(clock):
+    policy = RetryPolicy("host 3", limit=2)
+    decisions = [policy.decide() for _ in range(4)]
+    assert decisions == [Decision(True, 1, 2), Decision(True, 2, 2), Decision(False, 2, 2), Decision(False, 2, 2)]
+    assert policy.used == 2
+    assert [decision.left for decision in decisions] == [
+        2,
+        1,
+        0,
+        0,
+    ]  # restarts before this decision, as `Lost` takes it
+
+
+def test_a_limit_of_zero_grants_none(clock):
+    assert RetryPolicy("host 3", limit=0).decide() == Decision(False, 0, 0)
+
+
+def test_a_process_that_lived_long_has_all_its_retries_again(clock):
+    policy = RetryPolicy("host 3", limit=2, forgiven_seconds=600)
+    policy.decide(), policy.started(), policy.decide(), policy.started()
+    clock(600)
+    assert not policy.decide().granted, "it has to live longer than that"
+    clock(0.1)
+    assert policy.decide() == Decision(True, 1, 2)
+
+
+def test_life_is_counted_from_the_last_start(clock):
+    policy = RetryPolicy("host 3", limit=1, forgiven_seconds=600)
+    policy.decide()
+    clock(500)
+    policy.started()
+    clock(500)
+    assert not policy.decide().granted
+
+
+def test_the_texts_say_decision_count_and_limit():
+    assert str(Decision(True, 2, 5)) == "restart 2 of 5"
+    assert str(Decision(False, 5, 5)) == "5 restarts were used up"
+
+
+def test_pauses_grow_up_to_five_seconds():
+    assert [Decision(True, count, 9).pause_seconds for count in (1, 2, 3, 5, 6, 9)] == [0.2, 0.4, 0.8, 3.2, 5, 5]
+
+
+def test_every_decision_is_logged(clock, caplog):
+    policy = RetryPolicy("the server", limit=1)
+    with caplog.at_level(logging.INFO, logger=retry.__name__):
+        policy.decide(), policy.decide()
+    assert caplog.messages == ["the server died: restart 1 of 1", "the server died: 1 restarts were used up"]

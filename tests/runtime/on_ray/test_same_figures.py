@@ -1,0 +1,92 @@
+"""The same figures, bit for bit, in this process and on hosts, for every method."""
+
+import pytest
+
+from cfl_ray import run, simulate
+from cfl_ray.methods import REGISTRY
+from cfl_ray.runtime import driver
+
+EARLY = {  # options that bring every phase into the first rounds
+    "autocfl": {"min_rounds": 1, "max_rounds": 2},
+    "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
+    "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
+    "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5},
+    "fl_hc": {"cluster_round": 2},
+    "ifca_cam": {"warmup_rounds": 1},
+}
+METHODS = sorted(REGISTRY)
+SCHEDULE = [
+    {"round": 2, "join": [10, 11], "change": [{"clients": "2-3", "relabel": 1}]},
+    {"round": 3, "leave": [0, 1]},
+    {"round": 4, "change": [{"clients": [4, 5], "data_of": [5, 4]}]},
+]
+COHORT = {
+    "fraction": 0.75,
+    "availability": {"kind": "diurnal", "chance": 0.8, "amplitude": 0.2, "period": 4.0},
+    "dropout": 0.2,
+}
+
+
+@pytest.fixture
+def whole(experiment):
+    """All methods at once, with clients that join, leave, are unreachable and drop out, and all three protocols."""
+
+    def make(**changes):
+        return experiment(
+            methods=[{name: EARLY.get(name, {})} for name in METHODS],
+            schedule=SCHEDULE,
+            cohort=COHORT,
+            evaluation={"tuned_epochs": 1},
+            **changes,
+        )
+
+    return make
+
+
+_EXPECTED = []
+
+
+@pytest.fixture
+def expected(whole, figures):
+    """The figures of the whole experiment in this process, computed once."""
+    if not _EXPECTED:
+        _EXPECTED.append(figures(simulate(whole())))
+    return _EXPECTED[0]
+
+
+def test_the_experiment_has_something_to_get_wrong(whole, expected, figures):
+    first, other = expected, figures(simulate(whole(seed=1, rounds=1)))
+    assert all(len(first[label]) == 4 and first[label][0] != other[label][0] for label in METHODS)
+    same = {"fedavg", "fednova"}  # equal numbers of steps
+    assert len({str(first[label]) for label in METHODS if label not in same}) == len(METHODS) - len(same)
+    rounds = [metrics for _, metrics in first["ditto"]]
+    assert any(metrics.get("clients_dropped", 0) > 0 for metrics in rounds)
+    assert [metrics["clients_online"] for metrics in rounds] == [10, 12, 10, 10]
+
+
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_hosts_do_not_change_a_bit(whole, expected, figures, cluster, hosts, monkeypatch):
+    monkeypatch.setattr(driver, "write_figures", lambda *_: None)  # half a second per method
+    results = run(whole(runtime={"hosts": hosts}))
+    assert figures(results) == expected and results.facts["hosts"] == f"{hosts} on 1 node"
+
+
+RULES = ["median", {"trimmed_mean": {"share": 0.2}}, {"multi_krum": {"attackers": 1}}, "norm_clipping"]
+
+
+@pytest.mark.slow
+def test_hosts_do_not_change_a_bit_of_robust_averages_among_attackers(experiment, figures, cluster):
+    """One average, one per cluster, private columns, and deferred results; clients keep their momentum."""
+    pairs = [*(("fedavg", rule) for rule in RULES), *zip(("ifca", "stocfl", "fedper", "fesem"), RULES)]
+    methods = [{name: {"aggregation": rule}} for name, rule in pairs]
+    changes = {
+        "methods": methods,
+        "rounds": 2,
+        "local": {"persist": True},
+        "attack": {"kind": "colluders", "fraction": 0.3, "scale": 2},
+        "cohort": {"fraction": 1.0},
+    }
+    expected = figures(simulate(experiment(**changes)))
+    assert len({str(expected[label]) for label in expected if label.startswith("fedavg")}) == len(RULES)
+    assert all("accuracy_honest" in metrics for rounds in expected.values() for _, metrics in rounds)
+    assert figures(run(experiment(**changes, runtime={"hosts": 3}))) == expected

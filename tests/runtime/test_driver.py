@@ -1,0 +1,63 @@
+"""The end of a method is written beside the rounds of the next one, and its errors are not lost."""
+
+import json
+import re
+import threading
+
+import pytest
+
+from cfl_ray import simulate
+from cfl_ray.core.errors import RunError
+from cfl_ray.runtime import driver, launch
+from cfl_ray.tracking import read_end, read_info
+
+
+def status(folder) -> str:
+    return json.loads((folder / "end.json").read_text())["status"]
+
+
+def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp_path, monkeypatch):
+    """The figures of fedavg are drawn when ditto has done a round."""
+    write, began = driver.write_figures, threading.Event()
+
+    def drawn(directory, records):
+        assert list(records) != ["fedavg"] or began.wait(60)
+        write(directory, records)
+
+    def after_round(number):
+        if number == 1 and (tmp_path / "run/ditto").exists():
+            began.set()
+
+    monkeypatch.setattr(driver, "write_figures", drawn)
+    simulate(experiment(methods=["fedavg", "ditto"], rounds=2), tmp_path / "run", notes(after_round))
+    assert began.is_set() and [status(tmp_path / "run" / one) for one in ("fedavg", "ditto")] == ["FINISHED"] * 2
+    assert (tmp_path / "run/fedavg/artifacts/accuracy_by_round.png").exists()
+
+
+@pytest.mark.parametrize("methods", [["fedavg"], ["fedavg", "ditto"]])
+def test_an_error_in_the_end_of_a_method_ends_the_run(methods, experiment, tmp_path, monkeypatch):
+    def fail(directory, records):
+        raise OSError(28, "No space left on device", str(directory))
+
+    monkeypatch.setattr(driver, "write_figures", fail)
+    with pytest.raises(RunError, match="No space left on device"):
+        simulate(experiment(methods=methods, rounds=3), tmp_path / "run")
+    assert status(tmp_path / "run/fedavg") == "FAILED" and status(tmp_path / "run") == "FAILED"
+    monkeypatch.undo()
+    launch.resume(tmp_path / "run", on_ray=False)
+    assert {status(tmp_path / "run" / method) for method in methods} == {"FINISHED"}
+
+
+def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_comparison(experiment, tmp_path):
+    """Name: method, changed options, experiment, seed and time; a method's options are below `method.` only."""
+    methods = ["fedavg", {"ifca": {"num_clusters": 2}}, {"ifca": {"num_clusters": 3}}]
+    results = simulate(experiment(methods=methods, rounds=1, seed=7), tmp_path / "run")
+    parent, *children = [read_info(tmp_path / "run" / label) for label in ("", *results.methods)]
+    names = ("small", "fedavg, small", "ifca-num_clusters=2, small", "ifca-num_clusters=3, small")
+    for info, name in zip((parent, *children), names, strict=True):
+        assert re.fullmatch(re.escape(name) + r", seed 7, \d{4}-\d\d-\d\d \d\d:\d\d", info.name)
+    assert [info.params.get("method.num_clusters") for info in children] == [None, "2", "3"]
+    assert "methods" in parent.params and not any("methods" in info.params for info in children)
+    end = read_end(tmp_path / "run")
+    for label, name in (("fedavg", "fedavg"), ("ifca-num_clusters=2", "ifca-num_clusters_2")):
+        assert end.summary.metrics[f"{name}/accuracy"] == results[label].final["accuracy"]

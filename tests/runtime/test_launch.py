@@ -1,0 +1,60 @@
+"""What a run directory may be used for; all of this is decided before Ray starts."""
+
+import pytest
+
+from cfl_ray import ConfigError, resume, run, simulate
+from cfl_ray.core.errors import DataError
+from cfl_ray.runtime.journal import Journal, JournalEvent
+
+
+def test_directory_of_another_config(experiment, run_dir):
+    before = (run_dir / "ditto/metrics.jsonl").read_bytes()
+    other = experiment(rounds=2, seed=7)
+    there, here = experiment(rounds=2).config_hash, other.config_hash
+    with pytest.raises(ConfigError, match=f"run belongs to another config .hash {there}, this one has {here}."):
+        run(other, run_dir)
+    assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
+
+
+def test_directory_of_the_same_config(experiment, run_dir):
+    message = "holds a run of this config already; go on with it by `cfl-ray resume .*run` or choose another folder"
+    with pytest.raises(ConfigError, match=message):
+        run(experiment(rounds=2), run_dir)
+
+
+def test_directory_without_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="nothing holds no run: there is no .*config.yaml"):
+        resume(tmp_path / "nothing")
+
+
+def test_resuming_a_finished_run_does_nothing(experiment, figures, run_dir):
+    before = (run_dir / "ditto/metrics.jsonl").read_bytes()
+    assert figures(resume(run_dir, on_ray=False)) == figures(simulate(experiment(rounds=2)))
+    assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
+
+
+def test_replay_of_another_config_is_refused(experiment, run_dir, tmp_path):
+    other, same = experiment(rounds=2, seed=1), experiment(rounds=2)
+    hashes = f".hash {same.config_hash}, this one has {other.config_hash}"
+    with pytest.raises(ConfigError, match=f"replay: .*run belongs to another config {hashes}"):
+        simulate(other, tmp_path / "other", replay=run_dir)
+    with pytest.raises(ConfigError, match="replay: .*nothing holds no run"):
+        simulate(other, tmp_path / "other", replay=tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="replay: name a run_dir"):
+        simulate(same, replay=run_dir)
+    assert not (tmp_path / "other").exists()
+
+
+def test_replay_repeats_joins_and_leaves_and_not_the_stop(experiment, run_dir, tmp_path, figures):
+    Journal(run_dir / "ditto").add(JournalEvent(2, leave=(3,)), JournalEvent(1, stop="session"))
+    again = simulate(experiment(rounds=2), tmp_path / "again", replay=run_dir)
+    assert Journal(tmp_path / "again/ditto").events == [JournalEvent(2, leave=(3,))]
+    scheduled = simulate(experiment(rounds=2, schedule=[{"round": 2, "leave": [3]}]))
+    assert figures(again) == figures(scheduled)
+
+
+def test_replay_of_a_damaged_journal_is_refused_before_anything_starts(experiment, run_dir, tmp_path):
+    (run_dir / "ditto/events.jsonl").write_text("nonsense\n")
+    with pytest.raises(DataError, match=r"events.jsonl is damaged"):
+        simulate(experiment(rounds=2), tmp_path / "again", replay=run_dir)
+    assert not (tmp_path / "again/config.yaml").exists()

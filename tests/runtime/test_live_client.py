@@ -1,0 +1,68 @@
+"""The status of runs that are not live on Ray, from their files, and which requests are refused."""
+
+import json
+
+import pytest
+
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.runtime import live_client
+from cfl_ray.runtime.run_lock import hold_run
+from cfl_ray.runtime.session_file import ServerAddress, publish_server
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+
+
+def test_a_finished_run(run_dir):
+    status = live_client.status(run_dir)
+    assert (status.state, status.methods, status.waiting) == ("finished", {"ditto": "finished"}, 0)
+    assert (status.round, status.evaluated, status.next, status.hosts) == (2, 2, None, None)
+    assert set(status.metrics) == {"accuracy", "accuracy_local", "num_clusters"}
+    for verb in ("join", "leave", "stop"):
+        with pytest.raises(RunError, match=f"is not live, so it takes no request to {verb}; it is finished"):
+            live_client.ask(run_dir, verb)
+
+
+def test_a_folder_without_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="nothing holds no run: there is no .*config.yaml"):
+        live_client.status(tmp_path / "nothing")
+
+
+def test_a_run_whose_driver_died(run_dir):
+    (run_dir / "end.json").unlink()
+    (run_dir / "ditto/end.json").unlink()
+    status = live_client.status(run_dir)
+    assert (status.state, status.methods, status.next) == ("died", {"ditto": "begun"}, f"cfl-ray resume {run_dir}")
+
+
+def test_a_run_in_one_process_takes_no_requests(run_dir):
+    with hold_run(run_dir / "config.yaml"):
+        status = live_client.status(run_dir)
+        assert (status.state, status.phase) == ("live", "starting, or in one process")
+        with pytest.raises(
+            RunError,
+            match="takes no requests now: it is only starting, runs in one process, or its cluster has no token",
+        ):
+            live_client.ask(run_dir, "stop")
+
+
+def test_the_status_runs_no_code_that_the_config_names(run_dir):
+    evil = run_dir.parent / "evil.py"
+    evil.write_text(f"open({str(run_dir.parent / 'was_here')!r}, 'w')\n")
+    config = (run_dir / "config.yaml").read_text()
+    evil_config = config.replace("methods:\n- ditto\n", f"methods:\n- ditto\n- {evil}:Method\n")
+    evil_config = evil_config.replace("name: mlp", f"name: {evil}:Model")
+    assert evil_config.count(str(evil)) == 2
+    (run_dir / "config.yaml").write_text(evil_config)
+    assert live_client.status(run_dir).waiting == 1 and not (run_dir.parent / "was_here").exists()
+
+
+def test_a_forged_address_is_not_followed(run_dir):
+    publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
+    values = json.loads((run_dir / "session.json").read_text())
+    (run_dir / "session.json").write_text(json.dumps(values | {"address": "6.6.6.6:1"}))
+    for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
+        with pytest.raises(ConfigError, match="was not written with your Ray token"):
+            ask()

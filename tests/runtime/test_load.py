@@ -1,0 +1,198 @@
+"""Results as objects: frames, models and predictions, from memory and from files."""
+
+import numpy as np
+import pytest
+import torch
+
+import cfl_ray
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.methods import REGISTRY
+from cfl_ray.runtime.export import export_model
+from cfl_ray.runtime.results import CLIENT_METRICS, ClientMetrics
+from cfl_ray.runtime.round_loop import RoundReport
+
+KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl"]  # every way of predicting
+
+
+@pytest.fixture(scope="module")
+def experiment_(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("load")
+    return cfl_ray.Experiment(
+        name="load",
+        methods=KEPT,
+        rounds=3,
+        model={"options": {"hidden": 8}},
+        data={"source": "digits", "shift": {"kind": "rotated"}, "partition": {"clients": 8, "samples": 30}},
+        local={"epochs": 1, "batch_size": 20},
+        evaluation={"every": 2},
+        tracking={"enabled": False},
+        runtime={"engine": "sequential"},
+        output=str(folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def in_memory(experiment_):
+    return cfl_ray.simulate(experiment_)
+
+
+@pytest.fixture(scope="module")
+def kept(experiment_, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("kept") / "run"
+    cfl_ray.simulate(experiment_, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run(kept):
+    return cfl_ray.load_run(kept)
+
+
+def test_a_frame_has_every_round_of_every_method(run, in_memory):
+    frame = run.frame
+    assert list(frame.columns[:2]) == ["method", "round"] and frame["round"].tolist() == [1, 2, 3] * len(KEPT)
+    assert frame["method"].tolist() == np.repeat(KEPT, 3).tolist()
+    assert frame["accuracy"].notna().tolist() == [False, True, True] * len(KEPT)  # evaluated every 2, and the last
+    other = in_memory.to_frame().drop(columns="round_seconds")
+    assert frame.drop(columns="round_seconds").equals(other)
+    assert run["ifca"].to_frame()["accuracy"].iloc[-1] == run["ifca"].final["accuracy"]
+
+
+@pytest.mark.parametrize("label", KEPT)
+def test_predictions_have_the_recorded_accuracy(label, run, in_memory):
+    """Of every client, from files and from memory."""
+    recorded = run[label].client_metrics()
+    assert list(recorded.columns) == ["round", "client", "accuracy", "macro_f1", "loss"]
+    assert recorded["round"].tolist() == [2] * 8 + [3] * 8
+    last = recorded[recorded["round"] == 3].set_index("client")["accuracy"]
+    federation = run[label].trained.federation
+    for client in range(8):
+        x, y = federation.test(client)
+        labels = run[label].predict(client, x)
+        assert (labels == y.numpy()).mean() == pytest.approx(last[client], abs=1e-6)
+        assert np.array_equal(labels, in_memory[label].predict(client, x.numpy()))
+
+
+def test_the_model_of_a_cluster_is_that_of_its_members(run):
+    ifca, x = run["ifca"], run["ifca"].trained.federation.test(0)[0]
+    assignments = ifca.assignments()
+    assert assignments["client"].tolist() == list(range(8)) and set(assignments["group"]) == {0, 1, 2, 3}
+    placed = assignments[assignments["cluster"] >= 0]
+    assert len(placed) > 4
+    for client, cluster in zip(placed["client"], placed["cluster"]):
+        assert torch.equal(ifca.model(cluster)(x), ifca.personal_model(client)(x))
+    model = ifca.model(cluster=1)
+    assert isinstance(model, torch.nn.Module) and not model.training
+    for name, tensor in ifca.state_dict(cluster=1).items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
+def test_what_does_not_exist_is_named(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"no method 'ifka' in this run; it has fedavg, ifca"):
+        run.method("ifka")
+    with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got 4"):
+        run["ifca"].model(4)
+    with pytest.raises(ConfigError, match=r"ifca has clusters 0 .. 3, got None"):
+        run["ifca"].model()
+    assert run["fedavg"].state_dict().keys() == run["fedavg"].model().state_dict().keys()  # one model needs no name
+    with pytest.raises(ConfigError, match=r"client 8 does not exist; the federation has clients 0 .. 7"):
+        run["ditto"].personal_model(8)
+    with pytest.raises(DataError, match=r"inputs have shape \(3, 9, 9\), expected \(n, 1, 8, 8\)"):
+        run["fedavg"].predict(0, np.zeros((3, 9, 9)))
+    with pytest.raises(ConfigError, match="holds no run"):
+        cfl_ray.load_run(tmp_path)
+
+
+def test_client_metrics_need_files(in_memory):
+    with pytest.raises(ConfigError, match="give the run a directory"):
+        in_memory["fedavg"].client_metrics()
+
+
+def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
+    """A method that has not begun is there, without rounds and models."""
+    import shutil
+
+    shutil.copytree(kept, tmp_path / "run", ignore=shutil.ignore_patterns("ditto", "000003.json"))
+    run = cfl_ray.load_run(tmp_path / "run")
+    assert run["ditto"].records == [] and run["ditto"].final == {} and len(run["ditto"].to_frame()) == 0
+    with pytest.raises(ConfigError, match="ditto has not begun"):
+        run["ditto"].model(0)
+    assert run["ifca"].trained.round == 2
+
+
+class TestClientMetrics:
+    @staticmethod
+    def report(round, scores=((4, 0.5, 0.25, 2.0), (7, 1.0, 1.0, 0.0))) -> RoundReport:
+        return RoundReport(None, round, scores_M4=None if scores is None else np.array(scores))
+
+    def test_rounds_are_kept_once_also_after_a_crash_in_the_middle_of_a_write(self, tmp_path):
+        writer = ClientMetrics(tmp_path)
+        for round in (1, 2, 2):
+            writer.add(self.report(round))
+        writer.add(self.report(3, None))  # not evaluated
+        file = tmp_path / CLIENT_METRICS
+        whole = file.read_bytes()
+        for torn in (whole[:-1], whole[: len(whole) - 40]):
+            file.write_bytes(torn)
+            again = ClientMetrics(tmp_path)
+            assert again.last == 1
+            again.add(self.report(1))
+            again.add(self.report(2))
+            assert file.read_bytes() == whole
+
+    def test_a_file_of_another_form_is_named(self, tmp_path):
+        import pyarrow as pa
+
+        with pa.ipc.new_stream(str(tmp_path / CLIENT_METRICS), pa.schema([("x", pa.int8())])):
+            pass
+        with pytest.raises(DataError, match=r"client_metrics.arrow has columns \['x'\]"):
+            ClientMetrics(tmp_path)
+
+
+class TestExport:
+    def test_safetensors_and_pt_hold_the_model(self, run, tmp_path):
+        from safetensors import safe_open
+
+        trained, file = run["ifca"].trained, tmp_path / "new" / "model.safetensors"
+        assert export_model(trained, file, cluster=2) == f"ifca, cluster 2, after round 3: {file}"
+        with safe_open(file, "pt") as content:
+            found = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            assert content.metadata() == {
+                "method": "ifca",
+                "of": "cluster 2",
+                "round": "3",
+                "input": "[1, 8, 8]",
+                "normalize": "null",
+            }
+        expected = trained.state_dict(2)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        export_model(run["ditto"].trained, tmp_path / "model.pt", client=3)
+        model = run["ditto"].personal_model(3)
+        model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+
+    def test_every_other_request_is_refused(self, run, tmp_path):
+        trained = run["ifca"].trained
+        with pytest.raises(ConfigError, match=r"a model is written as .safetensors, .pt, .onnx, got '.h5'"):
+            export_model(trained, tmp_path / "model.h5", cluster=0)
+        with pytest.raises(ConfigError, match="name a cluster or a client, got cluster 0 and client 1"):
+            export_model(trained, tmp_path / "model.pt", cluster=0, client=1)
+        assert not list(tmp_path.iterdir())
+
+    def test_onnx_gives_the_same_outputs(self, run, tmp_path):
+        onnx = pytest.importorskip("onnx", reason="ONNX export needs the packages onnx and onnxscript")
+        pytest.importorskip("onnxscript")
+        from onnx.reference import ReferenceEvaluator
+
+        export_model(run["ifca_cam"].trained, tmp_path / "model.onnx", client=1)
+        x = run["ifca_cam"].trained.federation.test(1)[0][:5]
+        (outputs,) = ReferenceEvaluator(onnx.load(tmp_path / "model.onnx")).run(None, {"x": x.numpy()})
+        assert np.allclose(outputs, run["ifca_cam"].trained.outputs(1, x).numpy(), atol=1e-5)
+
+
+def test_every_method_has_a_model_for_every_client(experiment_):
+    """Also those whose clients vote, adapt or keep columns of their own."""
+    others = [name for name in REGISTRY if name not in KEPT]
+    results = cfl_ray.simulate(experiment_.model_copy(update={"methods": others, "rounds": 2}))
+    for label, result in results.methods.items():
+        x = result.trained.federation.test(0)[0][:4]
+        assert result.trained.outputs(0, x).shape == (4, 10), label

@@ -1,0 +1,64 @@
+"""The engine and the device that a run uses. A measured engine is kept beside the runs."""
+
+import json
+
+import pytest
+import torch
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.runtime.prepare import compute_device, engine_choice, prepare
+
+
+@pytest.fixture
+def choose(experiment):
+    """Returns a function: engine that a measurement would find -> (the engine chosen, whether it was measured)."""
+    setup = prepare(experiment(runtime={"engine": "auto"}))
+
+    def choose_with(engine: str) -> tuple[str, bool]:
+        measured = []
+
+        def measure():
+            measured.append(engine)
+            return EngineChoice(engine, "measured")
+
+        return engine_choice(setup, "cpu", measure).engine, bool(measured)
+
+    return choose_with
+
+
+def test_a_measurement_is_kept_beside_the_runs(choose, tmp_path):
+    assert [choose("compiled"), choose("sequential")] == [("compiled", True), ("compiled", False)]
+    (kept,) = json.loads((tmp_path / "engine-choices.json").read_text()).values()
+    assert kept == ["compiled", "measured"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "\0" * 100])
+def test_a_damaged_file_is_made_anew(choose, tmp_path, content):
+    (tmp_path / "engine-choices.json").write_text(content)
+    assert [choose("sequential"), choose("compiled")] == [("sequential", True), ("sequential", False)]
+
+
+def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cfl_ray.runtime.prepare.write_json", full)
+    assert [choose("sequential"), choose("compiled")] == [("sequential", True), ("compiled", True)]
+    assert not (tmp_path / "engine-choices.json").exists()
+
+
+def test_the_device(experiment, monkeypatch):
+    """(runtime.device, whether torch finds a GPU, whether the process has one) -> device."""
+    for wanted, found, has_gpu, device in (
+        ("auto", True, True, "cuda"),
+        ("auto", True, False, "cpu"),
+        ("auto", False, True, "cpu"),
+        ("cpu", True, True, "cpu"),
+        ("cuda", True, False, "cuda"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+        assert compute_device(experiment(runtime={"device": wanted}), has_gpu) == device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="runtime.device: cuda, but torch finds no GPU"):
+        compute_device(experiment(runtime={"device": "cuda"}), has_gpu=True)

@@ -1,0 +1,233 @@
+"""The documentation shows what happens: its Python runs, its YAML loads, its commands work, its links resolve."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfl_ray import config, simulate
+from cfl_ray.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+EXTEND = sorted(ROOT.glob("docs/extend/*.md"))
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *EXTEND, *ROOT.glob("cluster_configs/*.md")]
+
+
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.S)
+
+
+def command(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    return printed.out
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_python_blocks_run_and_are_short():
+    for number, source in enumerate(blocks("python")):
+        assert len([line for line in source.splitlines() if line.strip() and not line.startswith("#")]) < 15
+        space = {"__name__": f"readme_{number}"}
+        exec(compile(source, f"README block {number}", "exec"), space)
+        if "results" in space:
+            results = space["results"]
+            assert all(0 <= method.final["accuracy"] <= 1 for method in results.methods.values())
+            if "federation_from_arrays" in source:  # odd clients disagree: one model cannot fit both
+                accuracy = {name: method.final["accuracy"] for name, method in results.methods.items()}
+                assert accuracy["ifca"] > accuracy["fedavg"] + 0.2
+
+
+def test_own_method_from_the_command_line(capsys):
+    Path("my_method.py").write_text(next(block for block in blocks("python") if "my_method.py" in block))
+    shown = re.search(r'cfl-ray run ("methods=[^"]*my_method[^"]*")', README).group(1).strip('"')
+    printed = command(["run", "--in-process", shown, "rounds=2"], capsys)
+    assert "damped" in printed and "fedavg" in printed
+
+
+def test_the_method_of_the_contributors_page(capsys):
+    (source,) = blocks("python", CONTRIBUTING)
+    Path("round_robin.py").write_text(source)
+    printed = command(["run", "--in-process", "methods=[round_robin.py:RoundRobin]", "rounds=2"], capsys)
+    assert "round_robin" in printed
+    body = source[source.index("@dataclass") :]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 20
+
+
+@pytest.mark.parametrize("page", EXTEND, ids=lambda page: page.stem)
+def test_pages_on_extending_show_what_runs(page):
+    """A block that begins with a file's name is that file; each experiment runs for a round, each script as it is."""
+    files = re.findall(r"```(\w+)\n# ([\w/]+\.\w+)\n(.*?)```", page.read_text(), re.S)
+    for _, name, content in files:
+        Path(name).write_text(content)
+    experiments = [name for language, name, _ in files if language == "yaml"]
+    assert experiments
+    for name in experiments:
+        result = simulate(config.load(name, ["rounds=1", "tracking.enabled=false"]))
+        assert all(0 <= method.final["accuracy"] <= 1 for method in result.methods.values())
+    for number, source in enumerate(blocks("python", page.read_text())):
+        if not source.startswith("# "):
+            exec(compile(source, f"{page.name} block {number}", "exec"), {"__name__": f"{page.stem}_{number}"})
+
+
+def test_yaml_block_loads():
+    (block,) = blocks("yaml")
+    Path("mine.yaml").write_text(block)
+    experiment = config.load("mine.yaml", ["rounds=10", "local.lr=0.1"])
+    assert (experiment.rounds, experiment.local.lr, experiment.data.source) == (10, 0.1, "mnist")
+
+
+def test_every_command_of_the_table_exists(capsys):
+    lines = re.findall(r"`(cfl-ray [a-z][^`]*)`", README) + re.findall(r"^(cfl-ray [a-z].*)$", README, re.M)
+    shown = {line.split()[1] for line in lines}
+    assert shown == {
+        "check",
+        "config",
+        "run",
+        "resume",
+        "prepare",
+        "methods",
+        "export",
+        "status",
+        "join",
+        "leave",
+        "stop",
+    }
+    help_text = command(["--help"], capsys)
+    assert all(name in help_text for name in shown)
+
+
+def test_requests_to_a_live_run_are_understood(tmp_path, capsys):
+    """Word for word, on a run that has ended: each gets as far as saying so."""
+    run = ["run", "--in-process", "methods=[fedavg]", "rounds=1", "tracking.enabled=false", "--run-dir", "RUN"]
+    command(run, capsys)
+    lines = next(block for block in blocks("bash") if "cfl-ray status" in block).splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        arguments = line.partition("#")[0].split()[1:]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        if arguments[0] == "status":
+            assert ended.value.code == 0 and "finished" in printed.out
+        else:
+            assert ended.value.code == 1 and "RUN is not live" in printed.err, printed.err
+    replay = re.search(r"`cfl-ray (run RUN/config.yaml --replay RUN)`", README).group(1).split()
+    assert "results after the last round" in command([*replay, "--in-process"], capsys)
+
+
+def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch):
+    """Those of docs/cli.md: each has the exit status that its comment names, otherwise 0."""
+    import typer
+
+    from cfl_ray.cli.commands import app
+
+    monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
+    lines = "\n".join(blocks("bash", (ROOT / "docs" / "cli.md").read_text())).splitlines()
+    shown = set()
+    for line in filter(None, lines):
+        words = shlex.split(line, comments=True)
+        target = words[words.index(">") + 1] if ">" in words else None
+        arguments = words[1 : words.index(">")] if target else words[1:]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        assert (ended.value.code or 0) == (1 if line.endswith("# exit status 1") else 0), (line, printed.err)
+        if target:
+            Path(target).write_text(printed.out)
+        shown.add(arguments[0])
+    assert shown >= typer.main.get_command(app).commands.keys()
+
+
+def test_ci_runs_the_readmes_test_command():
+    test_command = next(line for line in "\n".join(blocks("bash")).splitlines() if "pytest" in line)
+    script = (ROOT / ".ci" / "run").read_text()
+    for part in test_command.split("&&")[1:]:
+        if "activate" not in part:
+            assert part.strip() in script, part
+
+
+def test_ci_and_pre_commit_run_the_same_checks():
+    script, hooks = (ROOT / ".ci" / "run").read_text(), (ROOT / ".pre-commit-config.yaml").read_text()
+    for check in ("ruff check", "ruff format", "mypy"):
+        assert check in script and f"entry: {check}" in hooks
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(((?!http)[^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_modules_named_in_the_documentation_exist():
+    packages = {path.name for path in (ROOT / "cfl_ray").iterdir() if path.is_dir()}
+    for page in PAGES:
+        for named in re.findall(r"`(?:cfl_ray/)?([a-z_]+(?:/[a-z_]+)*/[a-z_]+\.py)`", page.read_text()):
+            if named.split("/")[0] in packages:
+                assert (ROOT / "cfl_ray" / named).exists(), f"{page.name}: {named}"
+
+
+def test_every_library_is_explained_and_every_explanation_is_a_dependency():
+    listed = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]\n\n")[0]
+    declared = {name.removesuffix("[default]") for name in re.findall(r'^    "([a-z-]+)', listed, re.M)}
+    table = README.split("## Libraries")[1]
+    rows = re.findall(r"^\| ([a-z, -]+) \|", table, re.M)
+    explained = {name.strip() for row in rows for name in row.split(",")} - {"library"}
+    assert declared == explained
+
+
+def test_the_main_job(tmp_path):
+    """`cfl-ray run` with nothing, as a newcomer types it: on Ray, with MLflow."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")
+    }
+    done = subprocess.run(
+        [Path(sys.executable).with_name("cfl-ray"), "run"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        cells[0]: cells
+        for line in done.stdout.splitlines()
+        if len(cells := [cell.strip() for cell in line.split("│")[1:-1]]) == 8
+    }
+    assert list(rows) == ["fedavg", "ifca", "stocfl"]
+    accuracy, ari, clusters = float(rows["stocfl"][1]), rows["stocfl"][3], rows["stocfl"][4]
+    assert (ari, clusters) == ("1.000", "4")
+    assert accuracy > float(rows["fedavg"][1]) + 0.08
+    assert "joined: clients 38, 39" in done.stdout and "left: clients 0" in done.stdout
+    (run_dir,) = (tmp_path / "runs").glob("rotated-digits-*")
+    assert (run_dir / "artifacts" / "accuracy_by_round.png").exists() and (
+        run_dir / "stocfl" / "artifacts" / "assignments.parquet"
+    ).exists()
+    assert str(run_dir) in done.stdout and "mlflow ui" in done.stdout
+    _check_mlflow(tmp_path / "runs" / "mlflow.db")
+
+
+def _check_mlflow(store: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store}")
+    runs = client.search_runs([client.get_experiment_by_name("cfl_ray").experiment_id])
+    by_method = {run.data.tags.get("method"): run for run in runs}
+    assert set(by_method) == {None, "fedavg", "ifca", "stocfl"}
+    for method in ("fedavg", "ifca", "stocfl"):
+        run = by_method[method]
+        assert run.data.tags["mlflow.parentRunId"] == by_method[None].info.run_id and run.info.status == "FINISHED"
+        assert [point.step for point in client.get_metric_history(run.info.run_id, "accuracy")] == list(range(1, 21))

@@ -1,0 +1,228 @@
+"""The rules of the layout, kept by reading the source: imports, names, words, and how a method's file opens."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import cfl_ray
+from cfl_ray.core.method import Method
+from cfl_ray.methods import REGISTRY
+
+PACKAGE = Path(cfl_ray.__file__).parent
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+METHOD_FILES = [name for name in SOURCES if name.startswith("methods/") and not name.endswith("__init__.py")]
+
+ALLOWED = {  # package -> packages of ours that its modules may import, beside their own
+    "core": set(),
+    "clustering": {"core"},
+    "methods": {"core", "clustering"},
+    "models": {"core"},
+    "config": {"core"},
+    "data": {"core", "config"},
+    "engine": {"core", "data"},
+    "tracking": {"core", "config"},
+    "report": {"core", "tracking"},
+    "runtime": {"core", "clustering", "methods", "models", "config", "data", "engine", "tracking", "report"},
+    "cli": {"core", "methods", "models", "config", "data", "tracking", "runtime"},
+}
+FOREIGN = {  # package of others -> the only place that may import it
+    "ray": "runtime/on_ray/",
+    "mlflow": "tracking/mlflow.py",
+    "matplotlib": "report/",
+    "typer": "cli/",
+    "rich": "cli/",
+}
+LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.tables", "cfl_ray.runtime.live_client", "cfl_ray.runtime.on_ray.ask"]
+LIGHT += ["cfl_ray.runtime.on_ray.host_actor", "cfl_ray.runtime.on_ray.server_actor"]
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Dotted names of everything imported anywhere in it: in functions and under TYPE_CHECKING as well."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def modules_used(tree: ast.AST, known: dict[str, ast.AST]) -> set[str]:
+    """The modules of ours that it imports: of `from package import name` the module of that name, else the package."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else node.module for name in names}
+    return found & known.keys()
+
+
+def top(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def ours(tree: ast.AST) -> set[str]:
+    """Packages directly below cfl_ray that it imports."""
+    parts = {name.split(".")[1] for name in imports(tree) if name.startswith("cfl_ray.")}
+    return {part for part in parts if (PACKAGE / part).is_dir()}
+
+
+def modules() -> dict[str, ast.AST]:
+    """Trees by dotted module name."""
+    dotted = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in TREES.items()
+    }
+    return {"cfl_ray" if name == "__init__" else f"cfl_ray.{name}": tree for name, tree in dotted.items()}
+
+
+def without_type_checking(tree: ast.AST) -> ast.AST:
+    """A copy of the tree without what only type checkers import."""
+    tree = ast.parse(ast.unparse(tree))
+    for node in ast.walk(tree):
+        for field in ("body", "orelse"):
+            if isinstance(block := getattr(node, field, None), list):
+                block[:] = [
+                    one for one in block if not (isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
+                ]
+    return tree
+
+
+def test_the_walk_sees_the_package():
+    """The rules below hold for something: these modules exist and import what they are known to."""
+    assert {"core/clients.py", "engine/worker.py", "runtime/on_ray/backend.py", "methods/stocfl.py"} <= SOURCES.keys()
+    assert "core" in ours(TREES["methods/fedavg.py"]) and "data" in ours(TREES["engine/worker.py"])
+    assert any(name.split(".")[0] == "ray" for name in imports(TREES["runtime/on_ray/backend.py"]))
+
+
+def test_layers():
+    for name, tree in TREES.items():
+        if "/" in name:
+            assert ours(tree) <= ALLOWED[top(name)] | {top(name)}, f"{name} imports {ours(tree)}"
+    assert {top(name) for name in SOURCES if "/" in name} == ALLOWED.keys()
+
+
+def test_no_import_circles():
+    """Also through imports inside functions."""
+    trees = modules()
+    uses = {module: modules_used(without_type_checking(tree), trees) - {module} for module, tree in trees.items()}
+    while leaves := [module for module, used in uses.items() if not used & uses.keys()]:
+        for module in leaves:
+            del uses[module]
+    assert not uses, f"these import each other: {sorted(uses)}"
+
+
+def test_only_one_place_knows():
+    for package, place in FOREIGN.items():
+        users = {name for name, tree in TREES.items() if any(found.split(".")[0] == package for found in imports(tree))}
+        assert users, f"nothing imports {package}: remove the rule"
+        assert all(name.startswith(place) for name in users), (package, users)
+
+
+def test_tracking_and_reports_need_neither_torch_nor_ray():
+    for name, tree in TREES.items():
+        if top(name) in ("tracking", "report"):
+            assert not {found.split(".")[0] for found in imports(tree)} & {"torch", "ray"}, name
+
+
+def test_requests_to_a_live_run_and_starting_hosts_do_not_wait_for_torch():
+    heavy = "{'torch', 'sklearn', 'mlflow', 'matplotlib'} & set(sys.modules)"
+    code = f"import sys, {', '.join(LIGHT)}; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_nothing_is_pickled_or_loaded_from_a_pickle():
+    """Checkpoints are safetensors and JSON; a .pt file is only written where a user asks for it.
+
+    What Ray serialises on its way is Ray's affair.
+    """
+    for name, tree in TREES.items():
+        loaded = {found.split(".")[0] for found in imports(tree)}
+        assert not loaded & {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}, name
+        attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        allowed = {"torch.save"} if name == "runtime/export.py" else set()
+        assert not attributes & {"torch.load", "torch.save"} - allowed, name
+
+
+def test_nothing_draws_from_a_global_generator():
+    """Only generators made for an address draw; initialisers of torch.nn get one by `fork_rng` and `manual_seed`."""
+    drawing = {"seed", "rand", "randn", "randint", "random", "choice", "shuffle", "permutation", "normal", "uniform"}
+    torch_drawing = {"rand", "randn", "randint", "randperm", "bernoulli", "normal"}
+    for name, tree in TREES.items():
+        assert "random" not in imports(tree), name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, verb = ast.unparse(node.func.value), node.func.attr
+                assert not (owner in ("np.random", "numpy.random", "random") and verb in drawing), (
+                    f"{name}:{node.lineno}"
+                )
+                addressed = any(keyword.arg == "generator" for keyword in node.keywords)
+                assert not (owner == "torch" and verb in torch_drawing and not addressed), f"{name}:{node.lineno}"
+
+
+def test_one_class_name_means_one_thing():
+    places = defaultdict(list)
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_config_sections_end_in_config():
+    from cfl_ray.config import ConfigSection, Experiment
+
+    def below(cls):
+        return {cls, *(one for child in cls.__subclasses__() for one in below(child))}
+
+    for cls in below(ConfigSection) - {ConfigSection, Experiment}:
+        assert cls.__name__.endswith("Config"), cls
+
+
+def test_words():
+    """Plain technical English: clients and users are named, not spoken of as persons."""
+    wrong = re.compile(r"\b(nobody|everybody|somebody|anybody)\b", re.I)
+    opening = re.compile(r"^(What|Who)\b")
+    for name, tree in TREES.items():
+        assert not wrong.search(SOURCES[name].read_text()), f"{name}: {wrong.search(SOURCES[name].read_text())[0]}"
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                assert not opening.match(text), f"{name}: {text.splitlines()[0]}"
+
+
+class TestMethodFiles:
+    """One paper, one file."""
+
+    def test_registers_one_method_named_like_the_file(self):
+        for name in METHOD_FILES:
+            classes = [node for node in TREES[name].body if isinstance(node, ast.ClassDef)]
+            registered = [keyword.value.value for node in classes for keyword in node.keywords if keyword.arg == "name"]
+            assert registered == [Path(name).stem]
+            assert REGISTRY[registered[0]].__module__ == f"cfl_ray.methods.{Path(name).stem}"
+        assert set(REGISTRY) == {Path(name).stem for name in METHOD_FILES}
+
+    def test_opens_with_its_source_and_its_departures(self):
+        source = r"arXiv:\d{4}\.\d{4,5}|doi:10\.\d{4,}/|https://doi\.org/10\.\d{4,}/|https://papers\.nips\.cc/"
+        for name in METHOD_FILES:
+            text = ast.get_docstring(TREES[name])
+            cited = re.search(source, text) or "there is no paper" in text
+            assert cited, f"{name} cites no arXiv number, DOI or proceedings, and does not say that there is no paper"
+            departures = re.search(r"^Departures: (.+)", text, re.M)
+            assert departures and departures[1].strip(), f"{name} does not say where it departs from its source"
+
+    def test_explains_itself_and_its_options(self):
+        for cls in REGISTRY.values():
+            assert cls.summary().endswith(".") and issubclass(cls, Method)
+            for option in cls.options():
+                name = f"{cls.name}.{option['name']}"
+                assert option["doc"], f"{name} has no meaning"
+                assert option["source"], f"{name} does not say where its default comes from"
+                bounded = option["low"] is not None or option["high"] is not None or option["choices"]
+                assert bounded or option["type"] == "bool", f"{name} takes anything"
