@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.plugins import entry_points_of, load_plugin
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.registry import Registry
 from cfl_ray.models import cnn, mlp, resnet
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {
@@ -24,7 +24,7 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "autocfl_cnn": cnn.autocfl_cnn,
     "resnet9": resnet.resnet9,
 }
-ENTRY_POINTS = "cfl_ray.models"  # group in which installed packages name their models
+MODELS = Registry("model", REGISTRY, "cfl_ray.models")
 INPUT_NAMES = ("input_shape", "in_shape", "shape")  # names of a factory's parameter for the shape of one sample
 CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of that for the number of classes
 
@@ -171,17 +171,7 @@ def recipe(
 
     name: a registered name, the name of an installed package's entry point, `file.py:Factory`, or a factory.
     """
-    if callable(name):
-        factory = name
-    elif ":" in name:
-        factory = load_plugin(name, "model")
-    elif name in REGISTRY:
-        factory = REGISTRY[name]
-    else:
-        installed = entry_points_of(ENTRY_POINTS)
-        if name not in installed:
-            raise ConfigError(f"unknown model {name!r}{did_you_mean(name, [*REGISTRY, *installed])}")
-        factory = installed[name]("model")
+    factory = name if callable(name) else MODELS.find(name)
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
     made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype)

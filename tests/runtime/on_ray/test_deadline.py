@@ -155,13 +155,11 @@ def test_a_run_with_a_training_that_never_ends(
 
     watcher = notes(lambda number: seen or seen.append(len(logged.read())))
     meanwhile(kill)
-    until(lambda: len(actors("ClientHost")) == 2)  # those of the backend: one was ended just now
-    before = set(actors("ClientHost"))
     results = run(stuck, tmp_path / "stuck", watcher)
     assert [record.metrics["clients_late"] for record in results["fedavg"].records] == [1, 1] and len(seen) == 2
     assert watcher.lines.count(f"client {STUCK}: did not finish within {DEADLINE} s; left out of this round") >= 2
     assert [line for line in watcher.lines if "the server died and was started again" in line]
-    until(lambda: set(actors("ClientHost")) == before)
+    until(lambda: len(actors("ClientHost")) == 2)  # those of the backend, which it starts again itself
 
     without = experiment(data=logged(6), schedule=[{"round": 1, "leave": [STUCK]}], **settings)
     simulate(without, tmp_path / "without")
