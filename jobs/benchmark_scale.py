@@ -88,14 +88,22 @@ class SimulatedHost:
     def remote(self, *arguments: Any) -> Any:
         return getattr(self, f"_{self.kind}")(*arguments)
 
-    def _work(self, _: int, order: Train, index_m: np.ndarray, __: Any, rows: dict, *___: Any) -> Ref:
-        for ref in rows.values():
-            self.pool.traffic.fetch(ref, self.node)
+    def _work(
+        self, _: int, order: Train, index_m: np.ndarray, __: Any, models: dict, ___: Any, return_sums: bool, *____: Any
+    ) -> Ref:
+        traffic = self.pool.traffic
+        for model in models.values():
+            # one that travels in the call itself
+            traffic.fetch(model if isinstance(model, Ref) else Ref(None, model.nbytes, SERVER), self.node)
+        if return_sums:
+            assert order.averaging is not None
+            rows = len(np.unique(order.averaging.out_E))
+            traffic.fetch(Ref(None, 16 * self.pool.columns * rows, self.node), SERVER)
         seconds = float(self.pool.seconds_M[index_m].sum())
         begin = max(self.pool.now, self.free_at)
         self.free_at, self.busy = begin + seconds, self.busy + seconds
         arrays = {"valid": np.ones(len(index_m), bool), "train_loss": np.zeros(len(index_m))}
-        ref = Ref(PieceResult(index_m, arrays), 0, self.node)
+        ref = Ref((PieceResult(index_m, arrays), {}), 0, self.node)
         heapq.heappush(self.pool.ends, (self.free_at, next(self.pool.order), ref))
         return ref
 

@@ -377,7 +377,7 @@ class PieceResult:
     index_m: np.ndarray  # the piece's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the piece
-    seconds: float = 0.0  # that the host was at work on it, where that was measured
+    seconds: float = 0.0  # that the host was at work on it; 0: not measured
 
 
 @dataclass(frozen=True)

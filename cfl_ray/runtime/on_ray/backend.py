@@ -35,6 +35,8 @@ from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, tensor_of
 
 _CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
+_IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
+_WITH_RESULT_BYTES = 1 << 23  # of the sums of all pieces, up to which each call returns its own
 
 
 @dataclass
@@ -126,11 +128,13 @@ class Exchange:
             if work.defers_results:
                 self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
         self.cost = 0.0  # of all pieces
+        self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
 
     def run(self) -> Outcome:
         runtime, pieces = self.setup.experiment.runtime, self._pieces()
+        self.return_sums = self._returns_sums(len(pieces))
         homes = [self._home(piece) for piece in pieces] if runtime.clients_per_host else []
         # with a deadline for each piece, a call has one piece
         together = runtime.round_deadline is None
@@ -139,11 +143,29 @@ class Exchange:
         dispatch = Dispatch(self.backend.pool, schedule, self)
         while schedule:
             dispatch.run()
-            if self.work.averaging is not None:
+            if self.collects:
                 self._collect(dispatch)
         self.backend.keep(self.work, self.states, self.deferred)
         found = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
         return outcome_of(self.work, found, self.changes or self.sums.values())
+
+    @property
+    def collects(self) -> bool:
+        """Whether hosts keep the sums of what they have done until they are collected."""
+        return self.work.averaging is not None and not self.return_sums
+
+    @property
+    def stays_on_hosts(self) -> bool:
+        """Whether sums or values of clients stay on the hosts that made them."""
+        return self.collects or bool(self.left)
+
+    def _returns_sums(self, pieces: int) -> bool:
+        """Whether sums are small, and nothing stays on the hosts that would be made again with them."""
+        work = self.work
+        if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
+            return False
+        columns = work.tables[work.start.table].shape[1]
+        return 16 * work.averaging.num_rows * columns * pieces <= _WITH_RESULT_BYTES
 
     def _pieces(self) -> list[Piece]:
         """The pieces, without the clients that took too long earlier in this round."""
@@ -180,13 +202,20 @@ class Exchange:
         # in a list they stay references, to be fetched one at a time
         arguments: list[Any] = [refs] if isinstance(work, CombineColumns) else refs
         uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
-        rows = {(table, row): self.backend.row(work.tables[table], row) for table, row in sorted(uses)}
+        models = self._models(sorted(uses))
         packed = [is_packed for _, is_packed in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(piece.index_m) for piece in pieces])[:-1]
         call = host.actor.work.options(num_returns=returns)
-        made = call.remote(self.number, order, index_m, cuts, rows, packed, places, *arguments)
+        made = call.remote(self.number, order, index_m, cuts, models, packed, self.return_sums, places, *arguments)
         return made if isinstance(made, list) else [made]
+
+    def _models(self, uses: list[tuple[int, int]]) -> dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray]:
+        """Models by (table, row): small ones themselves, others as references."""
+        tables = self.work.tables
+        if sum(tables[table][row].nbytes for table, row in uses) <= _IN_CALL_BYTES:
+            return {(table, row): tables[table][row].numpy() for table, row in uses}
+        return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
     def seconds(self, pieces: Sequence[Piece]) -> float | None:
         """The limit of a call's time; a chain has that of all its clients."""
@@ -211,8 +240,9 @@ class Exchange:
 
     def receive(self, pieces: Sequence[Piece], returns: list[Any]) -> None:
         """Keeps the result of a call, and the references to what it left with the clients."""
-        result, *refs = returns
+        (result, totals), *refs = returns
         self.results.append(result)
+        self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
         ids, rest = self.work.ids_M[result.index_m].tolist(), iter(refs)
         for kept, is_packed in self.left:
             if is_packed:

@@ -22,6 +22,10 @@ _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits fo
 class Calls(Protocol):
     """The calls of an exchange, as `Dispatch` makes them."""
 
+    @property
+    def stays_on_hosts(self) -> bool:
+        """Whether a host that dies loses what it has done."""
+
     def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
         """Starts the call that does these pieces on a host. Returns its references; the first one is waited for."""
 
@@ -62,7 +66,7 @@ class Dispatch:
     _ready: list[int] = field(default_factory=list)  # numbers of those that are ready
 
     def run(self) -> None:
-        """Makes all calls. Afterwards `done` says which pieces each host that is still alive has done.
+        """Makes all calls. Afterwards `done` says which pieces stay on each host that is still alive.
 
         Raises ObjectLostError when something that the calls need (client state) was lost with its node.
         """
@@ -132,7 +136,8 @@ class Dispatch:
             self.schedule.put_back(call.numbers)
             self.lost(call.host, error)
             return None
-        self.done.setdefault(call.host.number, []).extend(call.numbers)
+        if self.calls.stays_on_hosts:
+            self.done.setdefault(call.host.number, []).extend(call.numbers)
         return call
 
     def _take_back(self, host: Host) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -67,24 +68,28 @@ class HostProcess:
         work: Work,
         index_m: np.ndarray,
         cuts: np.ndarray,
-        refs: dict[tuple[int, int], ray.ObjectRef[Any]],
+        models: dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray],
         packed: list[bool],
+        return_sums: bool,
         places: dict[int, tuple[int, int | None]],
         *stored: Any,
     ) -> Any:
-        """Does the pieces of a call. Returns their result, and the values that they leave with the clients.
+        """Does the pieces of a call. Returns their result and totals, and the values that they leave with the clients.
 
         work: that of all clients of the call; `cuts` divides it into pieces.
-        refs: the model rows that the call uses, fetched at most once per exchange.
+        models: the rows that the call uses; those behind references are fetched at most once per exchange.
         packed: for each kind of value that the work leaves, whether those of all clients are one object.
+        return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
         places: by position in the call, the argument in `stored`, and the position in it, of a client's state or
             deferred result. For work that combines columns, `stored` is one list of references: the values may be too
             many to be here together.
         """
         if self.failure:
             raise self.failure
+        began = time.perf_counter()
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
+        sums = HostSums() if return_sums else self.sums
         results, states, deferred = [], {}, {}
         for part in np.split(np.arange(len(index_m)), cuts):
             if isinstance(work, CombineColumns):
@@ -93,12 +98,14 @@ class HostProcess:
                 at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
                 values = {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
             result, kept = self.worker.run(
-                work.take(part), part, lambda table, row: self._row(refs, table, row), values, self.sums
+                work.take(part), part, lambda table, row: self._row(models, table, row), values, sums
             )
             results.append(result)
             states.update({int(part[i]): value for i, value in kept.states.items()})
             deferred.update({int(part[i]): value for i, value in kept.deferred.items()})
-        whole = PieceResult(index_m, gather(results, len(index_m)), exclusions_of(results))
+        totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
+        arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
+        whole = PieceResult(index_m, arrays, exclusions_of(results), seconds), totals
         kinds = [states] * work.updates_client_state + [deferred] * work.defers_results
         if not kinds:
             return whole
@@ -110,9 +117,10 @@ class HostProcess:
                 left += [of_kind[i].numpy() if i in of_kind else None for i in range(len(index_m))]
         return whole, *left
 
-    def _row(self, refs: dict[tuple[int, int], ray.ObjectRef[Any]], table: int, row: int) -> Tensor:
+    def _row(self, models: dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray], table: int, row: int) -> Tensor:
         if (table, row) not in self.rows:
-            self.rows[table, row] = shared_tensor(ray.get(refs[table, row]))
+            model = models[table, row]
+            self.rows[table, row] = shared_tensor(model if isinstance(model, np.ndarray) else ray.get(model))
         return self.rows[table, row]
 
     def collect(self, exchange: int, rows: list[int]) -> Any:

@@ -10,8 +10,11 @@ import torch
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect
+from cfl_ray.runtime.on_ray.backend import Exchange
 from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.prepare import prepare
 
 CLIENTS = 24
@@ -21,11 +24,19 @@ CLIENTS = 24
 def backends(experiment, two_hosts):
     """(in process, on two hosts)."""
     setup = prepare(experiment(data={"partition": {"clients": CLIENTS}}))
-    return InProcessBackend(setup.worker("cpu", "sequential")), two_hosts(setup)
+    on_ray = two_hosts(setup)
+    yield InProcessBackend(setup.worker("cpu", "sequential")), on_ray
+    on_ray.pool.stop()  # the next test's hosts need their room
 
 
 @pytest.fixture
-def by_tree(monkeypatch):
+def collected(monkeypatch):
+    """Sums of any size stay on the hosts until they are collected."""
+    monkeypatch.setattr(backend_module, "_WITH_RESULT_BYTES", 0)
+
+
+@pytest.fixture
+def by_tree(monkeypatch, collected):
     """Sums of any size are combined by the hosts, two at a time."""
     monkeypatch.setattr(Collected, "use_tree", True)
     monkeypatch.setattr(collect, "_GROUP", 2)
@@ -60,10 +71,44 @@ def test_the_tree_has_the_bits_of_one_process(backends, by_tree):
     assert_equal(on_ray.run(work), in_process.run(work))
 
 
-def test_without_the_tree_too(backends):
+def test_without_the_tree_too(backends, collected):
     in_process, on_ray = backends
     work = training(in_process.worker.network)
     assert_equal(on_ray.run(work), in_process.run(work))
+
+
+def test_small_sums_come_with_the_results(backends, monkeypatch):
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    monkeypatch.setattr(Collected, "__init__", lambda *_: pytest.fail("nothing is to be collected"))
+    assert_equal(on_ray.run(work), in_process.run(work))
+
+
+def test_models_that_are_too_large_for_a_call_go_through_the_object_store(backends, monkeypatch):
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    monkeypatch.setattr(backend_module, "_IN_CALL_BYTES", 0)
+    assert_equal(on_ray.run(work), in_process.run(work))
+    assert len(on_ray._rows[id(work.tables[0])][1]) == 2, "each of the two models was put once"
+
+
+@pytest.mark.slow
+def test_what_a_dead_host_has_returned_is_not_done_again(backends, monkeypatch):
+    """It is killed after its first result has arrived: that is in the sum once."""
+    in_process, on_ray = backends
+    work = training(in_process.worker.network)
+    expected, receive, killed = in_process.run(work), Exchange.receive, []
+
+    def kill_first(exchange, pieces, returns):
+        receive(exchange, pieces, returns)
+        if not killed:
+            killed.append(on_ray.pool.hosts[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Exchange, "receive", kill_first)
+    monkeypatch.setattr(Schedule, "_even", lambda *_: 0.0)  # several calls for each host
+    assert_equal(on_ray.run(work), expected)
+    assert killed and any("host 0 died" in note for note in on_ray.pool.notes)
 
 
 @pytest.mark.slow
