@@ -12,7 +12,7 @@ class RunPlan:
 
     rounds: int
     evaluate_every: int = 1
-    checkpoint_every: int = 1
+    checkpoint_every: int | None = 1  # None: where `Done` says so
 
     def evaluates(self, round: int) -> bool:
         """Whether `round` is evaluated; the last one always is."""
@@ -20,7 +20,7 @@ class RunPlan:
 
     def saves(self, round: int) -> bool:
         """Whether a checkpoint follows `round`; the last one always has one."""
-        return round % self.checkpoint_every == 0 or round == self.rounds
+        return round == self.rounds or (self.checkpoint_every is not None and round % self.checkpoint_every == 0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Done:
     """The work of the state is done."""
 
     stop: bool = False  # a request ends the run after this round
+    save: bool = False  # a checkpoint is due
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,17 @@ def next_state(now: RunState, event: LifecycleEvent, plan: RunPlan) -> RunState:
             return Failed(cause, saved_round)
         case (Starting() | Recovering(), Loaded(round)):
             return Finished(round) if round >= plan.rounds else Running(round + 1)
-        case Running(round), Done(stop):
-            return Evaluating(round) if plan.evaluates(round) else _after_evaluation(round, stop, plan)
-        case Evaluating(round), Done(stop):
-            return _after_evaluation(round, stop, plan)
+        case Running(round), Done(stop, save):
+            return Evaluating(round) if plan.evaluates(round) else _after_evaluation(round, stop, save, plan)
+        case Evaluating(round), Done(stop, save):
+            return _after_evaluation(round, stop, save, plan)
         case Saving(round), Done(stop):
             return _after_saving(round, stop, plan)
     raise ValueError(f"{event} cannot happen in {now}")
 
 
-def _after_evaluation(round: int, stop: bool, plan: RunPlan) -> RunState:
-    return Saving(round) if stop or plan.saves(round) else _after_saving(round, stop, plan)
+def _after_evaluation(round: int, stop: bool, save: bool, plan: RunPlan) -> RunState:
+    return Saving(round) if stop or save or plan.saves(round) else _after_saving(round, stop, plan)
 
 
 def _after_saving(round: int, stop: bool, plan: RunPlan) -> RunState:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from cfl_ray.core.work import Backend
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
+from cfl_ray.runtime.checkpoint.cadence import Cadence
 from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, initial_scores, score_metrics
 from cfl_ray.runtime.journal import Journal
@@ -87,6 +89,7 @@ class RoundLoop:
         experiment = self.experiment
         self.label = label
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
+        self.cadence = Cadence() if store is not None and experiment.runtime.checkpoint_every is None else None
         self.evaluator = Evaluator(experiment.evaluation, self.federation, self.backend, experiment.seed)
         journal = Journal(store.directory if store else None)
         recorded = [record.round for record in read_records(store.directory)] if store else []
@@ -124,7 +127,8 @@ class RoundLoop:
                 raise
             # a request to stop is taken up before the next round, or answered with a later one
             with self.requests.lock:
-                self._enter(Done(stop=self._stops_after(round)))
+                due = self.cadence is not None and self.cadence.is_due()
+                self._enter(Done(self._stops_after(round), due))
             if isinstance(self.now, Finished | Stopped) or (isinstance(self.now, Running) and self.now.round > round):
                 return self._report(round)
 
@@ -341,8 +345,9 @@ class RoundLoop:
         # scores and report are for a driver that is killed before it recorded the round
         report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
         values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
-        if remark := self.store.save(round, tensors, values, self.backend):
-            self.notes.append(remark)
+        with nullcontext() if self.cadence is None else self.cadence.measured():
+            if remark := self.store.save(round, tensors, values, self.backend):
+                self.notes.append(remark)
         self.saved = round
 
     def clients_of(

@@ -48,6 +48,10 @@ TRANSITIONS = [
     (Saving(3), Done(), Running(4)),
     (Saving(6), Done(), Finished(6)),
     (Running(1), Done(stop=True), Saving(1)),  # saved although the plan would not
+    (Running(1), Done(save=True), Saving(1)),  # as what a checkpoint costs has it
+    (Running(2), Done(save=True), Evaluating(2)),
+    (Evaluating(2), Done(save=True), Saving(2)),
+    (Saving(2), Done(save=True), Running(3)),  # not twice
     (Running(2), Done(stop=True), Evaluating(2)),
     (Evaluating(2), Done(stop=True), Saving(2)),
     (Saving(1), Done(stop=True), Stopped(1)),

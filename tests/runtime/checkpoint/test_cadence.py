@@ -1,0 +1,56 @@
+"""Checkpoints as often as their cost allows."""
+
+import math
+
+import pytest
+
+from cfl_ray import simulate
+from cfl_ray.runtime.checkpoint import store
+from cfl_ray.runtime.checkpoint.cadence import Cadence
+from cfl_ray.runtime.lifecycle import RunPlan
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("seconds, pause", [(0.003, 4.6476), (1.0, 84.853), (60.0, 657.27)])
+def test_youngs_interval(seconds, pause):
+    """sqrt(2 C M) with M = 3600 s, from the end of a checkpoint on."""
+    assert pause == pytest.approx(math.sqrt(2 * seconds * 3600), rel=1e-4)
+    clock = Clock()
+    cadence = Cadence(clock)
+    assert cadence.is_due(), "what one costs is not known before the first"
+    with cadence.measured():
+        clock.now += seconds
+    ended = clock.now
+    for since, due in ((0, False), (pause * 0.999, False), (pause * 1.001, True)):
+        clock.now = ended + since
+        assert cadence.is_due() == due
+
+
+def test_a_save_that_fails_stays_due():
+    cadence = Cadence(Clock())
+    with pytest.raises(OSError), cadence.measured():
+        raise OSError
+    assert cadence.is_due()
+
+
+def test_the_first_and_the_last_round_of_a_short_run_are_saved(experiment, tmp_path, monkeypatch):
+    saved, save = [], store.CheckpointStore.save
+    monkeypatch.setattr(
+        store.CheckpointStore, "save", lambda self, round, *rest: (saved.append(round), save(self, round, *rest))[1]
+    )
+    for every, rounds in ((None, [1, 6]), (2, [2, 4, 6])):
+        saved.clear()
+        short = experiment(methods=["fedavg"], rounds=6, runtime={"checkpoint_every": every})
+        simulate(short, tmp_path / f"every-{every}")
+        assert saved == rounds
+
+
+def test_without_a_period_the_plan_saves_the_last_round_alone():
+    plan = RunPlan(rounds=3, checkpoint_every=None)
+    assert [plan.saves(round) for round in (1, 2, 3)] == [False, False, True]
