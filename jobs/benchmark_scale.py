@@ -128,7 +128,8 @@ class SimulatedPool:
         self.hosts = [SimulatedHost(number, f"node {1 + number // HOSTS_PER_NODE}", self) for number in range(hosts)]
         self.choice = EngineChoice("sequential", "")
         runtime = SimpleNamespace(clients_per_host=None, round_deadline=None)
-        federation = SimpleNamespace(num_samples_N=seconds_M, shape=SimpleNamespace(num_classes=2))
+        shape = SimpleNamespace(num_classes=2)
+        federation = SimpleNamespace(num_samples_N=seconds_M, shape=shape, files_of=lambda clients: None)
         self.setup = SimpleNamespace(experiment=SimpleNamespace(runtime=runtime), federation=federation)
 
     def next_exchange(self) -> int:

@@ -102,6 +102,19 @@ class ChangedFederation(Federation):
     def client_name(self, client: int) -> str:
         return self._base.client_name(client)
 
+    def files_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self._base.files_of(self._with_sources(clients))
+
+    def fetch(self, clients: np.ndarray) -> None:
+        self._base.fetch(self._with_sources(clients))
+
+    def _with_sources(self, clients: np.ndarray) -> np.ndarray:
+        """Returns, in the place of each client, the one whose data it has."""
+        found_M = np.array(clients)
+        for position, data in self._changed_among(clients):
+            found_M[position] = data.source
+        return found_M
+
     def train(self, client: int) -> TensorSamples:
         data = self._derived.get(client)
         return self._base.train(client) if data is None else self._transform(self._base.train(data.source), data)

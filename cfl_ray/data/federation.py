@@ -97,6 +97,16 @@ class Federation(ABC):
     def train(self, client: int) -> TensorSamples:
         """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y int64 (n,)."""
 
+    def files_of(self, clients: np.ndarray) -> np.ndarray | None:
+        """Returns the number of the file, int (m,), that holds the training samples of each of these clients.
+
+        None where no process has to fetch files. It tells which clients' data come together, and nothing else.
+        """
+        return None
+
+    def fetch(self, clients: np.ndarray) -> None:  # noqa: B027  # most federations have nothing to fetch
+        """Fetches the files of these clients, in this order, so that reading them later need not wait."""
+
     @abstractmethod
     def num_test_sets(self) -> int:
         """Returns S, the number of test sets that clients share; 0 under hold-out."""

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from filelock import FileLock
@@ -39,8 +38,8 @@ class Folder:
         """Returns a folder in this folder; a URI keeps its query (S3 regions, endpoints)."""
         if (local := self.local) is not None:
             return Folder(str(local / name))
-        parts = urlsplit(self.uri)
-        return Folder(parts._replace(path=f"{parts.path.rstrip('/')}/{name}").geturl())
+        path, mark, query = self.uri.partition("?")
+        return Folder(f"{path.rstrip('/')}/{name}{mark}{query}")
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a small file, None where there is none."""

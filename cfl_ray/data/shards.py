@@ -146,6 +146,14 @@ class ShardFederation(IndexedFederation):
             return GroupTransform(labels, turns=shift["angles"][angle] // 90 % 4)
         return super().group_transform(group)
 
+    def files_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return None if self._folder.local is not None else self._index.file_N[clients]
+
+    def fetch(self, clients: np.ndarray) -> None:
+        for number in dict.fromkeys(self._index.file_N[clients].tolist()):
+            file = self.manifest.train[number]
+            self._folder.get(file.name, file.bytes, file.sha256, verify=False)
+
     def num_test_sets(self) -> int:
         return len(self.manifest.test)
 

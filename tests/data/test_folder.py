@@ -3,12 +3,14 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from pyarrow import fs
 
 from cfl_ray.core.errors import DataError
 from cfl_ray.data import open_shards
+from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.folder import Folder
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
@@ -43,6 +45,18 @@ def test_files_of_another_filesystem_are_fetched_once_and_mapped(remote, cache):
     assert torch.equal(again.train(4)[0], expected.train(4)[0]) and again.uri == uri
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.arrow")} == fetched and len(fetched) == 2
     assert {path.name for path in cache.iterdir() if path.suffix != ".arrow"} == {"locks"}
+
+
+def test_files_of_clients_are_named_and_fetched_before_they_are_read(remote, cache):
+    uri, local = remote
+    federation, clients = open_shards(uri), np.arange(5)
+    assert open_shards(local).files_of(clients) is None, "nothing is fetched from a folder of this machine"
+    assert federation.files_of(clients).tolist() == [0] * 5
+    moved = ChangingFederation(federation, [DataChange(round=2, ids=(0,), data_of=(4,))]).at(2)
+    assert moved.files_of(clients).tolist() == [0] * 5
+    assert len(list(cache.glob("*.arrow"))) == 1
+    moved.fetch(clients[:1])
+    assert len(list(cache.glob("*.arrow"))) == 2
 
 
 def overwrite(uri, name, change):

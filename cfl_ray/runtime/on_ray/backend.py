@@ -48,6 +48,7 @@ class RayBackend:
     compaction: Compaction = field(default_factory=Compaction)
     # clients that took too long: not tried again in this round
     late: dict[int, Exclusion] = field(default_factory=dict)
+    node_of_file: dict[int, str] = field(default_factory=dict)  # the first that fetched a file of clients
     # by table: the table, and the rows that were put
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
     _round: tuple[int, bool] | None = None
@@ -88,6 +89,7 @@ class RayBackend:
         self.compaction.after(sum(value.position is not None for value in states.values()), self.client_states)
 
     def use(self, federation: Federation) -> None:
+        self.node_of_file = {}
         self.pool.use(federation)
 
     def forget(self, ids: np.ndarray) -> None:
@@ -138,7 +140,8 @@ class Exchange:
         homes = [self._home(piece) for piece in pieces] if runtime.clients_per_host else []
         # with a deadline for each piece, a call has one piece
         together = runtime.round_deadline is None
-        schedule = Schedule(pieces, together, homes, self.backend.least_cost(self.work))
+        least = self.backend.least_cost(self.work)
+        schedule = Schedule(pieces, together, homes, least, self._nodes(pieces))
         self.cost = schedule.total
         dispatch = Dispatch(self.backend.pool, schedule, self)
         while schedule:
@@ -190,9 +193,26 @@ class Exchange:
         per_host = self.setup.experiment.runtime.clients_per_host
         return int(self.work.ids_M[piece.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
 
+    def _files(self, pieces: Sequence[Piece]) -> list[int]:
+        """The file that holds the first client of each piece; empty where hosts fetch no files."""
+        if not self.work.is_per_client:
+            return []
+        firsts = [int(self.work.ids_M[piece.index_m[0]]) for piece in pieces if len(piece.index_m)]
+        files = self.setup.federation.files_of(np.array(firsts, np.int64))
+        return [] if files is None or len(firsts) < len(pieces) else files.tolist()
+
+    def _nodes(self, pieces: Sequence[Piece]) -> list[str]:
+        """The node that has fetched the data of each piece; "" where none of those with hosts has."""
+        nodes = {host.node for host in self.backend.pool.hosts}
+        of_file = {file: node for file, node in self.backend.node_of_file.items() if node in nodes}
+        self.backend.node_of_file = of_file
+        return [of_file.get(file, "") for file in self._files(pieces)]
+
     # ---- calls
 
     def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
+        for file in self._files(pieces):
+            self.backend.node_of_file.setdefault(file, host.node)
         work, index_m = self.work, np.concatenate([piece.index_m for piece in pieces])
         order = work.take(index_m)
         stored = self.backend.client_states.of(order)

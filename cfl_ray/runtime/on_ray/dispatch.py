@@ -105,7 +105,7 @@ class Dispatch:
                     continue
                 if not self.schedule:
                     return
-                if numbers := self.schedule.next_for(host.number, self._ready, self._hosts):
+                if numbers := self.schedule.next_for(host.number, self._ready, self._hosts, host.node):
                     self._start(host, numbers)
 
     def _start(self, host: Host, numbers: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +41,7 @@ class HostProcess:
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         self.worker = self.setup.worker(self.device, engine)
         self.sums = HostSums()
+        self.fetching = ThreadPoolExecutor(1, "fetch")
         self.rows: dict[tuple[int, int], Tensor] = {}
 
     def about(self) -> dict[str, Any]:
@@ -89,6 +91,8 @@ class HostProcess:
         began = time.perf_counter()
         if exchange != self.exchange:
             self.exchange, self.sums, self.rows = exchange, HostSums(), {}
+        if work.is_per_client:
+            self._fetch_files(work.ids_M)
         sums = HostSums() if return_sums else self.sums
         results, states, deferred = [], {}, {}
         for part in np.split(np.arange(len(index_m)), cuts):
@@ -116,6 +120,15 @@ class HostProcess:
             else:
                 left += [of_kind[i].numpy() if i in of_kind else None for i in range(len(index_m))]
         return whole, *left
+
+    def _fetch_files(self, clients: np.ndarray) -> None:
+        """Fetches the files of the call's clients while the first ones train.
+
+        A failure is met again, and raised, by the piece that needs the file.
+        """
+        federation = self.worker.federation
+        if federation.files_of(clients) is not None:
+            self.fetching.submit(federation.fetch, clients)
 
     def _row(self, models: dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray], table: int, row: int) -> Tensor:
         if (table, row) not in self.rows:

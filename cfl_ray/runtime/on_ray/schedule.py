@@ -2,8 +2,9 @@
 
 A call has several pieces where there are few hosts or pieces are short, and fewer and fewer towards the end, so that
 calls are few and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on
-Computers 36(12), 1987). Within an output row the largest pieces come first. A host stays with an output row while that
-has pieces left, so that it adds up few rows.
+Computers 36(12), 1987). Pieces of one output row whose data are on one node make a group. Within a group the largest
+pieces come first. A host stays with a group while that has pieces left, so that it adds up few rows; of the others it
+prefers those whose data are on its node.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from cfl_ray.engine.pieces import Piece
 
+Group = tuple[int, str]  # output row, and the node that has the data; "": every node, or none
 _CALLS = 3  # a host is given at most this part of its share of the cost that is left, in one call
 
 
@@ -19,59 +21,73 @@ class Schedule:
     """The pieces that no host has, or that have to be done again.
 
     together: whether a call may have several pieces. homes: the only host that may do a piece, by piece; None: any.
-    least: the cost from which on a call is worth its own overhead.
+    least: the cost from which on a call is worth its own overhead. nodes: the node that has the data of a piece, by
+    piece; "": every node, or none that is known.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], together: bool = True, homes: Sequence[int | None] = (), least: float = 0.0
+        self,
+        pieces: Sequence[Piece],
+        together: bool = True,
+        homes: Sequence[int | None] = (),
+        least: float = 0.0,
+        nodes: Sequence[str] = (),
     ):
         self.pieces, self.together = list(pieces), together
         self.least, self.total = least, sum(piece.cost for piece in pieces)
-        self.homes = list(homes) or [None] * len(pieces)
+        self.homes, self.nodes = list(homes) or [None] * len(pieces), list(nodes) or [""] * len(pieces)
         self.cost_left = 0.0
-        self._rows: dict[int, list[int]] = {}  # pieces by output row, the largest last
-        self._row_cost: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []  # (-cost left, row); an entry may be out of date
+        self._groups: dict[Group, list[int]] = {}  # pieces, the largest last
+        self._group_cost: dict[Group, float] = {}
+        # by node: (-cost left, group); an entry may be out of date
+        self._heaps: dict[str, list[tuple[float, Group]]] = {}
         self._at_home: dict[int, deque[int]] = {}  # pieces by home
-        self._row_of: dict[int, int] = {}  # output row that a host was given last
+        self._group_of: dict[int, Group] = {}  # that a host was given last
         self._urgent: deque[int] = deque()  # before all others
         for number in sorted(range(len(self.pieces)), key=lambda number: (self.pieces[number].cost, -number)):
             self._insert(number)
-        self._heap = [(-cost, row) for row, cost in self._row_cost.items()]
-        heapify(self._heap)
+        for group, cost in self._group_cost.items():
+            self._heaps.setdefault(group[1], []).append((-cost, group))
+        for heap in self._heaps.values():
+            heapify(heap)
 
     def __bool__(self) -> bool:
-        return bool(self._rows or self._at_home or self._urgent)
+        return bool(self._groups or self._at_home or self._urgent)
 
     def _insert(self, number: int) -> None:
-        """Adds a piece, which comes first in its row (or at its home)."""
+        """Adds a piece, which comes first in its group (or at its home)."""
         piece, home = self.pieces[number], self.homes[number]
         if home is not None:
             self._at_home.setdefault(home, deque()).appendleft(number)
             return
-        self._rows.setdefault(piece.row, []).append(number)
-        self._row_cost[piece.row] = self._row_cost.get(piece.row, 0.0) + piece.cost
+        group = piece.row, self.nodes[number]
+        self._groups.setdefault(group, []).append(number)
+        self._group_cost[group] = self._group_cost.get(group, 0.0) + piece.cost
         self.cost_left += piece.cost
 
     def put_back(self, numbers: Sequence[int]) -> None:
         """These pieces have to be done again."""
         for number in numbers:
             self._insert(number)
-            row = self.pieces[number].row
-            if row in self._row_cost:
-                heappush(self._heap, (-self._row_cost[row], row))
+            group = self.pieces[number].row, self.nodes[number]
+            if group in self._group_cost:
+                heappush(self._heaps.setdefault(group[1], []), (-self._group_cost[group], group))
 
     def add_urgent(self, pieces: Sequence[Piece], home: int | None) -> None:
         """New pieces, each of which comes next, in a call of its own."""
         first = len(self.pieces)
         self.pieces.extend(pieces)
         self.homes.extend([home] * len(pieces))
+        self.nodes.extend([""] * len(pieces))
         self._urgent.extend(range(first, len(self.pieces)))
 
-    def next_for(self, host: int, ready: Sequence[int], hosts: Sequence[int] | None = None) -> list[int]:
+    def next_for(
+        self, host: int, ready: Sequence[int], hosts: Sequence[int] | None = None, node: str = ""
+    ) -> list[int]:
         """Takes the pieces of the next call of a host; none where there is nothing for it to do.
 
-        ready: numbers of the hosts that are ready, `host` among them. hosts: with those that are starting.
+        ready: numbers of the hosts that are ready, `host` among them. hosts: with those that are starting. node: of the
+            host.
         """
         if urgent := self._next_urgent(host, ready, hosts or ready):
             return urgent
@@ -80,12 +96,12 @@ class Schedule:
         share = max(self.cost_left / (_CALLS * len(ready)), self._even(len(ready))) if self.together else 0.0
         taken: list[int] = []
         cost = 0.0
-        while self._rows and (not taken or cost < share):
-            row = self._row_for(host)
-            number = self._rows[row][-1]
+        while self._groups and (not taken or cost < share):
+            group = self._group_for(host, node)
+            number = self._groups[group][-1]
             if taken and cost + self.pieces[number].cost > share:
                 break
-            self._take(row)
+            self._take(group)
             taken.append(number)
             cost += self.pieces[number].cost
         return taken
@@ -97,28 +113,40 @@ class Schedule:
         of_host = self.total / hosts
         return of_host / max(1, int(of_host / self.least))
 
-    def _row_for(self, host: int) -> int:
-        """The row that the host was given last, or else the one with the largest cost left."""
-        if (row := self._row_of.get(host, -1)) in self._rows:
-            return row
-        while True:
-            cost, row = self._heap[0]
-            if self._row_cost.get(row) == -cost:
-                self._row_of[host] = row
-                return row
-            heappop(self._heap)
-            if row in self._row_cost:
-                heappush(self._heap, (-self._row_cost[row], row))
+    def _group_for(self, host: int, node: str) -> Group:
+        """The group that the host was given last, or else the one with the largest cost left.
 
-    def _take(self, row: int) -> None:
-        """Removes the largest piece of a row."""
-        number = self._rows[row].pop()
+        Those with data on its own node, or on every node, come before those with data elsewhere.
+        """
+        if (group := self._group_of.get(host)) in self._groups:
+            assert group is not None
+            return group
+        near = [top for at in {node, ""} if (top := self._top(at)) is not None]
+        tops = near or [top for at in self._heaps if (top := self._top(at)) is not None]
+        self._group_of[host] = group = min(tops)[1]
+        return group
+
+    def _top(self, node: str) -> tuple[float, Group] | None:
+        """The entry of the group with the largest cost left on a node; None where nothing is left there."""
+        heap = self._heaps.get(node, [])
+        while heap:
+            cost, group = heap[0]
+            if self._group_cost.get(group) == -cost:
+                return heap[0]
+            heappop(heap)
+            if group in self._group_cost:
+                heappush(heap, (-self._group_cost[group], group))
+        return None
+
+    def _take(self, group: Group) -> None:
+        """Removes the largest piece of a group."""
+        number = self._groups[group].pop()
         cost = self.pieces[number].cost
         self.cost_left -= cost
-        if self._rows[row]:
-            self._row_cost[row] -= cost
+        if self._groups[group]:
+            self._group_cost[group] -= cost
         else:
-            del self._rows[row], self._row_cost[row]
+            del self._groups[group], self._group_cost[group]
 
     # ---- pieces of one host
 

@@ -62,6 +62,31 @@ def test_a_host_stays_with_an_output_row():
     assert all(len(rows) <= 3 for rows in met.values()), met
 
 
+def test_a_host_prefers_data_that_its_node_has_and_is_never_idle_for_that():
+    """Node a has the data of the first half. Host 0 is on a, host 1 on b, which has none; 20 pieces are anywhere."""
+    nodes = ["a"] * 40 + [""] * 20
+    schedule, node_of_host = Schedule(pieces([1.0] * 60), nodes=nodes), {0: "a", 1: "b"}
+    given = {0: [], 1: []}
+    while schedule:
+        for host, node in node_of_host.items():
+            given[host].append(schedule.next_for(host, range(2), node=node))
+    assert sorted(number for calls in given.values() for call in calls for number in call) == list(range(60))
+    of_second = [nodes[number] for call in given[1] for number in call]
+    assert of_second == [""] * 20 + ["a"] * (len(of_second) - 20) and len(of_second) > 20, (
+        "then it helps the other node"
+    )
+    assert all(given[0]) and all(given[1][:-1]), "no host is idle before the end"
+    assert all(nodes[number] == "a" for number in given[0][0])
+
+
+def test_pieces_put_back_stay_in_their_group():
+    schedule = Schedule(pieces([1.0] * 4), nodes=["a", "a", "b", "b"], together=False)
+    first = schedule.next_for(0, range(2), node="b")
+    assert first == [2]
+    schedule.put_back(first)
+    assert [schedule.next_for(0, range(2), node="b") for _ in range(2)] == [[2], [3]]
+
+
 def test_all_hosts_are_busy_to_the_end_with_costs_drawn_log_normally():
     """The last host ends within 3 % of the mean."""
     draw = np.random.default_rng(0)

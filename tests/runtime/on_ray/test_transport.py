@@ -1,5 +1,6 @@
 """Traffic and memory on Ray follow the number of hosts and K, not the cohort and not N. Real hosts and object store."""
 
+import os
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import ray
 from cfl_ray import run
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
+from cfl_ray.data import shard_writer
 from cfl_ray.runtime.on_ray import host_actor
 from cfl_ray.runtime.on_ray.host_actor import ClientHost
 from cfl_ray.runtime.prepare import prepare
@@ -36,6 +38,16 @@ class CountingHost(ClientHost):
         """Bytes of each fetch since the last call, without those of the experiment itself."""
         found, self.fetched = [size for size in self.fetched if size], []
         return found
+
+
+class CachingHost(ClientHost):
+    """A host that keeps fetched files in a folder of the test."""
+
+    cache = ""
+
+    def start(self, packed, engine):
+        os.environ["CFL_RAY_CACHE"] = self.cache
+        return super().start(packed, engine)
 
 
 @pytest.fixture
@@ -121,3 +133,32 @@ def test_a_million_clients_cost_a_few_bytes_each_and_no_reading(experiment, logg
     assert min(peaks[0]) > 50
     found = f"(server, host) MB with 1,000 and 1,000,000 clients: {peaks}"
     assert peaks[1][0] - peaks[0][0] < 150 and peaks[1][1] - peaks[0][1] < 30, found
+
+
+def test_hosts_fetch_files_ahead_and_the_server_knows_which_node_has_them(experiment, two_hosts, tmp_path, monkeypatch):
+    """Shards behind a file system that is not local to pyarrow; both hosts share this machine's cache."""
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(CachingHost, "cache", str(tmp_path / "cache"))
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(host_actor, "ClientHost", CachingHost)
+    monkeypatch.setattr(shard_writer, "FILE_BYTES", 2 * 20 * 64)  # two clients in a file
+    digits = {"source": "digits", "partition": {"clients": 12, "samples": 20}}
+    small = experiment(data=digits | {"shards": f"fsspec+file://{tmp_path}/shards"})
+    setup = prepare(small)
+    assert setup.federation.files_of(np.arange(12)).max() == 5
+    backend = two_hosts(setup)
+    node = backend.pool.hosts[0].node
+    work = Train(
+        Address(0, 1, 1),
+        np.arange(6),
+        (setup.network().new_model(0, 0)[None],),
+        start=Rows(0, np.zeros(6, np.int64)),
+        local=LocalSGD(steps=1),
+        steps_M=np.ones(6, np.int64),
+        averaging=Averaging.of(np.full((1, 6), 1 / 6), 6),
+    )
+    assert backend.run(work).arrays["valid"].all()
+    assert backend.node_of_file == dict.fromkeys(range(3), node)
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1 + 3, "the index, and the files of six clients"
+    backend.pool.stop()
