@@ -215,7 +215,7 @@ def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, o
         "metrics": metrics,
         "moves": (folder / "moves.jsonl").read_text() if (folder / "moves.jsonl").exists() else "",
         "models": _sha256(sorted(checkpoint.tensors.items())),
-        "client states": _sha256(sorted(checkpoint.client_states())),
+        "client states": _sha256(sorted((key, saved.tensor()) for key, saved in checkpoint.client_states())),
         "scalars": {name: checkpoint.values[name] for name in ("state", "traffic")},
     }
 

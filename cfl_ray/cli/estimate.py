@@ -23,7 +23,7 @@ from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.work import ClientStateKey, Describe, Outcome, Work
+from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Work
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
@@ -70,7 +70,7 @@ class DryBackend:
     def forgotten(self) -> set[ClientStateKey]:
         return set()
 
-    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """No effect: client states are not kept."""
 
 

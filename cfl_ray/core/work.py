@@ -8,7 +8,7 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -394,6 +394,25 @@ class Outcome:
 # ---- backends
 
 
+class SavedState(NamedTuple):
+    """A client state in a checkpoint: one of the rows (R, F) that share an entry of its file, which is mapped.
+
+    A file that is removed stays readable for as long as any of its rows is referred to.
+    """
+
+    rows_RF: Tensor
+    row: int
+
+    @classmethod
+    def of(cls, value: Tensor) -> Self:
+        """A value in memory, in the form of a saved one."""
+        return cls(value[None], 0)
+
+    def tensor(self) -> Tensor:
+        """A copy of the value (F,)."""
+        return self.rows_RF[self.row].clone()
+
+
 class ClientStateSource(Protocol):
     """Client states, as a checkpoint saves them."""
 
@@ -403,7 +422,7 @@ class ClientStateSource(Protocol):
     def forgotten(self) -> set[ClientStateKey]:
         """Keys of the client states that were dropped since the last call."""
 
-    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """Replaces the client states by those of a checkpoint."""
 
 

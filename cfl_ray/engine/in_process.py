@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, Outcome, Work
+from cfl_ray.core.work import ClientStateKey, Outcome, SavedState, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.pieces import outcome_of, piece_size, pieces_of
@@ -51,5 +51,5 @@ class InProcessBackend:
     def forgotten(self) -> set[ClientStateKey]:
         return self.client_states.forgotten()
 
-    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
-        self.client_states.restore(entries)
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
+        self.client_states.restore((key, saved.tensor()) for key, saved in entries)

@@ -23,6 +23,7 @@ from cfl_ray.core.work import (
     Losses,
     Outcome,
     Rows,
+    SavedState,
     Work,
 )
 from cfl_ray.data.federation import Federation
@@ -240,7 +241,7 @@ class ReusingBackend:
         for name in self._change_N:
             self._changes_of(name)[ids] = -self._changes
 
-    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         self.backend.restore(entries)
         self.latest, self.before, self._change_N = {}, {}, {}
 

@@ -19,7 +19,7 @@ from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, SavedState
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
 from cfl_ray.engine.network import Network
@@ -561,7 +561,7 @@ class TestServing:
     def test_tuning_starts_from_the_client_state(self):
         stage, models_KP = self.stage(planted(4, 2, 60))
         head = stage.network.spec.head
-        stage.backend.restore([(("head", 0), head.of(models_KP[2]).clone())])
+        stage.backend.restore([(("head", 0), SavedState.of(head.of(models_KP[2])))])
         found = self.scores(
             stage,
             Serving(

@@ -88,7 +88,7 @@ def test_shared_and_own_tests_agree(federation):
 
 def test_own_test_uses_the_client_state_and_at_most_so_many_samples():
     stage = Stage(planted(2), linear)
-    stage.backend.restore([(("mine", 1), stage.model(7))])
+    stage.backend.restore([(("mine", 1), work.SavedState.of(stage.model(7)))])
     tests = work.EvaluateClients(
         Address(0, 1, -1),
         np.arange(2),

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, SavedState
 from cfl_ray.engine import sequential
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import ClientFailure
@@ -251,7 +251,7 @@ class TestClientState:
         stage, other = Stage(planted(4), linear), Stage(planted(4), linear)
         clients = stage.clients()
         clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
-        other.backend.restore((key, value.clone()) for key, value in stage.backend.changed())
+        other.backend.restore((key, SavedState.of(value.clone())) for key, value in stage.backend.changed())
         rows = []
         for one in (stage, other):
             clients = one.clients(round=2)

@@ -244,7 +244,7 @@ def assert_resumes(whole: Undisturbed, name: str, after: int, broken: Path):
 
 def saved(checkpoint):
     """Round, state, traffic and client states of a checkpoint, in a form that compares bit for bit."""
-    client_states = {key: value.numpy().tobytes() for key, value in checkpoint.client_states()}
+    client_states = {key: state.tensor().numpy().tobytes() for key, state in checkpoint.client_states()}
     tensors = {key: value.numpy().tobytes() for key, value in checkpoint.tensors.items()}
     return checkpoint.round, tensors, checkpoint.values["state"], checkpoint.values["traffic"], client_states
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.files import sha256, sync
-from cfl_ray.core.work import ClientStateKey
+from cfl_ray.core.work import ClientStateKey, SavedState
 
 FILE_BYTES = 128 << 20  # a file is closed when it has grown to this; twice that is in memory meanwhile
 ENTRY_BYTES = 128  # size of an entry beside its values: its name and place in the header
@@ -82,16 +82,19 @@ def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
         raise Damaged(f"{folder / file.name} cannot be read: {system_reason(error)}") from error
 
 
-def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, Tensor]]:
-    """The client states of the file; values may be views of it."""
+def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]]:
+    """The client states of the file."""
     names: list[str] = entries.keys()
     for entry in names:
         if entry.startswith("states/"):
             piece = entry.removeprefix("states/")
             name = piece.rpartition("/")[0]
             clients = entries.get_tensor(f"clients/{piece}").tolist()
-            for client, value in zip(clients, entries.get_tensor(entry), strict=True):
-                yield (name, client), value
+            rows_RF = entries.get_tensor(entry)
+            if len(rows_RF) != len(clients):
+                raise Damaged(f"{entry} has {len(rows_RF)} values for {len(clients)} clients")
+            for row, client in enumerate(clients):
+                yield (name, client), SavedState(rows_RF, row)
 
 
 def dropped_in(entries: Any) -> set[ClientStateKey]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.files import sync
-from cfl_ray.core.work import ClientStateKey, ClientStateSource
+from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.runtime.checkpoint.segments import (
     Damaged,
@@ -60,15 +60,15 @@ class Checkpoint:
     files: tuple[EntryFile, ...] = field(repr=False)
     refused: tuple[str, ...] = ()  # why newer checkpoints could not be used, one line each
 
-    def client_states(self) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        """Every client state, one at a time."""
+    def client_states(self) -> Iterator[tuple[ClientStateKey, SavedState]]:
+        """Every client state; its values are read when they are asked for."""
         overridden: set[ClientStateKey] = set()  # stored or dropped by later files
         for file in reversed(self.files):
             with opened(self.folder, file) as entries:
                 for key, value in client_states_in(entries):
                     if key not in overridden:
                         overridden.add(key)
-                        yield key, value.clone()  # a view would map the file, which may be removed
+                        yield key, value
                 overridden |= dropped_in(entries)
 
 
@@ -167,10 +167,10 @@ class CheckpointStore:
                 for name, row_R, _ in rows_in(entries):
                     if name in tensors:
                         changed[name][row_R[row_R < len(tensors[name])]] = True
-                for key, value in client_states_in(entries):
+                for key, saved in client_states_in(entries):
                     if key not in written and key not in dropped:
                         written.add(key)
-                        writer.add_client_state(key, value)
+                        writer.add_client_state(key, saved.tensor())
                 dropped |= dropped_in(entries)
         for name, changed_R in changed.items():
             writer.add_rows(name, tensors[name], rows_to_write(changed_R, tensors[name]))

@@ -20,6 +20,7 @@ from cfl_ray.core.work import (
     Exclusion,
     Outcome,
     PieceResult,
+    SavedState,
     Train,
     Work,
 )
@@ -32,7 +33,7 @@ from cfl_ray.runtime.on_ray.dispatch import Dispatch
 from cfl_ray.runtime.on_ray.pool import HOST_LOST, Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.shared import shared_tensor
-from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, tensor_of
+from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, value_at
 
 _CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
 _IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
@@ -95,14 +96,27 @@ class RayBackend:
     def forget(self, ids: np.ndarray) -> None:
         self.client_states.forget(ids)
 
+    def stored_values(self, work: Work) -> dict[int, StoredValue]:
+        """Places of the values that clients of `work` keep, by position. Those of a checkpoint are put when they are first used."""
+        found = self.client_states.of(work)
+        saved = [i for i, value in found.items() if isinstance(value, SavedState)]
+        if saved:
+            assert work.client_state is not None
+            name, owners = work.client_state.name, work.state_owners
+            key_of = {i: (name, int(owners[i])) for i in saved}
+            placed = dict(put_all((key_of[i], found[i].tensor()) for i in saved))
+            self.client_states.move(placed)
+            found |= {i: placed[key_of[i]] for i in saved}
+        return found
+
     def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return ((key, tensor_of(ray.get(at.ref), at.position)) for key, at in self.client_states.changed(everything))
+        return ((key, value_at(place)) for key, place in self.client_states.changed(everything))
 
     def forgotten(self) -> set[ClientStateKey]:
         return self.client_states.forgotten()
 
-    def restore(self, entries: Iterable[tuple[ClientStateKey, Tensor]]) -> None:
-        self.client_states.restore(put_all(entries))
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
+        self.client_states.restore(entries)
 
 
 class Exchange:
@@ -215,7 +229,7 @@ class Exchange:
             self.backend.node_of_file.setdefault(file, host.node)
         work, index_m = self.work, np.concatenate([piece.index_m for piece in pieces])
         order = work.take(index_m)
-        stored = self.backend.client_states.of(order)
+        stored = self.backend.stored_values(order)
         refs = list(dict.fromkeys(value.ref for value in stored.values()))
         argument_of = {ref: at for at, ref in enumerate(refs)}
         places = {i: (argument_of[value.ref], value.position) for i, value in stored.items()}

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey
+from cfl_ray.core.work import ClientStateKey, SavedState
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 
@@ -51,6 +51,11 @@ class StoredValue(NamedTuple):
 def tensor_of(content: Any, position: int | None) -> Tensor:
     """A value from the content of its object, without a copy."""
     return shared_tensor(content if position is None else Pack(*content).value(position))
+
+
+def value_at(place: StoredValue | SavedState) -> Tensor:
+    """A value from the object store, or from a checkpoint."""
+    return place.tensor() if isinstance(place, SavedState) else tensor_of(ray.get(place.ref), place.position)
 
 
 class LazyTensors(Sequence[Tensor]):
@@ -111,11 +116,11 @@ class Compaction:
     def _compact(self, states: ClientStateStore) -> None:
         used: dict[ray.ObjectRef[Any], list[ClientStateKey]] = defaultdict(list)
         for key in list(states.keys()):
-            if states[key].position is not None:
-                used[states[key].ref].append(key)
+            place = states[key]
+            if isinstance(place, StoredValue) and place.position is not None:
+                used[place.ref].append(key)
         few: list[ClientStateKey] = []
         for ref, of_pack in used.items():
             if 2 * len(of_pack) <= np.count_nonzero(np.diff(Pack(*ray.get(ref)).end, prepend=0)):
                 few += of_pack
-        places = [(key, states[key]) for key in few]
-        states.move(dict(put_all((key, tensor_of(ray.get(at.ref), at.position)) for key, at in places)))
+        states.move(dict(put_all((key, value_at(states[key])) for key in few)))
