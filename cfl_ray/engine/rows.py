@@ -1,4 +1,4 @@
-"""Model rows on the device: one that several clients use is copied there once."""
+"""Rows and samples of several clients in one tensor on the device; a row that several of them use is copied once."""
 
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
@@ -24,6 +24,19 @@ def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -
         return torch.stack([row_P.to(device) for row_P in rows])
     distinct_KP = torch.stack([rows[first].to(device) for first in firsts])
     return distinct_KP[torch.tensor(which_m, device=device)]
+
+
+def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One tensor (m, n, ...) on the device of parts (n_i, ...), padded with zeros.
+
+    Where all parts are elsewhere, they are copied to the device at once.
+    """
+    most, first = max(map(len, parts)), parts[0]
+    where = next((part.device for part in parts if part.device == device), first.device)
+    whole = first.new_zeros(len(parts), most, *first.shape[1:], device=where)
+    for index, part in enumerate(parts):
+        whole[index, : len(part)] = part
+    return whole.to(device)
 
 
 class DeviceRows:

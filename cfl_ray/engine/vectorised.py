@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.engine import sequential
 from cfl_ray.engine.device_memory import in_stacks
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.rows import rows_on
+from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 
 
@@ -106,7 +106,9 @@ class _Plan:
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
         self.device = network.device
-        self.x, self.y = self._padded([task.x for task in tasks]), self._padded([task.y for task in tasks])
+        self.x, self.y = (
+            padded(parts, self.device) for parts in zip(*((task.x, task.y) for task in tasks), strict=True)
+        )
         index, weight, self.size, active = _indices(tasks)
         self.index, self.weight, self.active = (torch.from_numpy(a).to(self.device) for a in (index, weight, active))
         self.client = torch.arange(len(tasks), device=self.device)[:, None]
@@ -116,19 +118,10 @@ class _Plan:
         self.noise = [task.noise() for task in tasks] if network.dropouts else None
         self.frozen = self._frozen_logits(network, tasks)
 
-    def _padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor (m, n, ...) on the device, padded with zeros; copied there at once where they are elsewhere."""
-        most, first = max(map(len, parts)), parts[0]
-        where = next((part.device for part in parts if part.device == self.device), first.device)
-        whole = first.new_zeros(len(parts), most, *first.shape[1:], device=where)
-        for index, part in enumerate(parts):
-            whole[index, : len(part)] = part
-        return whole.to(self.device)
-
     def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
         """Logits (m, n, C) of the frozen models; None without one."""
         logits = [logits_nC for task in tasks if (logits_nC := sequential.frozen_logits(network, task)) is not None]
-        return self._padded(logits) if logits else None
+        return padded(logits, self.device) if logits else None
 
     def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Samples, labels, weights and frozen logits of one batch of every client."""

@@ -3,10 +3,12 @@
 `Worker` has one method per kind of work; `core.work` defines the kinds and the form of their results.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,15 +144,30 @@ class Worker:
             self.samples.clear()
             self._sampled = self.federation
         device_row = DeviceRows(self.network.device, row)
-        pieces = ((_Piece(work, row, device_row, stored), index_m) for work, index_m, stored in cuts)
+        pieces: Iterator[tuple[_Piece, np.ndarray]] = (
+            (_Piece(work, row, device_row, stored), index_m) for work, index_m, stored in cuts
+        )
         ahead = None
-        if self.engine == "vectorised" and self.network.memory.measurable and not self.network.batch_statistics:
-            listed = list(pieces)  # batch statistics need equal batches, which a piece has or not
+        if self._stacks_pieces():
+            listed = list(pieces)
             works = [(piece.work, piece) for piece, _ in listed if isinstance(piece.work, Train)]
-            ahead, pieces = _Ahead(self._train_stacked(works)), iter(listed)
+            ahead, pieces = self._ahead(works), iter(listed)
         for piece, index_m in pieces:
             arrays = self._arrays(piece.work, piece, sums, ahead)
             yield PieceResult(index_m, arrays, piece.excluded), piece.kept
+
+    def _stacks_pieces(self) -> bool:
+        """Whether clients of several pieces are trained together.
+
+        Not with batch statistics: they need equal batches and steps, which a piece has or not.
+        """
+        return self.network.memory.measurable and not self.network.batch_statistics
+
+    def _ahead(self, works: Sequence[tuple[Train, _Piece]]) -> "_Ahead":
+        """The results of the clients of these pieces that are trained together."""
+        if self.engine == "vectorised":
+            return _Ahead(self._train_stacked(works))
+        return _Ahead(self._span_stacks(works))
 
     def _arrays(self, work: Work, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
         """Carries out one piece. ahead: results of clients that are trained together with those of other pieces."""
@@ -178,7 +195,7 @@ class Worker:
     def _train(self, work: Train, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
         arrays = self._empty(work)
         averages = PieceSums(work.averaging) if work.averaging is not None else None
-        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays)
+        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays, ahead)
         for result in self._results(work, piece, summed, ahead):
             index, row_P, upload_P = result.index, result.row_P, result.upload_P
             if reason := self._invalid_reason(result):
@@ -206,35 +223,59 @@ class Worker:
             sums.add(averages)
         return arrays
 
-    def _train_sums(self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays) -> set[int]:
+    def _train_sums(
+        self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays, ahead: "_Ahead | None"
+    ) -> set[int]:
         """Trains the clients whose results are only summed, where the span engine sums them without their rows.
 
         Returns their positions.
         """
-        if self.engine != "span" or _uses_rows(work) or work.local_test_samples or work.chained:
-            return set()
-        honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
-        tasks = self._span_tasks(work, piece, honest)
-        positions = list(tasks)
-        for first, stack in span.stacks(self.network, list(tasks.values())):
+        ahead, found = self._ahead([(work, piece)]) if ahead is None else ahead, set[int]()
+        if self.engine != "span":
+            return found
+        for stack, members in ahead.of(piece):
+            found |= set(members.values())
             weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
-            for number, task in enumerate(stack.tasks):
-                index = positions[first + number]
+            for number, index in members.items():
                 reason = stack.invalid_reason(number) or _invalid_loss_reason(stack.losses[number])
                 if reason:
                     piece.exclude(index, f"its update has {reason}")
                     continue
                 arrays["valid"][index], arrays["train_loss"][index] = True, stack.losses[number]
                 for out, weight in averages.terms_of.get(index, ()):
-                    weights.setdefault((out, task.start_P.data_ptr()), {})[number] = weight
+                    start_P = stack.tasks[number].start_P
+                    weights.setdefault((out, start_P.data_ptr()), {})[number] = weight
             for (out, _), weight_of in weights.items():
                 averages.add_change(out, stack.change(weight_of))
-        return set(tasks)
+        return found
+
+    def _span_stacks(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, "_SpanMembers"]]:
+        """Trains the clients whose results are only summed, where the span engine sums them without their rows.
+
+        Yields, for each piece, the stacks with its clients.
+        """
+        places: list[tuple[_Piece, int]] = []
+
+        def tasks() -> Iterator[TrainingTask]:
+            for work, piece in works:
+                if _uses_rows(work) or work.local_test_samples or work.chained or work.averaging is None:
+                    continue
+                honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
+                found = self._span_tasks(work, piece, honest)
+                places.extend((piece, index) for index in found)
+                yield from found.values()
+
+        for first, stack in span.stacks(self.network, tasks()):
+            members = enumerate(places[first : first + len(stack.tasks)])
+            for _, of_piece in itertools.groupby(members, key=lambda member: id(member[1][0])):
+                listed = list(of_piece)
+                yield listed[0][1][0], (stack, {number: index for number, (_, index) in listed})
 
     def _span_tasks(self, work: Train, piece: _Piece, indices: Iterable[int]) -> dict[int, TrainingTask]:
         """The tasks, by position, that the span engine trains together."""
         if self.engine != "span" or work.chained or not span.stackable(self.network):
             return {}
+        self.data = self.federation.at(work.address.round)
         tasks = {i: task for i in indices if (task := self._training_task(work, piece, i))}
         return {i: task for i, task in tasks.items() if span.applies(self.network, task)}
 
@@ -279,7 +320,7 @@ class Worker:
     def _results(self, work: Train, piece: _Piece, skip: set[int], ahead: "_Ahead | None") -> Iterator[TrainingResult]:
         """Trains the clients of a piece except those to skip. Engines reuse the memory of a result for the next one."""
         if self.engine == "vectorised":
-            ahead = _Ahead(self._train_stacked([(work, piece)])) if ahead is None else ahead
+            ahead = self._ahead([(work, piece)]) if ahead is None else ahead
             if ahead.has(piece):
                 for result in ahead.of(piece):
                     yield self._attacked(work, piece, result)
@@ -516,12 +557,17 @@ class Worker:
         return arrays
 
 
-class _Ahead:
-    """Results of the clients of several pieces, in the order of the pieces."""
+_SpanMembers = tuple[
+    span.Stack, dict[int, int]
+]  # a stack, and the positions of a piece's clients by their number in it
 
-    def __init__(self, results: Iterator[tuple[_Piece, TrainingResult]]):
+
+class _Ahead:
+    """Results of the clients of several pieces that are trained together, in the order of the pieces."""
+
+    def __init__(self, results: Iterator[tuple[_Piece, Any]]):
         self._results = results
-        self._next: tuple[_Piece, TrainingResult] | None = None
+        self._next: tuple[_Piece, Any] | None = None
 
     def has(self, piece: _Piece) -> bool:
         """Whether the next result is of this piece."""
@@ -529,7 +575,7 @@ class _Ahead:
             self._next = next(self._results, None)
         return self._next is not None and self._next[0] is piece
 
-    def of(self, piece: _Piece) -> Iterator[TrainingResult]:
+    def of(self, piece: _Piece) -> Iterator[Any]:
         """The results of this piece."""
         while self.has(piece):
             assert self._next is not None
