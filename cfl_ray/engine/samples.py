@@ -23,13 +23,18 @@ class SampleCache:
     def __init__(self, memory: DeviceMemory, limit: int | None = None):
         self.memory, self.limit = memory, limit
         self.used = 0  # bytes
-        self._kept: OrderedDict[Hashable, Samples] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[Samples, int]] = OrderedDict()  # with the count of changes in place
 
     def get(self, key: Hashable) -> Samples | None:
         """The samples under this key; None where they are not here."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        samples, version = self._kept[key]
+        if samples[0]._version == version:
+            return samples
+        self._drop(key)  # a network that begins with an operation in place has changed them
+        return None
 
     def add(self, key: Hashable, samples: Samples) -> Samples:
         """The samples: on the device and kept, where they fit; else as they are."""
@@ -40,11 +45,15 @@ class SampleCache:
         if size > self.limit:
             return samples
         while self._kept and self.used + size > self.limit:
-            _, (old_x, old_y) = self._kept.popitem(last=False)
-            self.used -= old_x.nbytes + old_y.nbytes
-        self._kept[key] = x.to(self.memory.device), y.to(self.memory.device)
+            self._drop(next(iter(self._kept)))
+        moved = x.to(self.memory.device), y.to(self.memory.device)
+        self._kept[key] = moved, moved[0]._version
         self.used += size
-        return self._kept[key]
+        return moved
+
+    def _drop(self, key: Hashable) -> None:
+        (x, y), _ = self._kept.pop(key)
+        self.used -= x.nbytes + y.nbytes
 
     def clear(self) -> None:
         """Drops all samples."""

@@ -163,8 +163,8 @@ class Stack:
 
     def _train_together(self, network: Network) -> None:
         found = train_together(network, self.tasks, self.terms)
-        self.x_ND, self.c_HN, self.others_mP, self.losses = found.x_ND, found.c_HN, found.others_mQ, found.losses
-        self.a = list(found.a_mJ)
+        self.x_ND, self.c_HN, self.others_mP = found.x_ND, found.c_HN, found.others_mQ
+        self.a, self.losses = list(found.a_mJ.cpu()), found.loss_m.tolist()
         self.slices = [slice(at * found.width, at * found.width + len(t.y)) for at, t in enumerate(self.tasks)]
 
     def _train_one_by_one(self, network: Network) -> None:

@@ -27,9 +27,9 @@ class Coefficients:
 
     x_ND: Tensor
     c_HN: Tensor
-    a_mJ: Tensor  # on the CPU
+    a_mJ: Tensor
     others_mQ: Tensor
-    losses: list[float]
+    loss_m: Tensor
     width: int  # samples of one client, with padding
 
 
@@ -73,7 +73,7 @@ def train_together(
         for values, change in zip(moving, step, strict=True):
             values.sub_(change * (local.lr * active_m).view(-1, *[1] * (change.ndim - 1)))
     c_HN = c_mnH.flatten(0, 1).T.contiguous()
-    return Coefficients(x_mnD.flatten(0, 1), c_HN, a_mJ.cpu(), w_mQ, last_m.tolist(), x_mnD.shape[1])
+    return Coefficients(x_mnD.flatten(0, 1), c_HN, a_mJ, w_mQ, last_m, x_mnD.shape[1])
 
 
 def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], x_mnD: Tensor) -> Tensor:

@@ -25,15 +25,23 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     Batch statistics of unequal batches would include the padding. A forward pass that draws from PyTorch's generator
     draws for one client at a time.
     """
+    modules = list(network.module.modules())
+    if network.precision == "bf16" and (network.batch_statistics or _normalises_in_bf16(network, modules)):
+        return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
     if not network.batch_statistics:
         return None
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in network.module.modules()):
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in modules):
         return "cumulative batch statistics depend on a counter"
     sizes = {len(task.y) if batch is None else len(batch) for task in tasks for batch in task.batches()}
     steps = {task.steps for task in tasks}
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
+
+
+def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:
+    """Whether layers are normalised in bfloat16; on a GPU, autocast does that in float32."""
+    return network.device.type == "cpu" and any(isinstance(module, nn.LayerNorm) for module in modules)
 
 
 def train(

@@ -12,13 +12,14 @@ from torch import nn
 from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
-from cfl_ray.engine import sequential, span, vectorised
+from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.device_memory import DeviceMemory, DeviceMemoryError, kind_of
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import ProximalTask, TrainingTask
 
 FLAT = (36,)
+HONEST = Attack()
 
 
 def mlp():
@@ -111,9 +112,9 @@ class TestOneClient:
         clients = stage.clients()
         with pytest.raises(
             DeviceMemoryError,
-            match=r"client 0 does not fit into the memory of cpu: training this one client, with 10 samples and a model "
-            r"of 0.0 MiB, needs more than the 2.0 MiB that it had reached, and 1.0 MiB were free for this process "
-            r"\(CUDA out of memory",
+            match=r"client 0 does not fit into the memory of cpu: training this one client, with 10 samples and a "
+            r"model of 0.0 MiB, needs more than the 2.0 MiB that it had reached, and 1.0 MiB were free for this "
+            r"process \(CUDA out of memory",
         ):
             clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 16))
 
@@ -144,7 +145,7 @@ class TestPiecesOfACall:
         engine: str,
         memory: FakeMemory | None = None,
         federation=None,
-        attack: Attack = Attack(),
+        attack: Attack = HONEST,
         factory=mlp,
         **what,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
@@ -164,7 +165,7 @@ class TestPiecesOfACall:
         return means, torch.tensor(updates.train_loss_M), updates.valid_M, updates.features_MF if what else None
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
-    @pytest.mark.parametrize("attack", [Attack(), Attack("sign_flip", frozenset({6}))], ids=["honest", "attacked"])
+    @pytest.mark.parametrize("attack", [HONEST, Attack("sign_flip", frozenset({6}))], ids=["honest", "attacked"])
     def test_are_trained_together_and_summed_one_by_one(self, engine, attack):
         expected, memory = self.outcome(engine, attack=attack), FakeMemory(10**9)
         found = self.outcome(engine, memory, attack=attack)
@@ -199,22 +200,41 @@ class TestPiecesOfACall:
         assert memory.stacks == [4, 4, 4, 4]
 
 
-def test_steps_on_the_device_use_nothing_of_the_host():
+class TestStepsOnTheDevice:
     """On the meta device, tensors have no values to read, and an operation with a tensor elsewhere fails."""
 
-    def cnn():
-        return nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 3)
-        )
+    def test_of_vectorised_use_nothing_of_the_host(self):
+        def cnn():
+            return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3))
 
-    network, here = Network(cnn, (1, 6, 6), "meta"), Network(cnn, (1, 6, 6))
-    federation, start_P = uneven([10, 7], (1, 6, 6)), here.new_model(0, 0)
-    local = LocalSGD(epochs=3, batch_size=4, momentum=0.9, weight_decay=0.1)
-    tasks = [TrainingTask(i, start_P, *federation.train(i), 6 + i, local, Address(0, 1, 1)) for i in range(2)]
-    plan = vectorised._Plan(network, tasks)
-    rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
-    velocity_mP = vectorised._stacked_velocity(network, tasks)
-    assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, []).is_meta
-    plan.weight = torch.ones(plan.weight.shape)
-    with pytest.raises(RuntimeError, match="device"):
-        vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [])
+        network, start_P = Network(cnn, (1, 6, 6), "meta"), Network(cnn, (1, 6, 6)).new_model(0, 0)
+        federation, local = uneven([10, 7], (1, 6, 6)), LocalSGD(epochs=3, batch_size=4, momentum=0.9, weight_decay=0.1)
+        tasks = [TrainingTask(i, start_P, *federation.train(i), 6 + i, local, Address(0, 1, 1)) for i in range(2)]
+        plan = vectorised._Plan(network, tasks)
+        rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
+        velocity_mP = vectorised._stacked_velocity(network, tasks)
+        assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, []).is_meta
+        plan.weight = torch.ones(plan.weight.shape)
+        with pytest.raises(RuntimeError, match="device"):
+            vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [])
+
+    def test_of_span_use_nothing_of_the_host(self):
+        network, here = Network(mlp, FLAT, "meta"), Network(mlp, FLAT)
+        anchor = ProximalTask(0.1, here.new_model(0, 1), None)
+        tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
+        found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
+        assert all(tensor.is_meta for tensor in (found.x_ND, found.c_HN, found.a_mJ, found.others_mQ, found.loss_m))
+
+    def test_of_sequential_find_their_batches_there(self):
+        """The indices of all batches are one copy, and those of the host."""
+        (task,) = tasks_of(Network(mlp, FLAT), 1, LocalSGD(epochs=2, batch_size=4))
+        expected = [batch.tolist() for batch in task.batches()]
+        there = list(task.batches_on(torch.device("meta")))
+        assert all(batch.is_meta for batch in there) and [len(batch) for batch in there] == list(map(len, expected))
+        with pytest.MonkeyPatch.context() as patch:
+            copies, to = [], torch.Tensor.to
+            patch.setattr(torch.Tensor, "to", lambda tensor, device: (copies.append(device), to(tensor, "cpu"))[1])
+            there = list(task.batches_on(torch.device("meta")))
+        assert [batch.tolist() for batch in there] == expected and len(copies) == 1
+        (whole,) = tasks_of(Network(mlp, FLAT), 1)
+        assert list(whole.batches_on(torch.device("meta"))) == [None] * 3
