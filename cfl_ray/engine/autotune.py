@@ -55,9 +55,16 @@ class Division:
         return max(self.size(engine), min(self.cohort, _STACK))
 
 
-def cache_key(network: Network, local: LocalSGD, division: Division) -> str:
-    """Key of a measurement: equal keys share a choice."""
-    device = torch.cuda.get_device_name(network.device) if network.device.type == "cuda" else "cpu"
+def device_name(device: str) -> str:
+    """The device in words: "cpu", or the name of the GPU of this process."""
+    return f"cuda, {torch.cuda.get_device_name()}" if device == "cuda" else device
+
+
+def cache_key(network: Network, local: LocalSGD, division: Division, device: str = "cpu") -> str:
+    """Key of a measurement: equal keys share a choice.
+
+    device: name of the device of the hosts. The network may be on another one: the server has no GPU.
+    """
     device += "" if network.precision == "float32" else f", {network.precision}"
     shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)

@@ -189,6 +189,7 @@ def _check_attack(attack: Attack, count: int) -> None:
 def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice]) -> autotune.EngineChoice:
     """The configured engine, or the measured one.
 
+    device: name of the device of the hosts.
     A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
     the run goes on with its own measurement.
     """
@@ -196,7 +197,7 @@ def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.Eng
     if wanted != "auto":
         return autotune.EngineChoice(wanted, f"{wanted}: as configured")
     file = Path(setup.experiment.output) / "engine-choices.json"
-    key = autotune.cache_key(setup.network(device), setup.local, setup.division)
+    key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
     known = {}
     with suppress(DataError, OSError):
         known = read_json(file) or {}

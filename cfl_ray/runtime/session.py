@@ -53,7 +53,7 @@ class InProcessSession:
         self.worker = setup.worker(self.device)
         self.choice = engine_choice(
             setup,
-            self.device,
+            autotune.device_name(self.device),
             lambda: autotune.measure(
                 self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
             ),
@@ -76,7 +76,7 @@ class InProcessSession:
         return self.loop.advance()
 
     def facts(self) -> dict[str, str]:
-        return {"hosts": "this process", "device": self.device, "engine": self.choice.reason}
+        return {"hosts": "this process", "device": autotune.device_name(self.device), "engine": self.choice.reason}
 
     def close(self) -> None:
         self.settings.close()

@@ -146,6 +146,15 @@ def test_the_measurement_of_stacks_runs(monkeypatch):
     assert "vectorised" in choice.reason and set(memory.stacks) == {2, 7}  # the trial, and 0.7 of 1,000 bytes
 
 
+def test_the_key_names_the_device_of_the_hosts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a host")
+    names = [autotune.device_name(device) for device in ("cpu", "cuda")]
+    assert names == ["cpu", "cuda, GPU of a host"]
+    network = Network(mlp(), (36,))
+    keys = [autotune.cache_key(network, LocalSGD(), PIECES, name) for name in names]
+    assert keys[0] == autotune.cache_key(network, LocalSGD(), PIECES) and keys[1].startswith(f"{names[1]}, torch ")
+
+
 def test_precision_is_part_of_the_key_and_of_what_applies(monkeypatch):
     timed, networks = [], {p: Network(mlp(), (36,), precision=p) for p in ("float32", "tf32", "bf16")}
     assert len({autotune.cache_key(network, LocalSGD(), PIECES) for network in networks.values()}) == 3

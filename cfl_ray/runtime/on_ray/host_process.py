@@ -47,7 +47,8 @@ class HostProcess:
 
     def about(self) -> dict[str, Any]:
         """Node, process id and device of this host."""
-        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(), "device": self.device}
+        node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "pid": os.getpid(), "device": autotune.device_name(self.device)}
 
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""
