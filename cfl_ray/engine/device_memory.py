@@ -36,10 +36,11 @@ class DeviceMemory:
     """Memory of one device, as this process may use it.
 
     share: of the device's memory, at most 1; the other client hosts on the device have the rest.
+    most: clients of a stack; None: as many as fit.
     """
 
-    def __init__(self, device: torch.device, share: float = 1.0):
-        self.device, self.share = device, share
+    def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
+        self.device, self.share, self.most = device, share, most
         self.known: dict[Hashable, _Known] = {}
         self._before = 0
         self.largest = 0  # clients of the largest stack that was trained
@@ -81,14 +82,13 @@ class DeviceMemory:
         if not self.measurable:
             return None
         known = self.known.get(kind)
-        if known is None:
-            return _PROBE
-        size = max(int(_USED * self.free()) // max(known.need, 1), 1)
-        return size if known.limit is None else min(size, known.limit)
+        size = _PROBE if known is None else max(int(_USED * self.free()) // known.need, 1)
+        limits = (self.most, None if known is None else known.limit)
+        return min([size, *(limit for limit in limits if limit is not None)])
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
         """Notes that a stack of `size` clients ran out of memory: half of them is the most from now on."""
-        self.known.setdefault(kind, _Known(self.free() // size)).limit = max(size // 2, 1)
+        self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
         self.release()
 
     def too_small_for(self, task: TrainingTask, limit: int, error: BaseException) -> DeviceMemoryError:
