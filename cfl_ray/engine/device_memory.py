@@ -26,7 +26,7 @@ class DeviceMemoryError(ClientFailure):
 
 @dataclass
 class _Known:
-    """What is known about stacks of one kind of client."""
+    """Findings about stacks of one kind of client."""
 
     need: int  # bytes of one client
     limit: int | None = None  # most clients, once a larger stack did not fit
@@ -103,7 +103,7 @@ class DeviceMemory:
 
 
 def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
-    """What decides the memory that one of these clients needs, with its samples rounded up to a power of two."""
+    """Key of the memory that one of these clients needs, with its samples rounded up to a power of two."""
     first = tasks[0]
     samples = max(len(task.y) for task in tasks)
     batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)

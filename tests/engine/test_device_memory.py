@@ -75,6 +75,27 @@ class TestSize:
         list(vectorised.train(network, tasks_of(network, 40)))
         assert network.memory.largest == 40
 
+    @pytest.mark.parametrize(
+        "local", [LocalSGD(epochs=3, lr=0.1), LocalSGD(epochs=3, batch_size=4, lr=0.1, momentum=0.9)]
+    )
+    @pytest.mark.parametrize("sizes", [[10] * 12, [10, 3, 7, 16] * 3], ids=["equal", "unequal"])
+    def test_changes_no_more_than_rounding(self, sizes, local):
+        """Equal bits on a CPU where clients have equal sizes and a stack has two or more of them."""
+        network, federation = Network(mlp, FLAT), uneven(sizes, FLAT)
+        tasks = [replace(task, x=x, y=y, local=local, steps=6) for task, (x, y) in self.with_data(network, federation)]
+        expected = rows_of(vectorised.train(network, tasks))
+        for most in (1, 2, 5):
+            network.memory = FakeMemory(10**9)
+            network.memory.most = most
+            found = rows_of(vectorised.train(network, tasks))
+            assert network.memory.largest == most and torch.allclose(found, expected, rtol=0, atol=1e-6)
+            if most > 1 and len(set(sizes)) == 1:
+                assert torch.equal(found, expected)
+
+    def with_data(self, network: Network, federation):
+        tasks = tasks_of(network, federation.num_clients)
+        return [(task, federation.train(task.client)) for task in tasks]
+
     def test_depends_on_what_decides_the_need(self):
         """Samples and batches are rounded up to a power of two."""
         network = Network(mlp, FLAT)
