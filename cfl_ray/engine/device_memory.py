@@ -4,6 +4,7 @@ A stack is what an engine trains in one go on the device. It is not the unit of 
 piece (`engine.pieces`), client after client, whatever the stacks were.
 """
 
+import gc
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ class DeviceMemory:
         return torch.cuda.max_memory_allocated(self.device) - self._before
 
     def release(self) -> None:
-        """Gives back what PyTorch's allocator holds for reuse."""
+        """Gives back what PyTorch's allocator holds for reuse, and what an error left behind."""
         if self.measurable:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def stack_size(self, kind: Hashable) -> int | None:

@@ -72,6 +72,7 @@ def train_together(
             step = velocity
         for values, change in zip(moving, step, strict=True):
             values.sub_(change * (local.lr * active_m).view(-1, *[1] * (change.ndim - 1)))
+    del gradient.gradient  # it refers to `gradient`: samples would stay until the garbage collector runs
     c_HN = c_mnH.flatten(0, 1).T.contiguous()
     return Coefficients(x_mnD.flatten(0, 1), c_HN, a_mJ, w_mQ, last_m, x_mnD.shape[1])
 

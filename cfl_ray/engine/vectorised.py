@@ -216,6 +216,7 @@ def _train_rows(
         in_tail = active & (number >= plan.steps - plan.tail)
         assert gradient.loss_m is not None
         total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
+    del gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector runs
     return total_m
 
 

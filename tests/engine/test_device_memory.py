@@ -1,5 +1,6 @@
 """Stacks are as large as the memory allows, and neither their size nor a lack of memory changes a result."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -109,6 +110,28 @@ class TestSize:
         for name, value in (("mem_get_info", (30, 100)), ("memory_allocated", 5), ("memory_reserved", 20)):
             monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
         assert DeviceMemory(torch.device("cuda"), share).free() == expected
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "span"])
+def test_samples_of_a_stack_are_freed_without_the_garbage_collector(engine):
+    network = Network(mlp, FLAT)
+    tasks = tasks_of(network, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors_like((3, 10))
+        if engine == "vectorised":
+            vectorised.train_stack(network, tasks)
+        else:
+            span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
+        assert tensors_like((3, 10)) == before
+    finally:
+        gc.enable()
+
+
+def tensors_like(shape: tuple[int, ...]) -> int:
+    """Number of tensors of this shape: here, the labels of a stack."""
+    return sum(type(found) is torch.Tensor and tuple(found.shape) == shape for found in gc.get_objects())
 
 
 class TestOneClient:
