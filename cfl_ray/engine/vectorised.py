@@ -52,21 +52,19 @@ def train(
 ) -> Iterator[TrainingResult]:
     """Trains all tasks, on a GPU as many together as its memory allows, elsewhere all of them.
 
-    alone: trains a client that does not fit as a stack of one; None: the sequential engine.
+    alone: trains a stack of one; None: stacks of one are as others, and the sequential engine trains one that does not
+        fit.
     on_device: the rows stay on the device, for results that are only added up; otherwise they come back in one copy.
     """
 
     def sequentially(task: TrainingTask) -> TrainingResult:
         return next(sequential.train(network, [task]))
 
+    def together(stack: list[TrainingTask]) -> list[TrainingResult]:
+        return [alone(stack[0])] if alone and len(stack) == 1 else train_stack(network, stack, on_device)
+
     first = 0
-    stacks = in_stacks(
-        network.memory,
-        tasks,
-        lambda stack: train_stack(network, stack, on_device),
-        lambda task: [(alone or sequentially)(task)],
-        "vectorised",
-    )
+    stacks = in_stacks(network.memory, tasks, together, lambda task: [(alone or sequentially)(task)], "vectorised")
     for stack, results in stacks:
         for result in results:
             yield replace(result, index=first + result.index)

@@ -138,7 +138,7 @@ class Worker:
     ) -> Iterator[tuple[PieceResult, KeptByClients]]:
         """Carries out pieces of one exchange, in order, and yields what `run` returns.
 
-        On a GPU, the vectorised engine trains clients of several pieces together.
+        On a GPU, the vectorised and span engines train clients of several pieces together.
         """
         if self._sampled is not self.federation:
             self.samples.clear()
@@ -161,7 +161,8 @@ class Worker:
 
         Not with batch statistics: they need equal batches and steps, which a piece has or not.
         """
-        return self.network.memory.measurable and not self.network.batch_statistics
+        stacks = self.engine in ("vectorised", "span") and not self.network.batch_statistics
+        return stacks and self.network.memory.measurable
 
     def _ahead(self, works: Sequence[tuple[Train, _Piece]]) -> "_Ahead":
         """The results of the clients of these pieces that are trained together."""
@@ -230,9 +231,10 @@ class Worker:
 
         Returns their positions.
         """
-        ahead, found = self._ahead([(work, piece)]) if ahead is None else ahead, set[int]()
+        found: set[int] = set()
         if self.engine != "span":
             return found
+        ahead = self._ahead([(work, piece)]) if ahead is None else ahead
         for stack, members in ahead.of(piece):
             found |= set(members.values())
             weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
@@ -349,14 +351,15 @@ class Worker:
     def _train_stacked(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, TrainingResult]]:
         """Trains the clients of all pieces that the vectorised engine can stack, as many together as there is memory.
 
-        Which pieces these are depends on each piece alone.
+        Where pieces are trained on their own, those of one client are left to the sequential engine.
         """
         places: deque[tuple[_Piece, int]] = deque()
+        least = 1 if self._stacks_pieces() else 2
 
         def tasks() -> Iterator[TrainingTask]:
             for work, piece in works:
                 found = {} if work.chained else self._tasks(work, piece)
-                if len(found) > 1 and vectorised.refusal(self.network, list(found.values())) is None:
+                if len(found) >= least and vectorised.refusal(self.network, list(found.values())) is None:
                     places.extend((piece, index) for index in found)
                     yield from found.values()
 

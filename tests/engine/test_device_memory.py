@@ -222,14 +222,22 @@ class TestPiecesOfACall:
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
     def test_without_valid_clients_are_passed_over(self, engine):
-        """Clients 4 to 7 are a piece without any, clients 8 to 10 leave one, which is trained sequentially."""
+        """Clients 4 to 7 are a piece without any, clients 8 to 10 leave one."""
         federation = Spoiled([4, 5, 6, 7, 8, 9, 10], clients=16, samples=6)
         options = {"federation": federation, "factory": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))}
         memory = FakeMemory(10**9)
         found, expected = self.outcome(engine, memory, **options), self.outcome("sequential", **options)
         assert found[2].tolist() == [not 4 <= i <= 10 for i in range(16)] == expected[2].tolist()
         assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
-        assert memory.stacks == [4, 4] if engine == "vectorised" else [4, 5]
+        assert memory.stacks == [4, 5]
+
+    @pytest.mark.parametrize("clients, stacks", [(3, [3]), (5, [4]), (1, [])])
+    def test_of_one_client_are_stacked_with_others(self, clients, stacks):
+        """Pieces of one client each; a client that is left is trained by the sequential engine."""
+        memory, sizes = FakeMemory(10**9), [10] * clients
+        found = self.outcome("vectorised", memory, federation=uneven(sizes, FLAT))
+        expected = self.outcome("sequential", federation=uneven(sizes, FLAT))
+        assert memory.stacks == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
 
     def test_with_client_states_and_features(self):
         spec = Network(mlp, FLAT).spec
