@@ -1,28 +1,39 @@
-"""Seconds per round of every engine, and of the bare PyTorch loop, on one device. Needs torch and NumPy alone.
+"""All figures of a GPU in one command: seconds, memory and accuracy of rounds, in every way to train the clients.
 
-    python benchmarks/gpu.py                                  W1, W2, W3 and a FEMNIST-sized round on the GPU
-    python benchmarks/gpu.py W2 femnist --tf32 --rounds 5
-    python benchmarks/gpu.py W1 --device cpu --clients 4      a trial anywhere
+    python benchmarks/gpu.py                                  everything, on the GPU
+    python benchmarks/gpu.py W2 femnist --precision float32 --rounds 5
+    python benchmarks/gpu.py --quick --device cpu             a trial anywhere, with small workloads
 
-One process trains all clients of a round, in pieces of 16, 64, 256 and all clients, with the worker and the sums of a
-client host; what Ray adds is not measured. The samples stay on the device (`--data host`: they are copied in every
-round, as in a run). Prints a table, and all figures as JSON on the last line. `distance` is that of the model after the
-first round to the sequential engine's, relative to the change in training.
+Needs torch and NumPy alone. Workloads: W1, W2, W3 and a round of the size of FEMNIST (3,597 clients, 180 a round).
+Ways, all of them FedAvg on the same clients, data and model sizes:
+
+    bare loop          torch.optim.SGD, one client after another in one process, everything on the device
+    2 processes, ...   the same in several processes that share the device, each with its share of the clients: the
+                       manner of pfl-research, without its framework
+    sequential, ...    the engines of `cfl_ray`, with the worker and the sums of a client host. Pieces are those of a
+                       run, stacks as large as the memory allows; and, for the engines that stack clients, stacks of
+                       at most 16, 64, 256 clients and of all
+
+What Ray adds is not measured. The samples stay on the device, as in a run from a client's second round on
+(`--data host`: they are copied in every round). Prints a table, and all figures as JSON on the last line. `memory` is
+the peak of the device's memory after the first round. `distance` is that of the model after the first round to the
+one of `sequential` in float32, relative to the change in training.
 """
 
 import argparse
-import contextlib
 import gc
 import importlib
 import itertools
 import json
+import multiprocessing
 import pkgutil
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
@@ -38,8 +49,10 @@ from benchmarks.workloads import INPUT, WORKLOADS, Workload
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.engine.device_memory import DeviceMemory
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.pieces import outcome_of
+from cfl_ray.engine.pieces import outcome_of, piece_size
+from cfl_ray.engine.precision import autocast, products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.worker import Worker
@@ -50,7 +63,10 @@ FEMNIST = replace(
     clients=3_597,
 )
 COHORT = 180  # clients of a round of femnist
-PIECES = (16, 64, 256)  # clients of a piece; and all
+STACKS = (16, 64, 256)  # clients of a stack; and all
+PROCESSES = (2, 4)  # that share the device
+STACKING = ("vectorised", "span")  # engines that train several clients in one go
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def engines() -> dict[str, ModuleType]:
@@ -65,18 +81,26 @@ def engines() -> dict[str, ModuleType]:
 
 
 class OneDevice(Federation):
-    """Random samples of a workload's clients. sizes_N: samples of each; None: those of the workload."""
+    """Random samples of a workload's clients.
+
+    sizes_N: samples of each; None: those of the workload.
+    share: (number, count): only the clients whose id modulo `count` is `number` have samples here.
+    """
 
     view, group_N, recipe = "holdout", None, {}
 
-    def __init__(self, work: Workload, device: str, sizes_N: np.ndarray | None = None) -> None:
+    def __init__(
+        self, work: Workload, device: str, sizes_N: np.ndarray | None = None, share: tuple[int, int] = (0, 1)
+    ) -> None:
         draw = np.random.default_rng(0)
         self.shape = DataShape(INPUT, work.classes)
         self.num_samples_N = np.full(work.clients, work.samples) if sizes_N is None else sizes_N
-        self._samples = []
-        for size in self.num_samples_N.tolist():
-            x = torch.from_numpy(draw.integers(0, 256, (size, *INPUT), dtype=np.uint8)).to(device).float().div_(255)
-            self._samples.append((x, torch.from_numpy(draw.integers(0, work.classes, size)).to(device)))
+        self._samples: dict[int, tuple[Tensor, Tensor]] = {}
+        for client, size in enumerate(self.num_samples_N.tolist()):
+            x = torch.from_numpy(draw.integers(0, 256, (size, *INPUT), dtype=np.uint8))
+            y = torch.from_numpy(draw.integers(0, work.classes, size))
+            if client % share[1] == share[0]:
+                self._samples[client] = x.to(device).float().div_(255), y.to(device)
 
     def train(self, client: int) -> tuple[Tensor, Tensor]:
         return self._samples[client]
@@ -102,12 +126,13 @@ class Figure:
     """One row of the table."""
 
     workload: str
-    engine: str  # or "bare loop"
-    piece: int | None  # clients of a piece; None: the bare loop has none
+    precision: str
+    way: str  # an engine, "bare loop" or "2 processes"
+    most: int | None = None  # limit of a stack; None: what fits, or no stacks
+    stack: int | None = None  # clients of the largest stack; None: one by one
     seconds: float | None = None  # median round; None where there is none
     first: float | None = None  # the first round, with all compilation
     memory_mb: float | None = None  # peak of the device's memory; on a CPU of the process until now
-    # distance of the model after the first round to that of the sequential engine, relative to the change in training
     distance: float | None = None
     note: str = ""
 
@@ -115,20 +140,29 @@ class Figure:
 class Case:
     """A workload on a device: its clients' data, and rounds of FedAvg."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name, self.device = name, arguments.device
-        self.work = (FEMNIST if name == "femnist" else WORKLOADS[name]).with_clients(arguments.clients)
-        sizes_N = np.random.default_rng(2).integers(100, 301, self.work.clients) if name == "femnist" else None
-        self.federation = OneDevice(self.work, "cpu" if arguments.data == "host" else self.device, sizes_N)
-        self.cohort = min(COHORT, self.work.clients) if name == "femnist" else self.work.clients
-        self.local = LocalSGD(epochs=self.work.epochs, batch_size=self.work.batch, lr=self.work.lr)
-        self.network = Network(lambda: module_of(self.work), INPUT, self.device)
-        self.expected_P: Tensor | None = None  # the model of the sequential engine after the first round
+    def __init__(self, name: str, arguments: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> None:
+        self.name, self.device, self.arguments = name, arguments.device, arguments
+        work = (FEMNIST if name == "femnist" else WORKLOADS[name]).with_clients(arguments.clients)
+        if arguments.quick:
+            work = replace(work, samples=min(work.samples, 4 * (work.batch or 10)), epochs=min(work.epochs, 2))
+        self.work = work
+        least, most = (10, 31) if arguments.quick else (100, 301)
+        sizes_N = np.random.default_rng(2).integers(least, most, work.clients) if name == "femnist" else None
+        where = "cpu" if arguments.data == "host" else self.device
+        self.federation = OneDevice(work, where, sizes_N, share)
+        self.cohort = min(COHORT, work.clients) if name == "femnist" else work.clients
+        self.local = LocalSGD(epochs=work.epochs, batch_size=work.batch, lr=work.lr)
+        self.networks = {p: Network(lambda: module_of(work), INPUT, self.device, precision=p) for p in PRECISIONS}
+        self.expected_P: Tensor | None = None  # the model of the sequential engine in float32 after the first round
 
     def clients_of(self, number: int) -> np.ndarray:
         """Ids of the clients of a round."""
         draw = np.random.default_rng((3, number))
         return np.sort(draw.choice(self.work.clients, self.cohort, replace=False))
+
+    def start(self) -> Tensor:
+        """The model (P,) before the first round."""
+        return self.networks["float32"].new_model(0, 0)
 
     def order(self, number: int, model_P: Tensor) -> Train:
         """The work of one round."""
@@ -144,88 +178,172 @@ class Case:
             local=self.local,
         )
 
-    def refusal(self, module: ModuleType) -> str | None:
+    def refusal(self, module: ModuleType, precision: str) -> str | None:
         """Reason why an engine does not train these clients; None where it does."""
-        order, model_P = self.order(0, self.network.new_model(0, 0)), self.network.new_model(0, 0)
+        network, order = self.networks[precision], self.order(0, self.start())
         tasks = []
         for client, steps in zip(order.ids_M.tolist()[:8], order.steps_M.tolist()):
             x, y = self.federation.train(client)
-            tasks.append(TrainingTask(client, model_P, x, y, steps, self.local, order.address))
-        if hasattr(module, "applies") and not all(module.applies(self.network, task) for task in tasks):
+            tasks.append(TrainingTask(client, self.start(), x, y, steps, self.local, order.address))
+        if hasattr(module, "applies") and not all(module.applies(network, task) for task in tasks):
             return "does not apply"
-        return module.refusal(self.network, tasks) if hasattr(module, "refusal") else None
+        return module.refusal(network, tasks) if hasattr(module, "refusal") else None
 
-    def distance(self, engine: str, model_P: Tensor) -> float | None:
-        """Distance of the model of the first round to that of the sequential engine; None for that one itself."""
-        if engine == "sequential":
+    def distance(self, way: str, precision: str, model_P: Tensor) -> float | None:
+        """Distance of the model of the first round to the expected one; None for that one itself."""
+        if (way, precision) == ("sequential", "float32"):
             self.expected_P = model_P
-        if self.expected_P is None or engine == "sequential":
             return None
-        start_P = self.network.new_model(0, 0)
-        return ((model_P - self.expected_P).norm() / (self.expected_P - start_P).norm()).item()
+        if self.expected_P is None:
+            return None
+        return ((model_P - self.expected_P).norm() / (self.expected_P - self.start()).norm()).item()
 
-    def rounds(self, engine: str, piece: int) -> Iterator[Tensor]:
-        """The global models after each round of an engine, trained in pieces."""
-        worker, model_P = Worker(self.network, self.federation, engine), self.network.new_model(0, 0)
+    def rounds(self, engine: str, precision: str, most: int | None) -> Iterator[Tensor]:
+        """The global models after each round of an engine. most: clients of a stack, and of a piece."""
+        network, model_P = self.networks[precision], self.start()
+        network.memory = DeviceMemory(network.device, most=most)
+        worker = Worker(network, self.federation, engine)
+        if self.arguments.data == "host":
+            worker.samples.limit = 0
+        size = most or piece_size(self.cohort, engine)
         for number in itertools.count():
-            order, sums, results = self.order(number, model_P), HostSums(), []
+            order, sums = self.order(number, model_P), HostSums()
             models = (model_P,)  # the one table has one row
-            for at in range(0, len(order.ids_M), piece):
-                index_m = np.arange(at, min(at + piece, len(order.ids_M)))
-                result, _ = worker.run(
-                    order.take(index_m), index_m, lambda _, row, models=models: models[row], {}, sums
-                )
-                results.append(result)
-            outcome = outcome_of(order, results, sums.values())
+            parts = np.split(np.arange(len(order.ids_M)), np.arange(size, len(order.ids_M), size))
+            cuts = [(order.take(index_m), index_m, {}) for index_m in parts]
+            found = worker.run_all(cuts, lambda _, row, models=models: models[row], sums)
+            outcome = outcome_of(order, [result for result, _ in found], sums.values())
             if outcome.excluded:
                 raise RuntimeError(f"clients were excluded: {next(iter(outcome.excluded.values()))}")
             model_P = outcome.means[0]
             yield model_P
 
-    def bare_rounds(self) -> Iterator[Tensor]:
-        """The same by the bare loop: one client after another, with everything on the device."""
-        module = module_of(self.work).to(self.device)
-        params = list(module.parameters())
-        start = [p.detach().clone() for p in params]
+    def bare_rounds(self, precision: str) -> Iterator[Tensor]:
+        """The same by the bare loop: one client after another."""
+        bare, start = Bare(self, precision), bare_start(self.work)
         for number in itertools.count():
             ids_M = self.clients_of(number)
-            total = [torch.zeros_like(p) for p in params]
-            for client in ids_M.tolist():
-                x, y = (samples.to(self.device) for samples in self.federation.train(client))
-                load(params, start)
-                train_client(module, params, x, y, self.work)
-                with torch.no_grad():
-                    torch._foreach_add_(total, params, alpha=len(y))
-            start = [tensor / self.federation.num_samples_N[ids_M].sum() for tensor in total]
+            total = bare.sum_of(ids_M.tolist(), start)
+            start = [tensor / int(self.federation.num_samples_N[ids_M].sum()) for tensor in total]
             yield torch.cat([tensor.reshape(-1) for tensor in start])
 
 
-def measure(case: Case, engine: str, piece: int | None, rounds: Callable[[], Iterator[Tensor]], count: int) -> Figure:
-    """The figures of some rounds after a first one; of a failure, a note."""
-    cuda, distance = case.device == "cuda", None
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+def bare_start(work: Workload) -> list[Tensor]:
+    """The parameters before the first round of the bare loop."""
+    return [p.detach() for p in module_of(work).parameters()]
+
+
+class Bare:
+    """The bare loop on one device: one client after another, with everything there."""
+
+    def __init__(self, case: Case, precision: str) -> None:
+        self.case, self.precision = case, precision
+        self.module = module_of(case.work).to(case.device)
+        self.params = list(self.module.parameters())
+
+    def sum_of(self, clients: Sequence[int], start: Sequence[Tensor]) -> list[Tensor]:
+        """Sums of n_i W_i over some clients that train from `start`."""
+        total = [torch.zeros_like(p) for p in self.params]
+        for client in clients:
+            x, y = (samples.to(self.case.device) for samples in self.case.federation.train(client))
+            load(self.params, start)
+            with autocast(self.precision, torch.device(self.case.device)):
+                train_client(self.module, self.params, x, y, self.case.work)
+            with torch.no_grad():
+                torch._foreach_add_(total, self.params, alpha=len(y))
+        return [tensor.detach() for tensor in total]
+
+
+# ---- several processes on the device
+
+
+def _share_of(
+    pipe: Connection, name: str, arguments: argparse.Namespace, precision: str, share: tuple[int, int]
+) -> None:
+    """A process with its share of the clients: receives a round's number and model, sends sums and peak memory."""
+    torch.set_num_threads(arguments.threads)
+    try:
+        with products_in(precision):
+            case = Case(name, arguments, share)
+            bare = Bare(case, precision)
+            while (order := pipe.recv()) is not None:
+                number, start = order
+                ids = [client for client in case.clients_of(number).tolist() if client % share[1] == share[0]]
+                total = bare.sum_of(ids, [torch.from_numpy(array).to(case.device) for array in start])
+                pipe.send(([tensor.cpu().numpy() for tensor in total], _peak(case.device)))
+    except Exception as error:  # the parent shows it in the row
+        pipe.send(_note(error))
+
+
+class Processes:
+    """The bare loop in several processes that share the device and the clients."""
+
+    def __init__(self, case: Case, precision: str, count: int) -> None:
+        self.case, context, self.pipes, self.processes = case, multiprocessing.get_context("spawn"), [], []
+        self.memory = 0.0
+        for number in range(count):
+            pipe, theirs = context.Pipe()
+            arguments = (theirs, case.name, case.arguments, precision, (number, count))
+            process = context.Process(target=_share_of, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def rounds(self) -> Iterator[Tensor]:
+        start = [tensor.numpy() for tensor in bare_start(self.case.work)]
+        try:
+            for number in itertools.count():
+                for pipe in self.pipes:
+                    pipe.send((number, start))
+                answers = [pipe.recv() for pipe in self.pipes]
+                if failed := [answer for answer in answers if isinstance(answer, str)]:
+                    raise RuntimeError(failed[0])
+                self.memory = sum(peak for _, peak in answers)
+                samples = self.case.federation.num_samples_N[self.case.clients_of(number)].sum()
+                start = [sum(parts) / samples for parts in zip(*(total for total, _ in answers))]
+                start = [array.astype(np.float32) for array in start]
+                yield torch.cat([torch.from_numpy(array).reshape(-1) for array in start])
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.join()
+
+
+def _peak(device: str) -> float:
+    """Peak memory in bytes: of the device in this process, or of the process."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _process_peak()
+
+
+def _process_peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(case: Case, figure: Figure, rounds: Callable[[], Iterator[Tensor]], count: int) -> Figure:
+    """The row with the figures of some rounds after a first one; with a note where they fail."""
+    going: Iterator[Tensor] | None = None
     try:
         going, seconds = rounds(), []
         for number in range(1 + count):
             began = time.perf_counter()
             model_P = next(going)
-            if cuda:
+            if case.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
-            if number == 0 and piece is not None:
-                distance = case.distance(engine, model_P)
+            if number == 0:
+                if figure.way in engines():
+                    figure = replace(figure, distance=case.distance(figure.way, figure.precision, model_P))
+                if case.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+        median = statistics.median(seconds[1:])
+        return replace(figure, seconds=median, first=seconds[0], memory_mb=_peak(case.device) / 1e6)
     except Exception as error:  # also what the device or the precision does not support; the other rows go on
-        note = _note(error)
-    else:
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Figure(case.name, engine, piece, statistics.median(seconds[1:]), seconds[0], peak / 1e6, distance)
+        return replace(figure, note=_note(error))
     finally:
         del going
         gc.collect()
-        if cuda:
+        if case.device == "cuda":
             torch.cuda.empty_cache()
-    return Figure(case.name, engine, piece, note=note)
 
 
 def _note(error: BaseException) -> str:
@@ -237,16 +355,35 @@ def _note(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
-def figures_of(case: Case, arguments: argparse.Namespace) -> Iterator[Figure]:
-    """The rows of one workload: the bare loop, then every engine in pieces of every size."""
-    yield measure(case, "bare loop", None, case.bare_rounds, arguments.rounds)
+def figures_of(case: Case, precision: str) -> Iterator[Figure]:
+    """The rows of one workload in one precision."""
+    arguments, row = case.arguments, Figure(case.name, precision, "bare loop")
+    yield measure(case, row, lambda: case.bare_rounds(precision), arguments.rounds)
+    for count in arguments.processes:
+        yield _of_processes(case, replace(row, way=f"{count} processes"), count)
     for engine, module in engines().items():
-        if reason := case.refusal(module):
-            yield Figure(case.name, engine, None, note=reason)
+        row = Figure(case.name, precision, engine)
+        if reason := case.refusal(module, precision):
+            yield replace(row, note=reason)
             continue
-        sizes = sorted({size for size in arguments.pieces if size < case.cohort} | {case.cohort})
-        for size in sizes[-1:] if engine == "sequential" else sizes:  # it trains one by one whatever the piece
-            yield measure(case, engine, size, lambda: case.rounds(engine, size), arguments.rounds)  # noqa: B023
+        sizes: list[int | None] = [None]
+        if engine in STACKING:
+            sizes += sorted({size for size in arguments.stacks if size < case.cohort} | {case.cohort})
+        for most in sizes:
+            figure = measure(
+                case,
+                replace(row, most=most),
+                lambda: case.rounds(engine, precision, most),  # noqa: B023
+                arguments.rounds,
+            )
+            yield replace(figure, stack=case.networks[precision].memory.largest or None)
+
+
+def _of_processes(case: Case, row: Figure, count: int) -> Figure:
+    """The row of several processes; its memory is that of all of them."""
+    processes = Processes(case, row.precision, count)
+    figure = measure(case, row, processes.rounds, case.arguments.rounds)
+    return replace(figure, memory_mb=processes.memory / 1e6) if figure.seconds else figure
 
 
 def facts(arguments: argparse.Namespace) -> dict:
@@ -256,46 +393,69 @@ def facts(arguments: argparse.Namespace) -> dict:
         properties = torch.cuda.get_device_properties(0)
         memory_mb = round(properties.total_memory / 1e6)
         found |= {"device": properties.name, "memory_mb": memory_mb, "cuda": torch.version.cuda}
-    options = {"tf32": arguments.tf32, "bf16": arguments.bf16, "data": arguments.data, "threads": arguments.threads}
-    return found | options
+    return found | {"data": arguments.data, "threads": arguments.threads, "quick": arguments.quick}
 
 
-def main() -> None:
+def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*WORKLOADS, "femnist"]
     parser.add_argument("workloads", nargs="*", default=names, help=f"some of {', '.join(names)}")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="at most 4 clients of few samples, one measured round")
     parser.add_argument("--clients", type=int, help="at most this number of clients, for a trial")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds after a first one (default: 3)")
-    parser.add_argument("--pieces", type=int, nargs="+", default=PIECES, help="clients of a piece, beside all of them")
+    parser.add_argument("--rounds", type=int, help="measured rounds after a first one (default: 3, quick: 1)")
+    parser.add_argument("--stacks", type=int, nargs="*", help="most clients of a stack, beside what fits and all")
+    parser.add_argument("--processes", type=int, nargs="*", help="numbers of processes that share the device")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        help="precisions of local training (default: all on a GPU, float32 on a CPU)",
+    )
     parser.add_argument("--data", choices=["device", "host"], default="device", help="where the samples are kept")
-    parser.add_argument("--tf32", action="store_true", help="matrix products and convolutions in TF32")
-    parser.add_argument("--bf16", action="store_true", help="forward passes in bfloat16 (autocast)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the CPU (default: 1, as on a client host)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if unknown := set(arguments.workloads) - set(names):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(names)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device; use --device cpu")
+    quick = arguments.quick
+    defaults = {
+        "clients": 4 if quick else None,
+        "rounds": 1 if quick else 3,
+        "stacks": (2,) if quick else STACKS,
+        "processes": (2,) if quick else PROCESSES,
+        "precision": PRECISIONS if arguments.device == "cuda" else PRECISIONS[:1],
+    }
+    for key, value in defaults.items():
+        setattr(arguments, key, value if getattr(arguments, key) is None else getattr(arguments, key))
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of()
     torch.set_num_threads(arguments.threads)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = arguments.tf32
-    precision = torch.autocast(arguments.device, torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
     described, figures = facts(arguments), []
     print(", ".join(f"{name} {value}" for name, value in described.items()))
-    print("workload  engine        piece  s / round  of bare    first   peak MB  distance")
+    print("workload  precision  way           most  stack  s / round  of bare    first   peak MB  distance")
     for name in arguments.workloads:
-        case, bare = Case(name, arguments), None
-        with precision:
-            for figure in figures_of(case, arguments):
-                bare = figure.seconds if figure.engine == "bare loop" else bare
-                figures.append(figure)
-                print(_row(figure, bare), flush=True)
+        case = Case(name, arguments)
+        for precision in arguments.precision:
+            bare = None
+            with products_in(precision):
+                for figure in figures_of(case, precision):
+                    bare = figure.seconds if figure.way == "bare loop" else bare
+                    figures.append(figure)
+                    print(_row(figure, bare), flush=True)
         del case
     print(json.dumps(described | {"figures": [asdict(figure) for figure in figures]}))
 
 
 def _row(figure: Figure, bare: float | None) -> str:
-    start = f"{figure.workload:8}  {figure.engine:12}  {figure.piece or '':>5}"
+    start = (
+        f"{figure.workload:8}  {figure.precision:9}  {figure.way:12}  {figure.most or '':>4}  {figure.stack or '':>5}"
+    )
     if figure.seconds is None:
         return f"{start}  {figure.note}"
     ratio = f"{figure.seconds / bare:7.2f}" if bare else " " * 7

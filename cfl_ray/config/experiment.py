@@ -29,7 +29,8 @@ from cfl_ray.config.sections import (
 from cfl_ray.core.errors import ConfigError, did_you_mean
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
-# Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
+# Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
+# `precision` changes results and counts, unless it is the default.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
@@ -96,6 +97,8 @@ class Experiment(ConfigSection):
     def config_hash(self) -> str:
         """12 hex digits: a hash of everything that can change a result."""
         values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
+        if self.runtime.precision != "float32":
+            values["precision"] = self.runtime.precision
         if self.data.federation is not None:
             values["federation"] = self.data.federation.recipe
         for key in ("root", "shards", "download"):

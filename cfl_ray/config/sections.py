@@ -549,6 +549,12 @@ class RuntimeConfig(ConfigSection):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU)"
     )
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32",
+        description="precision of local training: float32 | tf32 (of all products and convolutions on a GPU; no effect "
+        "on a CPU) | bf16 (bfloat16 passes by autocast, on GPU and CPU, with sequential and vectorised). Models, their "
+        "updates and sums are float32",
+    )
     round_deadline: float | None = Field(
         None,
         gt=0,

@@ -1,6 +1,6 @@
 """Federations that grow: the clients of one, followed by those of others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,10 @@ class ChainedFederation(Federation):
         part, id_in_part = self._locate(client)
         name = part.client_name(id_in_part)
         return str(client) if name == str(id_in_part) else name
+
+    def data_version(self, client: int) -> Hashable:
+        part, id_in_part = self._locate(client)
+        return part.data_version(id_in_part)
 
     def train(self, client: int) -> TensorSamples:
         part, id_in_part = self._locate(client)

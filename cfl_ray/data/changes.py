@@ -1,7 +1,7 @@
 """Clients whose data change during an experiment: rotated, relabelled, or taken over from other clients."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -114,6 +114,12 @@ class ChangedFederation(Federation):
         for position, data in self._changed_among(clients):
             found_M[position] = data.source
         return found_M
+
+    def data_version(self, client: int) -> Hashable:
+        data = self._derived.get(client)
+        if data is None:
+            return self._base.data_version(client)
+        return self._base.data_version(data.source), data
 
     def train(self, client: int) -> TensorSamples:
         data = self._derived.get(client)

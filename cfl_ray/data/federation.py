@@ -1,6 +1,7 @@
 """The federation: N clients, the data of each, and the test data that measures each."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +89,13 @@ class Federation(ABC):
     def changed(self, round: int) -> np.ndarray:
         """Returns int64 ids, ascending: the clients whose data change before this round."""
         return np.zeros(0, np.int64)
+
+    def data_version(self, client: int) -> Hashable:
+        """Returns what the client's data in this federation depend on: equal versions, equal data.
+
+        By default this federation itself, so that nothing is assumed of another one that `at` returns.
+        """
+        return self
 
     def group_transform(self, group: int) -> GroupTransform:
         """Returns how a true group's samples derive from those of its family; by default, a family of its own."""

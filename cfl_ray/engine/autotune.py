@@ -22,6 +22,7 @@ from cfl_ray.engine.validation import invalid_data_reason
 
 _ENGINES = ("sequential", "manual", "vectorised", "span")
 _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one piece of clients
+_STACK = 256  # most clients of the measurement where the clients of several pieces are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
 _BUDGET = 1.0  # seconds
 # On a CPU: a step of a stack costs about a millisecond before any arithmetic, however few its clients, and loses where
@@ -47,10 +48,24 @@ class Division:
     def size(self, engine: str) -> int:
         return piece_size(self.cohort, engine, self.one_by_one)
 
+    def together(self, engine: str, network: Network) -> int:
+        """Number of clients that the engine is given at once: of several pieces on a GPU, else of one."""
+        if engine not in ("vectorised", "span") or self.one_by_one or not network.memory.measurable:
+            return self.size(engine)
+        return max(self.size(engine), min(self.cohort, _STACK))
 
-def cache_key(network: Network, local: LocalSGD, division: Division) -> str:
-    """Key of a measurement: equal keys share a choice."""
-    device = torch.cuda.get_device_name(network.device) if network.device.type == "cuda" else "cpu"
+
+def device_name(device: str) -> str:
+    """The device in words: "cpu", or the name of the GPU of this process."""
+    return f"cuda, {torch.cuda.get_device_name()}" if device == "cuda" else device
+
+
+def cache_key(network: Network, local: LocalSGD, division: Division, device: str = "cpu") -> str:
+    """Key of a measurement: equal keys share a choice.
+
+    device: name of the device of the hosts. The network may be on another one: the server has no GPU.
+    """
+    device += "" if network.precision == "float32" else f", {network.precision}"
     shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)
     return (
@@ -62,9 +77,10 @@ def cache_key(network: Network, local: LocalSGD, division: Division) -> str:
 def measure(network: Network, federation: Federation, local: LocalSGD, seed: int, division: Division) -> EngineChoice:
     """Times a few local steps of a few clients, and the sum of their results, with every engine that applies to them.
 
-    Each engine is given pieces of the size that it has in a run. The vectorised engine comes last, against the fastest
-    of the others. On a CPU it is timed only where it may win, because importing `torch.func` costs each host 1.2 s of
-    CPU: where a piece takes the fastest of the others at least 2 ms per step, and a client at most 0.5 ms. CPU ms per
+    Each engine is given pieces of the size that it has in a run, or on a GPU stacks of several pieces; there the
+    samples are on the device, and times end when it is done. The vectorised engine comes last, against the fastest of
+    the others. On a CPU it is timed only where it may win, because importing `torch.func` costs each host 1.2 s of CPU:
+    where a piece takes the fastest of the others at least 2 ms per step, and a client at most 0.5 ms. CPU ms per
     client, of the fastest other engine and vectorised, with clients per piece:
 
         MLP 64-64-10, batches of 32, 5 clients (quickstart)     manual 0.41     vectorised 1.29    not timed
@@ -77,25 +93,27 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
 
     Raises DataError where no client has valid data.
     """
-    start_P = network.new_model(seed, 0)
+    start_P = network.new_model(seed, 0).to(network.device)
 
     def tasks_of(most: int) -> list[TrainingTask]:
         tasks = []
         for client, (x, y) in _valid_clients(federation, most):
             steps = min(int(local.steps_of(np.array([len(y)]))[0]), _STEPS)
+            x, y = x.to(network.device), y.to(network.device)
             tasks.append(TrainingTask(client, start_P, x, y, steps, local, Address(seed, 0, 0)))
         return tasks
 
     tasks = tasks_of(max(_CLIENTS, division.size("sequential")))
     runs = {"sequential": _in_pieces(division.size("sequential"), lambda part: sequential.train(network, part))}
     if all(span.applies(network, task) for task in tasks):
-        tasks = tasks_of(max(len(tasks), division.size("span")))
-        runs["span"] = _Run(division.size("span"), lambda part: _span_sum(network, part))
+        size = division.together("span", network)
+        tasks = tasks_of(max(len(tasks), size))
+        runs["span"] = _Run(size, lambda part: _span_sum(network, part))
     if all(manual.applies(network, task) for task in tasks):
         runs["manual"] = _in_pieces(division.size("manual"), lambda part: manual.train(network, part))
     seconds = _seconds(runs, tasks, network)
     fastest, notes = min(seconds, key=seconds.__getitem__), []
-    size = division.size("vectorised")
+    size = division.together("vectorised", network)
     stack = tasks_of(size)
     if refused := vectorised.refusal(network, stack) or _too_slow_in_a_stack(network, seconds[fastest], stack):
         notes.append(f"not vectorised: {refused}")
@@ -105,7 +123,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
         except RuntimeError as error:  # the network uses an operation that vmap does not support
             notes.append(f"not vectorised: {str(error).splitlines()[0][:120]}")
         else:
-            stacked = _in_pieces(size, lambda part: vectorised.train(network, part))
+            stacked = _in_pieces(size, lambda part: vectorised.train(network, part, on_device=True))
             seconds |= _seconds({fastest: runs[fastest], "vectorised": stacked}, stack, network)
             fastest = min(seconds, key=seconds.__getitem__)
     engine = fastest if seconds["sequential"] > _MARGIN * seconds[fastest] else "sequential"
@@ -191,6 +209,7 @@ def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: N
     seconds = dict.fromkeys(runs, np.inf)
     for run in runs.values():
         run(tasks[: run.size])
+    _synchronise(network)
     for repetition in range(3):
         least = min(seconds.values())
         for name, run in runs.items():
@@ -198,7 +217,12 @@ def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: N
                 continue
             start = clock()
             run(tasks)
-            if network.device.type == "cuda":
-                torch.cuda.synchronize()
+            _synchronise(network)
             seconds[name] = min(seconds[name], (clock() - start) / len(tasks))
     return seconds
+
+
+def _synchronise(network: Network) -> None:
+    """Waits until a GPU has done what it was given."""
+    if network.device.type == "cuda":
+        torch.cuda.synchronize(network.device)

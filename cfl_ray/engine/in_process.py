@@ -23,11 +23,10 @@ class InProcessBackend:
     def run(self, work: Work) -> Outcome:
         self.client_states.begin(work)
         sums, results = HostSums(), []
-        for cut in pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one)):
-            piece = work.take(cut.index_m)
-            stored = self.client_states.of(piece)
-            result, kept = self.worker.run(piece, cut.index_m, lambda table, row: work.tables[table][row], stored, sums)
-            ids = piece.ids_M.tolist()
+        pieces = pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one))
+        cuts = ((part := work.take(cut.index_m), cut.index_m, self.client_states.of(part)) for cut in pieces)
+        for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
+            ids = work.ids_M[result.index_m].tolist()
             states = {ids[i]: value for i, value in kept.states.items()}
             deferred = {ids[i]: value for i, value in kept.deferred.items()}
             self.client_states.keep(work, states, deferred)

@@ -43,9 +43,17 @@ def applies(network: Network, task: TrainingTask) -> bool:
 
 
 def supports(network: Network) -> bool:
-    """Whether the network is a sequence of supported layers on a CPU that share no parameters, all of them trained."""
+    """Whether the network is a sequence of supported layers on a CPU that share no parameters, all of them trained.
+
+    In bfloat16, PyTorch's autocast decides what is computed in which precision.
+    """
+    return network.device.type == "cpu" and network.precision != "bf16" and has_supported_layers(network)
+
+
+def has_supported_layers(network: Network) -> bool:
+    """The same of the layers alone, on any device."""
     layers = _layers(network.module)
-    if network.device.type != "cpu" or not all(map(_supported, layers)):
+    if not all(map(_supported, layers)):
         return False
     with_parameters = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
     num_tensors = sum(1 if layer.bias is None else 2 for layer in with_parameters)

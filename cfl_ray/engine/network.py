@@ -1,13 +1,15 @@
 """One network per process, whose parameters any row (P,) can be loaded into."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
+from cfl_ray.engine import precision as precisions
+from cfl_ray.engine.device_memory import DeviceMemory
 from cfl_ray.engine.layers import AddressedDropout, replace_layers
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
@@ -31,6 +33,8 @@ class Network:
     factory:      builds the module; called once per independent initialisation.
     input_shape:  shape of one sample.
     dtype:        of the inputs: float32, or int64 for token ids.
+    precision:    of the passes in training: float32, tf32 or bf16. Parameters are float32 in any case.
+    memory_share: of the device's memory that this process may use.
     """
 
     def __init__(
@@ -39,9 +43,12 @@ class Network:
         input_shape: tuple[int, ...],
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        precision: str = "float32",
+        memory_share: float = 1.0,
     ):
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), torch.device(device)
-        self.dtype = dtype
+        self.dtype, self.precision = dtype, precision
+        self.memory = DeviceMemory(self.device, memory_share)
         self._kept: set[str] = set()  # dropout layers that are not replaced
         self.module = self._build(seed=0, index=0)
         self.spec = ParamSpec.of(self.module)
@@ -160,6 +167,10 @@ class Network:
         """Samples on the network's device, in the memory layout of its weights."""
         x = x.to(self.device, non_blocking=True)
         return _channels_last(x) if self.channels_last and x.ndim == 4 else x
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Context for a forward pass in training, which computes in the network's precision."""
+        return precisions.autocast(self.precision, self.device)
 
     def draw_dropout_masks(self, batch: int, generator: torch.Generator) -> None:
         """Draws the masks of all dropout layers for a training step on `batch` samples."""

@@ -6,14 +6,13 @@ It is the definition of local training; the tests compare the other engines with
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.task import BatchIndex, ProximalTask, TrainingResult, TrainingTask
 
 
 def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
@@ -54,7 +53,7 @@ def _train_loaded(
     params = network.params
     gradient = _Gradient(network, task, frozen_BC)
     network.module.train()
-    batches = task.batches()
+    batches = task.batches_on(network.device)
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
         step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
@@ -77,11 +76,11 @@ class _Gradient:
         self.x, self.y = network.input(task.x), task.y.to(network.device)
         self.noise = task.noise() if network.dropouts or network.random_forward else None
         self.losses: list[Tensor] = []  # one per step
-        self.batches: list[np.ndarray | None] = []  # of the current step
+        self.batches: list[BatchIndex] = []  # of the current step
         self.masks: dict[int, list[Tensor]] = {}  # dropout masks of the current step, by batch and layer
         self.seeds: dict[int, int] = {}  # seeds of further random draws in the current step, by batch
 
-    def begin(self, batches: list[np.ndarray | None]) -> None:
+    def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
         self.batches, self.masks, self.seeds = batches, {}, {}
 
@@ -94,8 +93,9 @@ class _Gradient:
             frozen_BC = None if frozen_BC is None else frozen_BC[index_B]
         if self.noise is not None:
             self._set_dropout_masks(batch, len(y_B), self.noise)
-        with self.network.draws_from(self._seed(batch)) if self.network.random_forward else nullcontext():
-            logits_BC = self.network.module(x_B)
+        draws = self.network.draws_from(self._seed(batch)) if self.network.random_forward else nullcontext()
+        with draws, self.network.autocast():
+            logits_BC = self.network.module(x_B).float()
         loss = cross_entropy(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y_B)
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())

@@ -17,12 +17,14 @@ start from one model. A weighted sum of their changes is another, without the we
 
     sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
 
-The steps between them are made one client after another, on arrays that fit into the cache. Where the manual engine
-supports the network, its passes compute the layers after the first.
+Where the manual engine supports the layers, clients form such stacks. On a CPU, the steps between the products are made
+one client after another, on arrays that fit into the cache, with the passes of the manual engine for the layers after
+the first. On a GPU, they are made for all clients of a stack at once (`engine.span_together`), and a stack has as many
+clients as the memory allows.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import manual, sequential
+from cfl_ray.engine.device_memory import in_stacks
 from cfl_ray.engine.network import Network
+from cfl_ray.engine.rows import rows_on
+from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason, invalid_value_reason
 
@@ -64,7 +69,12 @@ def applies(network: Network, task: TrainingTask) -> bool:
 
     Local steps of several gradients, persistent momentum and moving anchors are not supported.
     """
-    if task.local_step is not None or task.local.persist or any(term.follow for term in task.proximal):
+    if (
+        network.precision == "bf16"
+        or task.local_step is not None
+        or task.local.persist
+        or any(term.follow for term in task.proximal)
+    ):
         return False
     size = len(task.y)
     full_batch = (task.local.batch_size or size) >= size
@@ -91,11 +101,36 @@ def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingR
 
 def stackable(network: Network) -> bool:
     """Whether the clients of such a network can share products: the manual engine supports the layers."""
-    return first_linear(network) is not None and manual.supports(network)
+    return first_linear(network) is not None and manual.has_supported_layers(network)
 
 
-def stacks(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
+def _together(network: Network) -> bool:
+    """Whether the steps are made for all clients of a stack at once."""
+    return network.device.type != "cpu"
+
+
+def stacks(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
     """Trains all tasks, some at a time. Yields the number of the first task of a stack, and the stack."""
+    if not _together(network):
+        yield from _small_stacks(network, list(tasks))
+        return
+    memory, first = network.memory, 0
+
+    def alone(task: TrainingTask) -> Stack:
+        free = memory.free()
+        memory.begin_peak()
+        try:
+            return Stack(network, [task])
+        except torch.OutOfMemoryError as error:
+            raise memory.too_small_for(task, free, error) from error
+
+    for members, stack in in_stacks(memory, tasks, lambda stack: Stack(network, stack), alone, "span"):
+        yield first, stack
+        first += len(members)
+
+
+def _small_stacks(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
+    """Stacks of a limited number of samples."""
     first, samples = 0, 0
     for index, task in enumerate(tasks):
         if index > first and samples + len(task.y) > _STACKED_SAMPLES:
@@ -116,15 +151,29 @@ class Stack:
         self.tasks, self.spec = tasks, network.spec
         self.shape = network.spec.shapes[0]  # (H, D)
         self.size = self.shape[0] * self.shape[1]  # the first layer's weights are the first columns of a row
+        self.device = network.device
+        self.terms = [_terms(network, task) for task in tasks]
+        self.a: list[Tensor] = []
+        self.losses: list[float] = []
+        self.largest: dict[int, Tensor] = {}  # absolute values, by address of a row
+        if _together(network):
+            self._train_together(network)
+        else:
+            self._train_one_by_one(network)
+
+    def _train_together(self, network: Network) -> None:
+        found = train_together(network, self.tasks, self.terms)
+        self.x_ND, self.c_HN, self.others_mP = found.x_ND, found.c_HN, found.others_mQ
+        self.a, self.losses = list(found.a_mJ.cpu()), found.loss_m.tolist()
+        self.slices = [slice(at * found.width, at * found.width + len(t.y)) for at, t in enumerate(self.tasks)]
+
+    def _train_one_by_one(self, network: Network) -> None:
+        tasks = self.tasks
         self.x_ND = torch.cat([task.x.flatten(1) for task in tasks])
         ends = np.cumsum([len(task.y) for task in tasks]).tolist()
         self.slices = [slice(end - len(task.y), end) for end, task in zip(ends, tasks, strict=True)]
         self.c_HN = torch.empty(self.shape[0], len(self.x_ND))
         self.others_mP = torch.empty(len(tasks), network.spec.trained - self.size)  # parameters after the first weights
-        self.terms = [_terms(network, task) for task in tasks]
-        self.a: list[Tensor] = []
-        self.losses: list[float] = []
-        self.largest: dict[int, Tensor] = {}  # absolute values, by address of a row
         passes, outputs = manual.passes_of(network), self._outputs()
         with np.errstate(all="ignore"), torch.no_grad():
             for index, task in enumerate(tasks):
@@ -132,8 +181,8 @@ class Stack:
                 self._train(index, passes, network, frozen_BC, outputs)
 
     def _first(self, row_P: Tensor) -> Tensor:
-        """The first layer's weights (H, D) in a row."""
-        return row_P[: self.size].view(self.shape)
+        """The first layer's weights (H, D) in a row, on the device."""
+        return row_P[: self.size].to(self.device).view(self.shape)
 
     def _outputs(self) -> dict[tuple[int, int], Tensor]:
         """The first layer's outputs (H, n) of every client under its start and anchors, by client and row.
@@ -204,7 +253,7 @@ class Stack:
 
     def row(self, index: int) -> Tensor:
         """The row (P,) of one client."""
-        row_P = torch.empty(self.spec.trained)
+        row_P = torch.empty(self.spec.trained, device=self.device)
         first_HD = self._first(row_P)
         part = self.slices[index]
         first_HD.copy_(product(self.c_HN[:, part].contiguous(), self.x_ND[part].T))
@@ -230,23 +279,24 @@ class Stack:
     def _largest(self, row_P: Tensor) -> Tensor:
         """The largest absolute value of the first layer's weights in a row."""
         if row_P.data_ptr() not in self.largest:
-            low, high = torch.aminmax(row_P[: self.size])
+            low, high = torch.aminmax(self._first(row_P))
             self.largest[row_P.data_ptr()] = torch.maximum(-low, high)
         return self.largest[row_P.data_ptr()]
 
     def change(self, weights: Mapping[int, float]) -> Tensor:
         """Sum (P,) of w_i (W_i - start_i) over some clients, given as the weight w_i of each."""
         indices = sorted(weights)
-        weight_m = torch.tensor([weights[index] for index in indices])
+        weight_m = torch.tensor([weights[index] for index in indices], device=self.device)
         parts = [self.slices[index] for index in indices]
-        c_HN = self.c_HN if len(parts) == len(self.slices) else torch.cat([self.c_HN[:, part] for part in parts], 1)
+        whole = sum(part.stop - part.start for part in parts) == self.c_HN.shape[1]
+        c_HN = self.c_HN if whole else torch.cat([self.c_HN[:, part] for part in parts], 1)
         x_ND = torch.cat([self.x_ND[part] * weights[index] for part, index in zip(parts, indices, strict=True)])
-        change_P = torch.empty(self.spec.trained)
+        change_P = torch.empty(self.spec.trained, device=self.device)
         first_HD = self._first(change_P)
         first_HD.copy_(product(c_HN, x_ND.T))
         for row_P, coefficient in self._coefficients(weights):
             first_HD.add_(self._first(row_P), alpha=coefficient)
-        starts_mP = torch.stack([self.tasks[index].start_P[self.size :] for index in indices])
+        starts_mP = rows_on(self.device, [self.tasks[index].start_P for index in indices], copies=False)[:, self.size :]
         change_P[self.size :] = weight_m @ (self.others_mP[indices] - starts_mP)
         return change_P
 
@@ -282,8 +332,13 @@ def _loss_and_gradient(
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """The product a @ b.T, by oneDNN where PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors."""
-    return torch.mm(a, b.T) if _linear is None else _linear(a, b, None, "none", [], "")
+    """The product a @ b.T.
+
+    On a CPU by oneDNN where PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors.
+    """
+    if _linear is None or a.device.type != "cpu":
+        return torch.mm(a, b.T)
+    return _linear(a, b, None, "none", [], "")
 
 
 def _onednn_linear() -> Any:

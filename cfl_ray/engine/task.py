@@ -12,6 +12,8 @@ from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.work import Address
 
+BatchIndex = np.ndarray | Tensor | None  # samples of a batch; None: all
+
 
 @dataclass(frozen=True)
 class ProximalTask:
@@ -60,6 +62,17 @@ class TrainingTask:
         draw = stream(self.address.seed, self.address.round, self.address.exchange, self.client, "batches")
         return self.local.batches(len(self.y), self.steps * self.batches_per_step, draw, self.batches_per_step)
 
+    def batches_on(self, device: torch.device) -> Iterator[BatchIndex]:
+        """The same; for another device than the CPU as tensors there, which are copied in one go."""
+        batches = self.batches()
+        if device.type == "cpu":
+            return batches
+        listed = list(batches)
+        if any(batch is None for batch in listed):
+            return iter(listed)
+        whole = torch.from_numpy(np.concatenate(listed)).to(device)  # type: ignore[arg-type]  # none of them is None
+        return iter(whole.split([len(batch) for batch in listed if batch is not None]))
+
     def noise(self) -> torch.Generator:
         """Random generator of this client's dropout masks."""
         return torch_stream(self.address.seed, self.address.round, self.address.exchange, self.client, "dropout")
@@ -74,6 +87,8 @@ class TrainingResult:
     train_loss: float
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
     velocity: Tensor | None = None  # momentum buffer (trained columns,), where it persists
+    # largest absolute values of the row's weights and buffers, where the engine has computed them for many rows at once
+    largest: tuple[float, float] | None = None
 
     @property
     def upload_P(self) -> Tensor:

@@ -43,7 +43,11 @@ def invalid_value_reason(values: Tensor, power: int) -> str | None:
     if not values.numel():
         return None
     low, high = torch.aminmax(values)  # NaN where any value is
-    largest = max(-low.item(), high.item())
+    return _beyond(max(-low.item(), high.item()), power)
+
+
+def _beyond(largest: float, power: int) -> str | None:
+    """Reason why values are not valid whose largest absolute value this is."""
     if largest < 2**power:
         return None
     return f"values up to {largest:.3g}, beyond 2^{power}" if math.isfinite(largest) else "values that are not finite"
@@ -52,3 +56,9 @@ def invalid_value_reason(values: Tensor, power: int) -> str | None:
 def invalid_update_reason(row_P: Tensor, trained: int) -> str | None:
     """Reason why a row (P,) of weights (its first `trained` columns) and buffers is not valid; None for a valid one."""
     return invalid_value_reason(row_P[:trained], WEIGHT_POWER) or invalid_value_reason(row_P[trained:], ANY_POWER)
+
+
+def invalid_largest_reason(largest: tuple[float, float]) -> str | None:
+    """The same, from the largest absolute values of the weights and of the buffers."""
+    weights, buffers = largest
+    return _beyond(weights, WEIGHT_POWER) or _beyond(buffers, ANY_POWER)

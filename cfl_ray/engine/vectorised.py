@@ -3,7 +3,8 @@
 The result equals that of `sequential` up to rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import sequential
+from cfl_ray.engine.device_memory import in_stacks
 from cfl_ray.engine.network import Network
+from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 
 
@@ -22,21 +25,56 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     Batch statistics of unequal batches would include the padding. A forward pass that draws from PyTorch's generator
     draws for one client at a time.
     """
+    modules = list(network.module.modules())
+    if network.precision == "bf16" and (network.batch_statistics or _normalises_in_bf16(network, modules)):
+        return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
     if not network.batch_statistics:
         return None
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in network.module.modules()):
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in modules):
         return "cumulative batch statistics depend on a counter"
     sizes = {len(task.y) if batch is None else len(batch) for task in tasks for batch in task.batches()}
     steps = {task.steps for task in tasks}
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
 
 
-def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
+def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:
+    """Whether layers are normalised in bfloat16; on a GPU, autocast does that in float32."""
+    return network.device.type == "cpu" and any(isinstance(module, nn.LayerNorm) for module in modules)
+
+
+def train(
+    network: Network,
+    tasks: Iterable[TrainingTask],
+    alone: Callable[[TrainingTask], TrainingResult] | None = None,
+    on_device: bool = False,
+) -> Iterator[TrainingResult]:
+    """Trains all tasks, on a GPU as many together as its memory allows, elsewhere all of them.
+
+    alone: trains a stack of one; None: stacks of one are as others, and the sequential engine trains one that does not
+        fit.
+    on_device: the rows stay on the device, for results that are only added up; otherwise they come back in one copy.
+    """
+
+    def sequentially(task: TrainingTask) -> TrainingResult:
+        return next(sequential.train(network, [task]))
+
+    def together(stack: list[TrainingTask]) -> list[TrainingResult]:
+        return [alone(stack[0])] if alone and len(stack) == 1 else train_stack(network, stack, on_device)
+
+    first = 0
+    stacks = in_stacks(network.memory, tasks, together, lambda task: [(alone or sequentially)(task)], "vectorised")
+    for stack, results in stacks:
+        for result in results:
+            yield replace(result, index=first + result.index)
+        first += len(stack)
+
+
+def train_stack(network: Network, tasks: Sequence[TrainingTask], on_device: bool = False) -> list[TrainingResult]:
     """Trains all tasks together. Clients with fewer steps or smaller batches are padded and masked."""
     plan = _Plan(network, tasks)
-    rows_mP = torch.stack([task.start_P for task in tasks]).to(network.device)
+    rows_mP = rows_on(network.device, [task.start_P for task in tasks])
     proximal = [
         _StackedProximalGradient(network, [task.proximal[which] for task in tasks])
         for which in range(len(tasks[0].proximal))
@@ -44,52 +82,58 @@ def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingR
     velocity_mP = _stacked_velocity(network, tasks) if tasks[0].local.momentum else None
     loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal)
     anchor_mP = next((moved for term in proximal if (moved := term.moved(rows_mP)) is not None), None)
-    rows_mP = rows_mP.cpu()
+    largest = _largest(rows_mP, network.spec.trained)
+    if not on_device:
+        rows_mP = rows_mP.cpu()
+        anchor_mP = None if anchor_mP is None else anchor_mP.cpu()
+        velocity_mP = velocity_mP.cpu() if velocity_mP is not None and tasks[0].local.persist else None
+    losses, results = loss_m.tolist(), []
     for index, task in enumerate(tasks):
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
-        yield TrainingResult(index, rows_mP[index], loss_m[index].item(), anchor_P, velocity)
+        results.append(TrainingResult(index, rows_mP[index], losses[index], anchor_P, velocity, largest[index]))
+    return results
+
+
+def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
+    """Largest absolute values of each row's weights and buffers, in one copy; NaN where any value is."""
+    parts = [part for part in (rows_mP[:, :trained], rows_mP[:, trained:]) if part.shape[1]]
+    bounds = [torch.stack(torch.aminmax(part, dim=1)).abs().amax(0) for part in parts]
+    if len(bounds) == 1:
+        bounds.append(torch.zeros_like(bounds[0]))
+    return [(weights, buffers) for weights, buffers in torch.stack(bounds, 1).tolist()]
 
 
 class _Plan:
     """Padded samples (m, n, ...) and, for every batch, sample indices (m, B) and weights (m, B).
 
-    A weight is 1 / batch size, or 0 for padding.
+    A weight is 1 / batch size, or 0 for padding. Everything is copied to the device once.
     """
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask]):
-        most = max(len(task.y) for task in tasks)
-        self.x = torch.zeros(len(tasks), most, *network.input_shape, dtype=network.dtype)
-        self.y = torch.zeros(len(tasks), most, dtype=torch.long)
-        for index, task in enumerate(tasks):
-            self.x[index, : len(task.y)] = task.x
-            self.y[index, : len(task.y)] = task.y
-        self.x, self.y = self.x.to(network.device), self.y.to(network.device)
-        self.index, self.weight, self.active = _indices(tasks)
-        self.client = torch.arange(len(tasks), device=network.device)[:, None]
-        self.tail = torch.tensor([task.tail for task in tasks], device=network.device)
-        self.steps = torch.tensor([task.steps for task in tasks], device=network.device)
-        self.noise = [task.noise() for task in tasks] if network.dropouts else None
         self.device = network.device
-        self.frozen = self._frozen_logits(network, tasks, most)
+        self.x, self.y = (
+            padded(parts, self.device) for parts in zip(*((task.x, task.y) for task in tasks), strict=True)
+        )
+        index, weight, self.size, active = _indices(tasks)
+        self.index, self.weight, self.active = (torch.from_numpy(a).to(self.device) for a in (index, weight, active))
+        self.client = torch.arange(len(tasks), device=self.device)[:, None]
+        self.step_counts = [task.steps for task in tasks]
+        self.tail = torch.tensor([task.tail for task in tasks], device=self.device)
+        self.steps = torch.tensor(self.step_counts, device=self.device)
+        self.noise = [task.noise() for task in tasks] if network.dropouts else None
+        self.frozen = self._frozen_logits(network, tasks)
 
-    def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask], most: int) -> Tensor | None:
+    def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
         """Logits (m, n, C) of the frozen models; None without one."""
-        if tasks[0].frozen_P is None:
-            return None
-        frozen = torch.zeros(len(tasks), most, network.num_outputs, device=network.device)
-        for index, task in enumerate(tasks):
-            logits_nC = sequential.frozen_logits(network, task)
-            assert logits_nC is not None
-            frozen[index, : len(task.y)] = logits_nC
-        return frozen
+        logits = [logits_nC for task in tasks if (logits_nC := sequential.frozen_logits(network, task)) is not None]
+        return padded(logits, self.device) if logits else None
 
     def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Samples, labels, weights and frozen logits of one batch of every client."""
-        index = torch.from_numpy(self.index[number]).to(self.device)
-        weight = torch.from_numpy(self.weight[number]).to(self.device)
+        index = self.index[number]
         frozen = None if self.frozen is None else self.frozen[self.client, index]
-        return self.x[self.client, index], self.y[self.client, index], weight, frozen
+        return self.x[self.client, index], self.y[self.client, index], self.weight[number], frozen
 
     def masks(self, network: Network, number: int, batch: int) -> dict[str, Tensor]:
         """Dropout masks of one batch, by buffer.
@@ -98,32 +142,32 @@ class _Plan:
         """
         drawn: dict[str, list[Tensor]] = {name: [] for name in network.dropouts}
         for client, generator in enumerate(self.noise or ()):
-            size = int((self.weight[number][client] > 0).sum())
+            size = int(self.size[number, client])
             for name, layer in network.dropouts.items():
                 mask = torch.ones(batch, *layer.sample_shape)
-                if size and self.active[number][client]:
+                if size:
                     mask[:size] = layer.draw(size, generator)
                 drawn[name].append(mask)
         return {f"{name}.mask": torch.stack(masks).to(network.device) for name, masks in drawn.items()}
 
 
-def _indices(tasks: Sequence[TrainingTask]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """For every batch: sample indices (m, B), their weights (m, B), and which clients have such a batch, bool (m,)."""
+def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of all S batches: sample indices (S, m, B), their weights (S, m, B), numbers of samples (S, m), 0 where a client
+    has no such batch, and which clients have one, bool (S, m).
+    """
     per_client = [[np.arange(len(task.y)) if batch is None else batch for batch in task.batches()] for task in tasks]
     steps = max(map(len, per_client))
     width = max(len(batch) for batches in per_client for batch in batches)
-    index, weight, active = [], [], []
-    for number in range(steps):
-        index_mB = np.zeros((len(tasks), width), np.int64)
-        weight_mB = np.zeros((len(tasks), width), np.float32)
-        for client, batches in enumerate(per_client):
+    index = np.zeros((steps, len(tasks), width), np.int64)
+    weight = np.zeros((steps, len(tasks), width), np.float32)
+    size = np.zeros((steps, len(tasks)), np.int64)
+    for client, batches in enumerate(per_client):
+        for number in range(steps):
             batch = batches[min(number, len(batches) - 1)]
-            index_mB[client, : len(batch)] = batch
-            weight_mB[client, : len(batch)] = 1 / len(batch)
-        index.append(index_mB)
-        weight.append(weight_mB)
-        active.append(np.array([number < len(batches) for batches in per_client]))
-    return index, weight, active
+            index[number, client, : len(batch)] = batch
+            weight[number, client, : len(batch)] = 1 / len(batch)
+            size[number, client] = len(batch) if number < len(batches) else 0
+    return index, weight, size, size > 0
 
 
 def _stacked_velocity(network: Network, tasks: Sequence[TrainingTask]) -> Tensor:
@@ -158,7 +202,7 @@ def _train_rows(
             step = step.add(now_mP, alpha=local.weight_decay)
         for term in proximal:
             term.add_to(step, rows_mP)
-        active = torch.from_numpy(plan.active[number * batches_per_step]).to(network.device)
+        active = plan.active[number * batches_per_step]
         if velocity is not None:
             if local.persist:  # the buffer of a client that has no further step stays
                 step = velocity.copy_(torch.where(active[:, None], local.momentum * velocity + step, velocity))
@@ -166,10 +210,11 @@ def _train_rows(
                 step = velocity.mul_(local.momentum).add_(step)
         now_mP.sub_(step.mul(local.lr).mul_(active[:, None]))
         for term in proximal:
-            term.move(rows_mP, number, plan.steps)
+            term.move(rows_mP, number, plan.step_counts)
         in_tail = active & (number >= plan.steps - plan.tail)
         assert gradient.loss_m is not None
         total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
+    del gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector runs
     return total_m
 
 
@@ -200,7 +245,8 @@ class _Gradient:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one client on one batch, and the buffers after it."""
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}  # the network updates buffers in place
-        logits_BC = functional_call(self.network.module, (params, buffers), (x_B,))
+        with self.network.autocast():
+            logits_BC = functional_call(self.network.module, (params, buffers), (x_B,)).float()
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         return (cross_entropy(logits_BC, y_B, reduction="none") * weight_B).sum(), buffers
 
@@ -226,7 +272,7 @@ class _StackedProximalGradient:
 
     def __init__(self, network: Network, terms: Sequence[ProximalTask]):
         self.term, self.weight = terms[0], terms[0].weight
-        self.anchor_mP = torch.stack([term.anchor_P for term in terms]).to(network.device)
+        self.anchor_mP = rows_on(network.device, [term.anchor_P for term in terms], copies=terms[0].follow > 0)
         whole = ((0, network.spec.trained),)
         self.ranges = whole if terms[0].columns is None else terms[0].columns.ranges
         self.trained = network.spec.trained
@@ -237,12 +283,12 @@ class _StackedProximalGradient:
             stop = min(stop, step.shape[1])
             step[:, start:stop] += self.weight * (rows_mP[:, start:stop] - self.anchor_mP[:, start:stop])
 
-    def move(self, rows_mP: Tensor, number: int, steps_m: Tensor) -> None:
+    def move(self, rows_mP: Tensor, number: int, steps_m: Sequence[int]) -> None:
         """Moves the anchors of the clients whose anchor moves after step `number`."""
-        moves = [number < steps and self.term.moves_after(number, steps) for steps in steps_m.tolist()]
-        now = torch.tensor(moves, device=rows_mP.device)
-        if not now.any():
+        moves = [number < steps and self.term.moves_after(number, steps) for steps in steps_m]
+        if not any(moves):
             return
+        now = torch.tensor(moves, device=rows_mP.device)
         for start, stop in self.ranges:
             stop = min(stop, self.trained)
             moved = self.anchor_mP[:, start:stop].lerp(rows_mP[:, start:stop], self.term.follow * self.weight)
@@ -252,4 +298,4 @@ class _StackedProximalGradient:
         """The present anchors (m, P), with the buffers of `rows_mP`; None where they do not move."""
         if not self.term.follow:
             return None
-        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1).cpu()
+        return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1)

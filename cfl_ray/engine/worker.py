@@ -3,8 +3,12 @@
 `Worker` has one method per kind of work; `core.work` defines the kinds and the form of their results.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,12 +39,20 @@ from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reduce import HostSums, PieceSums, combine_columns, upload_distance
+from cfl_ray.engine.rows import DeviceRows, RowLookup
+from cfl_ray.engine.samples import SampleCache, Samples
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
-from cfl_ray.engine.validation import ANY_POWER, invalid_data_reason, invalid_update_reason, invalid_value_reason
+from cfl_ray.engine.validation import (
+    ANY_POWER,
+    invalid_data_reason,
+    invalid_largest_reason,
+    invalid_update_reason,
+    invalid_value_reason,
+)
 
-RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
-Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
 Arrays = dict[str, np.ndarray]
+Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, or deferred results
+Cut = tuple[Work, np.ndarray, Stored]  # the work of a piece, its positions in the exchange, and its stored values
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,11 @@ class _Piece:
 
     work: Work
     row: RowLookup
-    stored: Mapping[int, Tensor] | Sequence[Tensor]  # by position: client state, or deferred results
+    device_row: DeviceRows
+    stored: Stored
     kept: KeptByClients = field(default_factory=KeptByClients)
     excluded: dict[int, Exclusion] = field(default_factory=dict)
+    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the piece is carried out
 
     def __len__(self) -> int:
         return len(self.work.ids_M)
@@ -71,8 +85,19 @@ class _Piece:
         """The model (P,) of one client under this use of a table."""
         return self.row(rows.table, int(rows.row_M[index]))
 
+    def on_device(self, rows: Rows, index: int) -> Tensor:
+        """The same, on the network's device."""
+        key = rows.table, int(rows.row_M[index])
+        if key not in self._on_device:
+            self._on_device[key] = self.device_row(*key)
+        return self._on_device[key]
+
+    def beside(self, rows: Rows, index: int, other_P: Tensor) -> Tensor:
+        """The same, where `other_P` is."""
+        return self.model(rows, index) if other_P.device.type == "cpu" else self.on_device(rows, index)
+
     def frozen(self, index: int) -> Tensor | None:
-        return None if self.work.frozen_model is None else self.model(self.work.frozen_model, index)
+        return None if self.work.frozen_model is None else self.on_device(self.work.frozen_model, index)
 
     def value_of(self, index: int) -> Tensor | None:
         """The stored value of one client, if it has one."""
@@ -84,7 +109,7 @@ class _Piece:
 
 @dataclass
 class Worker:
-    """Carries out one piece at a time with a network and the federation.
+    """Carries out pieces of exchanges with a network and the federation.
 
     engine: "sequential", "manual", "vectorised" (the clients of a piece together) or "span". Where it does not apply,
         the sequential engine is used.
@@ -97,54 +122,89 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.data = self.federation  # as of the current round
+        self.samples, self._sampled = SampleCache(self.network.memory), self.federation
 
     def run(
-        self,
-        work: Work,
-        index_m: np.ndarray,
-        row: RowLookup,
-        stored: Mapping[int, Tensor] | Sequence[Tensor],
-        sums: HostSums,
+        self, work: Work, index_m: np.ndarray, row: RowLookup, stored: Stored, sums: HostSums
     ) -> tuple[PieceResult, KeptByClients]:
         """Carries out a piece. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
 
         stored: client states or, where the work uses deferred results, those; by position.
         """
-        piece = _Piece(work, row, stored)
+        return next(self.run_all([(work, index_m, stored)], row, sums))
+
+    def run_all(
+        self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
+    ) -> Iterator[tuple[PieceResult, KeptByClients]]:
+        """Carries out pieces of one exchange, in order, and yields what `run` returns.
+
+        On a GPU, the vectorised and span engines train clients of several pieces together.
+        """
+        if self._sampled is not self.federation:
+            self.samples.clear()
+            self._sampled = self.federation
+        device_row = DeviceRows(self.network.device, row)
+        pieces: Iterator[tuple[_Piece, np.ndarray]] = (
+            (_Piece(work, row, device_row, stored), index_m) for work, index_m, stored in cuts
+        )
+        ahead = None
+        if self._stacks_pieces():
+            listed = list(pieces)
+            works = [(piece.work, piece) for piece, _ in listed if isinstance(piece.work, Train)]
+            ahead, pieces = self._ahead(works), iter(listed)
+        for piece, index_m in pieces:
+            arrays = self._arrays(piece.work, piece, sums, ahead)
+            yield PieceResult(index_m, arrays, piece.excluded), piece.kept
+
+    def _stacks_pieces(self) -> bool:
+        """Whether clients of several pieces are trained together.
+
+        Not with batch statistics: they need equal batches and steps, which a piece has or not.
+        """
+        stacks = self.engine in ("vectorised", "span") and not self.network.batch_statistics
+        return stacks and self.network.memory.measurable
+
+    def _ahead(self, works: Sequence[tuple[Train, _Piece]]) -> "_Ahead":
+        """The results of the clients of these pieces that are trained together."""
+        if self.engine == "vectorised":
+            return _Ahead(self._train_stacked(works))
+        return _Ahead(self._span_stacks(works))
+
+    def _arrays(self, work: Work, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
+        """Carries out one piece. ahead: results of clients that are trained together with those of other pieces."""
         self.data = self.federation.at(work.address.round)
         match work:
             case Train():
-                arrays = self._train(work, piece, sums)
+                return self._train(work, piece, sums, ahead)
             case AverageDeferred():
-                arrays = self._average_deferred(work, piece, sums)
+                return self._average_deferred(work, piece, sums)
             case CombineColumns():
-                arrays = {"combined": combine_columns(work, stored)}
+                return {"combined": combine_columns(work, piece.stored)}
             case Losses():
-                arrays = self._losses(work, piece)
+                return self._losses(work, piece)
             case Describe():
-                arrays = self._describe(work, piece)
+                return self._describe(work, piece)
             case EvaluateClients():
-                arrays = self._evaluate_clients(work, piece)
+                return self._evaluate_clients(work, piece)
             case EvaluateShared():
-                arrays = self._evaluate_shared(work, piece)
+                return self._evaluate_shared(work, piece)
             case _:
                 raise TypeError(f"no worker method for {type(work).__name__}")
-        return PieceResult(index_m, arrays, piece.excluded), piece.kept
 
     # ---- training
 
-    def _train(self, work: Train, piece: _Piece, sums: HostSums) -> Arrays:
+    def _train(self, work: Train, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
         arrays = self._empty(work)
         averages = PieceSums(work.averaging) if work.averaging is not None else None
-        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays)
-        for result in self._results(work, piece, summed):
+        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays, ahead)
+        for result in self._results(work, piece, summed, ahead):
             index, row_P, upload_P = result.index, result.row_P, result.upload_P
             if reason := self._invalid_reason(result):
                 piece.exclude(index, reason)
                 continue
             arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
             if averages is not None:
-                averages.add(index, upload_P, piece.model(work.start, index))
+                averages.add(index, upload_P, piece.beside(work.start, index, upload_P))
             if work.features is not None:
                 start_P = piece.model(work.start, index) if work.features.change else None
                 seed = work.address.seed
@@ -164,36 +224,60 @@ class Worker:
             sums.add(averages)
         return arrays
 
-    def _train_sums(self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays) -> set[int]:
+    def _train_sums(
+        self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays, ahead: "_Ahead | None"
+    ) -> set[int]:
         """Trains the clients whose results are only summed, where the span engine sums them without their rows.
 
         Returns their positions.
         """
-        needs_rows = work.features or work.client_state or work.upload_distances or work.defer_aggregation
-        if self.engine != "span" or needs_rows or work.local_test_samples or work.chained:
-            return set()
-        honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
-        tasks = self._span_tasks(work, piece, honest)
-        positions = list(tasks)
-        for first, stack in span.stacks(self.network, list(tasks.values())):
+        found: set[int] = set()
+        if self.engine != "span":
+            return found
+        ahead = self._ahead([(work, piece)]) if ahead is None else ahead
+        for stack, members in ahead.of(piece):
+            found |= set(members.values())
             weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
-            for number, task in enumerate(stack.tasks):
-                index = positions[first + number]
+            for number, index in members.items():
                 reason = stack.invalid_reason(number) or _invalid_loss_reason(stack.losses[number])
                 if reason:
                     piece.exclude(index, f"its update has {reason}")
                     continue
                 arrays["valid"][index], arrays["train_loss"][index] = True, stack.losses[number]
                 for out, weight in averages.terms_of.get(index, ()):
-                    weights.setdefault((out, task.start_P.data_ptr()), {})[number] = weight
+                    start_P = stack.tasks[number].start_P
+                    weights.setdefault((out, start_P.data_ptr()), {})[number] = weight
             for (out, _), weight_of in weights.items():
                 averages.add_change(out, stack.change(weight_of))
-        return set(tasks)
+        return found
+
+    def _span_stacks(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, "_SpanMembers"]]:
+        """Trains the clients whose results are only summed, where the span engine sums them without their rows.
+
+        Yields, for each piece, the stacks with its clients.
+        """
+        places: list[tuple[_Piece, int]] = []
+
+        def tasks() -> Iterator[TrainingTask]:
+            for work, piece in works:
+                if _uses_rows(work) or work.local_test_samples or work.chained or work.averaging is None:
+                    continue
+                honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
+                found = self._span_tasks(work, piece, honest)
+                places.extend((piece, index) for index in found)
+                yield from found.values()
+
+        for first, stack in span.stacks(self.network, tasks()):
+            members = enumerate(places[first : first + len(stack.tasks)])
+            for _, of_piece in itertools.groupby(members, key=lambda member: id(member[1][0])):
+                listed = list(of_piece)
+                yield listed[0][1][0], (stack, {number: index for number, (_, index) in listed})
 
     def _span_tasks(self, work: Train, piece: _Piece, indices: Iterable[int]) -> dict[int, TrainingTask]:
         """The tasks, by position, that the span engine trains together."""
         if self.engine != "span" or work.chained or not span.stackable(self.network):
             return {}
+        self.data = self.federation.at(work.address.round)
         tasks = {i: task for i in indices if (task := self._training_task(work, piece, i))}
         return {i: task for i, task in tasks.items() if span.applies(self.network, task)}
 
@@ -202,27 +286,46 @@ class Worker:
 
     def _invalid_reason(self, result: TrainingResult) -> str | None:
         """Reason why a result is not valid; None for a valid one."""
-        rows = [result.row_P] if result.replacement_P is None else [result.row_P, result.replacement_P]
-        trained = self.network.spec.trained
-        reason = next((found for row_P in rows if (found := invalid_update_reason(row_P, trained))), None)
+        trained, forged_P = self.network.spec.trained, result.replacement_P
+        if result.largest is None:
+            reason = invalid_update_reason(result.row_P, trained)
+        else:
+            reason = invalid_largest_reason(result.largest)
+        if reason is None and forged_P is not None:
+            reason = invalid_update_reason(forged_P, trained)
         reason = reason or _invalid_loss_reason(result.train_loss)
         return reason and f"its update has {reason}"
 
     def train_one(self, task: TrainingTask) -> TrainingResult:
-        """Trains one client, with the span or manual engine where it is configured and applies, else sequentially."""
+        """Trains one client, with the span or manual engine where it is configured and applies, else sequentially.
+
+        Raises DeviceMemoryError where it does not fit into the device, even without the samples of other clients.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return self._train_one(task)
+        memory = self.network.memory
+        self.samples.clear()
+        memory.release()
+        free = memory.free()
+        memory.begin_peak()
+        try:
+            return self._train_one(task)
+        except torch.OutOfMemoryError as error:
+            raise memory.too_small_for(task, free, error) from error
+
+    def _train_one(self, task: TrainingTask) -> TrainingResult:
         engine = {"span": span, "manual": manual}.get(self.engine)
         if engine is None or not engine.applies(self.network, task):
             return next(sequential.train(self.network, [task]))
         return next(engine.train(self.network, [task]))
 
-    def _results(self, work: Train, piece: _Piece, skip: set[int]) -> Iterator[TrainingResult]:
+    def _results(self, work: Train, piece: _Piece, skip: set[int], ahead: "_Ahead | None") -> Iterator[TrainingResult]:
         """Trains the clients of a piece except those to skip. Engines reuse the memory of a result for the next one."""
-        if self.engine == "vectorised" and not work.chained:
-            tasks = {i: task for i in range(len(piece)) if (task := self._training_task(work, piece, i))}
-            positions, stack = list(tasks), list(tasks.values())
-            if len(stack) > 1 and vectorised.refusal(self.network, stack) is None:
-                for result in vectorised.train(self.network, stack):
-                    yield self._attacked(work, piece, replace(result, index=positions[result.index]))
+        if self.engine == "vectorised":
+            ahead = self._ahead([(work, piece)]) if ahead is None else ahead
+            if ahead.has(piece):
+                for result in ahead.of(piece):
+                    yield self._attacked(work, piece, result)
                 return
         indices = [index for index in range(len(piece)) if index not in skip]
         stacked = self._span_tasks(work, piece, indices)
@@ -245,21 +348,46 @@ class Worker:
                 before_P = result.upload_P.clone()
             yield result
 
+    def _train_stacked(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, TrainingResult]]:
+        """Trains the clients of all pieces that the vectorised engine can stack, as many together as there is memory.
+
+        Where pieces are trained on their own, those of one client are left to the sequential engine.
+        """
+        places: deque[tuple[_Piece, int]] = deque()
+        least = 1 if self._stacks_pieces() else 2
+
+        def tasks() -> Iterator[TrainingTask]:
+            for work, piece in works:
+                found = {} if work.chained else self._tasks(work, piece)
+                if len(found) >= least and vectorised.refusal(self.network, list(found.values())) is None:
+                    places.extend((piece, index) for index in found)
+                    yield from found.values()
+
+        on_device = not any(_uses_rows(work) for work, _ in works)
+        for result in vectorised.train(self.network, tasks(), self.train_one, on_device):
+            piece, index = places.popleft()
+            yield piece, replace(result, index=index)
+
+    def _tasks(self, work: Train, piece: _Piece) -> dict[int, TrainingTask]:
+        """The tasks of a piece's valid clients, by position."""
+        self.data = self.federation.at(work.address.round)
+        return {i: task for i in range(len(piece)) if (task := self._training_task(work, piece, i))}
+
     def _attacked(self, work: Train, piece: _Piece, result: TrainingResult) -> TrainingResult:
         """The result; of an attacker, with its forged upload."""
         client = piece.client(result.index)
         if not self.attack.attacks(client, work.address):
             return result
-        sent_P = piece.model(work.start, result.index)
+        sent_P = piece.beside(work.start, result.index, result.upload_P)
         return replace(result, replacement_P=self.attack.upload(client, result.upload_P, sent_P, work.address))
 
     def _training_task(self, work: Train, piece: _Piece, index: int) -> TrainingTask | None:
         """The task of one client; None, and the client is excluded, where its data are not valid."""
-        samples = self._samples(piece, index)
+        samples = self._device_samples(piece, index)
         if samples is None:
             return None
         value, state = piece.value_of(index), work.client_state
-        start_P = with_client_state(piece.model(work.start, index), state, value)
+        start_P = with_client_state(piece.on_device(work.start, index), state, value)
         return TrainingTask(
             piece.client(index),
             start_P,
@@ -268,7 +396,7 @@ class Worker:
             local=work.local,
             address=work.address,
             proximal=tuple(
-                ProximalTask(term.weight, piece.model(term.anchor, index), term.columns, term.follow, term.every)
+                ProximalTask(term.weight, piece.on_device(term.anchor, index), term.columns, term.follow, term.every)
                 for term in work.proximal
             ),
             local_step=work.local_step,
@@ -278,6 +406,21 @@ class Worker:
 
     def _samples(self, piece: _Piece, index: int) -> Samples | None:
         """Training samples of a client, with the labels it trains on; None, and the client is excluded, if invalid."""
+        samples = self._valid_samples(piece, index)
+        return None if samples is None else self._with_labels(piece, index, samples)
+
+    def _device_samples(self, piece: _Piece, index: int) -> Samples | None:
+        """The same, on the network's device where they are kept there."""
+        client = piece.client(index)
+        key = client, self.data.data_version(client)
+        samples = self.samples.get(key)
+        if samples is None:
+            samples = self._valid_samples(piece, index)
+            samples = None if samples is None else self.samples.add(key, samples)
+        return None if samples is None else self._with_labels(piece, index, samples)
+
+    def _valid_samples(self, piece: _Piece, index: int) -> Samples | None:
+        """Training samples of a client as they are read; None, and the client is excluded, if they are not valid."""
         client = piece.client(index)
         with naming_client(client, "reading its data"):
             x, y = self.data.train(client)
@@ -285,7 +428,12 @@ class Worker:
         if reason:
             piece.exclude(index, f"its data have {reason}")
             return None
-        return x, self.attack.labels(client, y, self.federation.shape.num_classes, piece.work.address)
+        return x, y
+
+    def _with_labels(self, piece: _Piece, index: int, samples: Samples) -> Samples:
+        """The samples with the labels that the client trains on."""
+        x, y = samples
+        return x, self.attack.labels(piece.client(index), y, self.federation.shape.num_classes, piece.work.address)
 
     def _average_deferred(self, work: AverageDeferred, piece: _Piece, sums: HostSums) -> Arrays:
         assert work.averaging is not None and isinstance(piece.stored, Mapping)
@@ -305,7 +453,7 @@ class Worker:
         """
         arrays, parts = self._empty(work), {}
         for index in range(len(piece)):
-            if samples := self._samples(piece, index):
+            if samples := self._device_samples(piece, index):
                 parts[index] = tuple(part[: work.max_samples] for part in samples)
         frozen = self._frozen_logits(piece, {index: x for index, (x, _) in parts.items()})
         for model in range(work.num_models if parts else 0):
@@ -366,7 +514,7 @@ class Worker:
         return arrays
 
     def _tuning_task(self, work: EvaluateClients, piece: _Piece, index: int, start_P: Tensor) -> TrainingTask | None:
-        samples = self._samples(piece, index)
+        samples = self._device_samples(piece, index)
         if samples is None:
             return None
         assert work.tune is not None and work.steps_M is not None
@@ -410,6 +558,37 @@ class Worker:
             logits = self._predictor(work, piece, index, piece.model(work.start, index))
             arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits, x, y, shape.num_classes)
         return arrays
+
+
+_SpanMembers = tuple[
+    span.Stack, dict[int, int]
+]  # a stack, and the positions of a piece's clients by their number in it
+
+
+class _Ahead:
+    """Results of the clients of several pieces that are trained together, in the order of the pieces."""
+
+    def __init__(self, results: Iterator[tuple[_Piece, Any]]):
+        self._results = results
+        self._next: tuple[_Piece, Any] | None = None
+
+    def has(self, piece: _Piece) -> bool:
+        """Whether the next result is of this piece."""
+        if self._next is None:
+            self._next = next(self._results, None)
+        return self._next is not None and self._next[0] is piece
+
+    def of(self, piece: _Piece) -> Iterator[Any]:
+        """The results of this piece."""
+        while self.has(piece):
+            assert self._next is not None
+            (_, result), self._next = self._next, None
+            yield result
+
+
+def _uses_rows(work: Train) -> bool:
+    """Whether more is done with the clients' rows than adding them up and testing them."""
+    return bool(work.features or work.client_state or work.upload_distances or work.defer_aggregation)
 
 
 def _invalid_loss_reason(loss: float) -> str | None:

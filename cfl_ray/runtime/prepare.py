@@ -50,13 +50,14 @@ class Setup:
         clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
         return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
 
-    def network(self, device: str = "cpu") -> Network:
+    def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
         """A new network that any model of the experiment can be loaded into."""
-        return Network(self.recipe, self.federation.shape.input, device, self.federation.shape.dtype)
+        shape, precision = self.federation.shape, self.experiment.runtime.precision
+        return Network(self.recipe, shape.input, device, shape.dtype, precision, memory_share)
 
-    def worker(self, device: str = "cpu", engine: str = "sequential") -> Worker:
-        """A new worker for one process."""
-        return Worker(self.network(device), self.federation, engine, self.attack)
+    def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
+        """A new worker for one process. memory_share: of the device's memory that the process may use."""
+        return Worker(self.network(device, memory_share), self.federation, engine, self.attack)
 
     @property
     def attack(self) -> Attack:
@@ -188,6 +189,7 @@ def _check_attack(attack: Attack, count: int) -> None:
 def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice]) -> autotune.EngineChoice:
     """The configured engine, or the measured one.
 
+    device: name of the device of the hosts.
     A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
     the run goes on with its own measurement.
     """
@@ -195,7 +197,7 @@ def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.Eng
     if wanted != "auto":
         return autotune.EngineChoice(wanted, f"{wanted}: as configured")
     file = Path(setup.experiment.output) / "engine-choices.json"
-    key = autotune.cache_key(setup.network(device), setup.local, setup.division)
+    key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
     known = {}
     with suppress(DataError, OSError):
         known = read_json(file) or {}

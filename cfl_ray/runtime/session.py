@@ -8,6 +8,7 @@ from typing import Protocol
 from cfl_ray.core.threads import one_thread
 from cfl_ray.engine import autotune
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.engine.precision import products_in
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
@@ -45,13 +46,14 @@ class InProcessSession:
 
     def __init__(self, setup: Setup, run_dir: Path | None):
         self.setup, self.run_dir = setup, run_dir
-        self.threads = ExitStack()
-        self.threads.enter_context(one_thread())  # as on a host
+        self.settings = ExitStack()  # as on a host
+        self.settings.enter_context(one_thread())
+        self.settings.enter_context(products_in(setup.experiment.runtime.precision))
         self.device = compute_device(setup.experiment, has_gpu=True)
         self.worker = setup.worker(self.device)
         self.choice = engine_choice(
             setup,
-            self.device,
+            autotune.device_name(self.device),
             lambda: autotune.measure(
                 self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
             ),
@@ -74,7 +76,7 @@ class InProcessSession:
         return self.loop.advance()
 
     def facts(self) -> dict[str, str]:
-        return {"hosts": "this process", "device": self.device, "engine": self.choice.reason}
+        return {"hosts": "this process", "device": autotune.device_name(self.device), "engine": self.choice.reason}
 
     def close(self) -> None:
-        self.threads.close()
+        self.settings.close()

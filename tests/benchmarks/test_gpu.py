@@ -33,23 +33,50 @@ WITHOUT_THEM = f"import runpy, sys; sys.modules |= dict.fromkeys({ABSENT}); sys.
 WITHOUT_THEM += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-@pytest.mark.parametrize("options", [[], ["--bf16", "--data", "host"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--precision", "bf16", "--data", "host", "--processes"]], ids=" ".join)
 def test_needs_torch_and_numpy_alone(options, tmp_path):
     command = [sys.executable, "-c", WITHOUT_THEM, ROOT / "benchmarks" / "gpu.py", "W1", "femnist", "--device", "cpu"]
-    command += ["--clients", "4", "--rounds", "1", "--pieces", "2", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([*command, "--quick", *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
     found = json.loads(last)
-    assert found["bf16"] is bool(options) and found["device"] == "cpu" and len(table) == 2 + len(found["figures"])
-    rows = {(row["workload"], row["engine"], row["piece"]): row for row in found["figures"]}
+    assert found["quick"] and found["device"] == "cpu" and len(table) == 2 + len(found["figures"])
+    rows = {(row["workload"], row["way"], row["most"]): row for row in found["figures"]}
     for workload in ("W1", "femnist"):
-        assert rows[workload, "bare loop", None]["seconds"] > 0
-        assert rows[workload, "sequential", 4]["seconds"] > 0
-    if not options:  # the rounding of bfloat16 is as large as the change of so few steps
-        assert rows["W1", "span", 2]["distance"] < 1e-3
+        for way in ("bare loop", "sequential", *([] if options else ["2 processes"])):
+            row = rows[workload, way, None]
+            assert (
+                row["seconds"] > 0 and row["memory_mb"] > 10 and row["precision"] == ("bf16" if options else "float32")
+            )
+        assert rows[workload, "vectorised", 2]["stack"] == 2 and rows[workload, "vectorised", 4]["stack"] == 4
+    if not options:
+        assert all(rows["W1", "span", most]["distance"] < 1e-3 for most in (None, 2, 4))
         assert all(rows[workload, "vectorised", 2]["distance"] < 1e-3 for workload in ("W1", "femnist"))
+    else:
+        assert rows["W1", "span", None]["note"] == "does not apply"
     assert rows["femnist", "span", None]["note"] == "does not apply"
+
+
+def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch):
+    arguments = gpu.arguments_of(["--device", "cpu"])
+    assert arguments.workloads == ["W1", "W2", "W3", "femnist"] and arguments.processes == (2, 4)
+    assert (arguments.precision, arguments.rounds, arguments.stacks) == (("float32",), 3, (16, 64, 256))
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    arguments = gpu.arguments_of([])
+    assert (arguments.device, arguments.precision) == ("cuda", ("float32", "tf32", "bf16"))
+    configured = RuntimeConfig.model_fields["precision"].annotation
+    assert set(arguments.precision) == set(get_args(configured))
+
+
+def test_processes_and_one_process_compute_the_same_sums():
+    """Without shuffling: the shares of the clients are all clients."""
+    arguments = gpu.arguments_of(["W1", "--device", "cpu", "--quick"])
+    whole = gpu.Case("W1", arguments)
+    start = gpu.bare_start(whole.work)
+    expected = gpu.Bare(whole, "float32").sum_of(range(4), start)
+    shares = [gpu.Bare(gpu.Case("W1", arguments, (number, 2)), "float32") for number in range(2)]
+    parts = [bare.sum_of([number, number + 2], start) for number, bare in enumerate(shares)]
+    assert all(gpu.torch.allclose(sum(part), total, atol=1e-4) for part, total in zip(zip(*parts), expected))
 
 
 def test_the_engines_are_those_of_the_configuration():
@@ -65,7 +92,7 @@ def test_out_of_memory_is_reported():
             raise ValueError("client 0 failed") from error
         yield
 
-    arguments = gpu.argparse.Namespace(device="cpu", clients=2, data="device")
-    figure = gpu.measure(gpu.Case("W2", arguments), "vectorised", 2, rounds, 1)
+    case = gpu.Case("W2", gpu.arguments_of(["W2", "--device", "cpu", "--quick"]))
+    figure = gpu.measure(case, gpu.Figure("W2", "float32", "vectorised"), rounds, 1)
     assert (figure.note, figure.seconds) == ("out of memory", None)
     assert "out of memory" in gpu._row(figure, 1.0)

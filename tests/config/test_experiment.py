@@ -338,6 +338,7 @@ class TestHash:
         [
             "runtime.hosts=3",
             "runtime.engine=vectorised",
+            "runtime.precision=float32",
             "tracking.enabled=false",
             "output=elsewhere",
             "name=other",
@@ -364,6 +365,8 @@ class TestHash:
             "evaluation.every=2",
             "attack.kind=scaled",
             "methods=[{fedavg: {aggregation: median}}]",
+            "runtime.precision=tf32",
+            "runtime.precision=bf16",
         ],
     )
     def test_changes_with_what_can_change_a_result(self, override):

@@ -1,9 +1,11 @@
 """The choice of the engine: which ones are timed, on what, and which one is taken."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_memory import FakeMemory, install
 from federations import uneven
 from torch import nn
 
@@ -97,6 +99,68 @@ def test_a_slow_engine_is_timed_once(monkeypatch):
     assert calls == {"fast": 1 + 6, "close": 1 + 6, "slow": 1 + 2}  # a piece, and three times or once two pieces
     calls.clear()
     assert autotune._seconds(runs({"long": 1.0}), four_tasks, network) == {"long": 1.0} and calls == {"long": 1 + 2}
+
+
+def test_on_a_gpu_times_end_when_it_is_done(monkeypatch):
+    """A run only queues its work; the clock is that of the wall. What was queued before does not count."""
+    now, queued = [0.0], [0.0]
+
+    def done(_):
+        now[0], queued[0] = now[0] + queued[0], 0.0
+
+    monkeypatch.setattr(autotune.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", done)
+
+    def queues(seconds):
+        return autotune._Run(2, lambda part: queued.__setitem__(0, queued[0] + seconds * len(part)))
+
+    network = SimpleNamespace(device=torch.device("cuda"))
+    found = autotune._seconds({"fast": queues(0.01), "slow": queues(0.03)}, [None] * 4, network)
+    assert found == pytest.approx({"fast": 0.01, "slow": 0.03})
+
+
+@pytest.mark.parametrize(
+    "division, expected",
+    [
+        (autotune.Division(200), {"sequential": 1, "span": 200, "manual": 1, "vectorised": 200}),
+        (autotune.Division(10_000), {"sequential": 8, "span": 256, "manual": 8, "vectorised": 256}),
+        (autotune.Division(200, True), dict.fromkeys(("sequential", "span", "manual", "vectorised"), 1)),
+    ],
+    ids=["a cohort", "a large cohort", "one client per host"],
+)
+def test_where_pieces_are_stacked_the_measurement_has_full_stacks(division, expected):
+    network = Network(mlp(), (36,))
+    network.memory = FakeMemory(10**9)
+    assert {engine: division.together(engine, network) for engine in expected} == expected
+    network = Network(mlp(), (36,))
+    assert all(division.together(engine, network) == division.size(engine) for engine in expected)
+
+
+def test_the_measurement_of_stacks_runs(monkeypatch):
+    """The vectorised engine is given the whole cohort, in stacks of the memory's size."""
+    network, memory = Network(mlp(nn.GELU), (36,)), FakeMemory(1000, need=100)
+    install(monkeypatch, memory, network)
+    monkeypatch.setattr(autotune, "_too_slow_in_a_stack", lambda *_: None)
+    choice = autotune.measure(network, uneven([9] * 30, (36,)), LocalSGD(batch_size=4), 0, autotune.Division(30))
+    assert "vectorised" in choice.reason and set(memory.stacks) == {2, 7}  # the trial, and 0.7 of 1,000 bytes
+
+
+def test_the_key_names_the_device_of_the_hosts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a host")
+    names = [autotune.device_name(device) for device in ("cpu", "cuda")]
+    assert names == ["cpu", "cuda, GPU of a host"]
+    network = Network(mlp(), (36,))
+    keys = [autotune.cache_key(network, LocalSGD(), PIECES, name) for name in names]
+    assert keys[0] == autotune.cache_key(network, LocalSGD(), PIECES) and keys[1].startswith(f"{names[1]}, torch ")
+
+
+def test_precision_is_part_of_the_key_and_of_what_applies(monkeypatch):
+    timed, networks = [], {p: Network(mlp(), (36,), precision=p) for p in ("float32", "tf32", "bf16")}
+    assert len({autotune.cache_key(network, LocalSGD(), PIECES) for network in networks.values()}) == 3
+    monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: (timed.extend(runs), dict.fromkeys(runs, 1e-5))[1])
+    autotune.measure(networks["bf16"], uneven([9, 6, 7], (36,)), LocalSGD(epochs=3), 0, PIECES)
+    assert timed == ["sequential"]
 
 
 def test_every_size_of_pieces_is_measured_anew():

@@ -42,6 +42,14 @@ def sequential_rows(network: Network, tasks) -> torch.Tensor:
     return torch.stack([result.row_P.clone() for result in sequential.train(network, tasks)])
 
 
+@pytest.fixture(params=["one by one", "together"])
+def steps(request, monkeypatch) -> str:
+    """How the steps of a stack are made: as on a CPU, and as on a GPU."""
+    monkeypatch.setattr(span, "_together", lambda network: request.param == "together")
+    return request.param
+
+
+@pytest.mark.usefixtures("steps")
 class TestStack:
     @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
     @pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 1, 1, 0)])
@@ -67,6 +75,26 @@ class TestStack:
         rows = torch.stack([result.row_P for result in span.train(network, tasks)])
         assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
 
+    @pytest.mark.parametrize(
+        "rest", [lambda: [nn.Tanh(), nn.Linear(8, 3, bias=False)], lambda: []], ids=["Tanh", "none"]
+    )
+    def test_with_other_layers_after_the_first(self, rest):
+        for bias in (True, False):
+            network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8, bias), *rest()), FLAT)
+            tasks = tasks_of(network, LOCALS["momentum and weight decay"])
+            rows = torch.stack([result.row_P for result in span.train(network, tasks)])
+            assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("columns", ["head", "base"])
+    def test_with_proximal_terms_on_columns(self, columns):
+        network = Network(mlp, FLAT)
+        terms = (ProximalTask(0.3, network.new_model(5, 0), getattr(network.spec, columns)),) * 2
+        tasks = tasks_of(network, proximal=terms)
+        stack, rows = span.Stack(network, tasks), sequential_rows(network, tasks)
+        assert torch.allclose(torch.stack([stack.row(i) for i in range(4)]), rows, rtol=0, atol=1e-5)
+        losses = [result.train_loss for result in sequential.train(network, tasks)]
+        assert stack.losses == pytest.approx(losses, abs=1e-5)
+
     def test_without_onednn(self, monkeypatch):
         network = Network(mlp, FLAT)
         tasks = tasks_of(network)
@@ -74,7 +102,9 @@ class TestStack:
         rows = torch.stack([result.row_P for result in span.train(network, tasks)])
         assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
 
-    def test_holds_a_limited_number_of_samples(self, monkeypatch):
+    def test_holds_a_limited_number_of_samples(self, steps, monkeypatch):
+        if steps == "together":
+            pytest.skip("limited by the memory: tests/engine/test_device_memory.py")
         network = Network(mlp, FLAT)
         tasks = tasks_of(network)
         monkeypatch.setattr(span, "_STACKED_SAMPLES", 14)
@@ -85,6 +115,7 @@ class TestStack:
         assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("steps")
 class TestValidity:
     def stack(self, change) -> span.Stack:
         """Two valid clients after one that trains on changed inputs."""
@@ -115,6 +146,7 @@ class TestValidity:
         assert "beyond 2^14" in stack.invalid_reason(0)
 
 
+@pytest.mark.usefixtures("steps")
 class TestWorker:
     def averages(self, engine: str, attack: Attack) -> torch.Tensor:
         stage = Stage(uneven([10, 3, 18, 7, 9], FLAT), mlp, LocalSGD(epochs=3, lr=0.2), engine)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from cfl_ray import simulate
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.runtime.prepare import compute_device, engine_choice, prepare
@@ -62,3 +63,23 @@ def test_the_device(experiment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="runtime.device: cuda, but torch finds no GPU"):
         compute_device(experiment(runtime={"device": "cuda"}), has_gpu=True)
+
+
+def test_precision_and_share_of_memory_reach_the_network(experiment):
+    for precision in ("float32", "bf16"):
+        setup = prepare(experiment(runtime={"precision": precision}))
+        network = setup.worker(memory_share=0.25).network
+        assert (network.precision, network.memory.share) == (precision, 0.25)
+        assert setup.network().memory.share == 1
+
+
+def test_a_run_trains_in_its_precision(experiment):
+    """On a CPU, bf16 changes the figures and tf32 does not. Afterwards, PyTorch's settings are as before."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before, losses = (matmul.allow_tf32, cudnn.allow_tf32), []
+    for precision in ("float32", "tf32", "bf16"):
+        runtime = {"precision": precision, "engine": "sequential"}
+        results = simulate(experiment(methods=["fedavg"], rounds=1, runtime=runtime))
+        losses.append(results["fedavg"].final["train_loss"])
+    assert losses[0] == losses[1] != losses[2] == pytest.approx(losses[0], rel=0.05)
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == before

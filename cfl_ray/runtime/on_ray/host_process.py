@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from cfl_ray.core.errors import UserError
 from cfl_ray.core.work import CombineColumns, PieceResult, Work
 from cfl_ray.engine import autotune
 from cfl_ray.engine.pieces import exclusions_of, gather
+from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
@@ -39,14 +40,18 @@ class HostProcess:
         _keep_freed_memory()
         self.setup: Setup = fetch(packed[0])
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
-        self.worker = self.setup.worker(self.device, engine)
+        runtime = self.setup.experiment.runtime
+        self.settings = ExitStack()  # until the process ends
+        self.settings.enter_context(products_in(runtime.precision))
+        self.worker = self.setup.worker(self.device, engine, min(runtime.gpus_per_host or 1.0, 1.0))
         self.sums = HostSums()
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.rows: dict[tuple[int, int], Tensor] = {}
 
     def about(self) -> dict[str, Any]:
         """Node, process id and device of this host."""
-        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid(), "device": self.device}
+        node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "pid": os.getpid(), "device": autotune.device_name(self.device)}
 
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""
@@ -95,18 +100,18 @@ class HostProcess:
             self._fetch_files(work.ids_M)
         sums = HostSums() if return_sums else self.sums
         results, states, deferred = [], {}, {}
-        for part in np.split(np.arange(len(index_m)), cuts):
+
+        def stored_of(part: np.ndarray) -> LazyTensors | dict[int, Tensor]:
             if isinstance(work, CombineColumns):
-                values: LazyTensors | dict[int, Tensor] = LazyTensors(stored[0], list(places.values()))
-            else:
-                at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
-                values = {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
-            result, kept = self.worker.run(
-                work.take(part), part, lambda table, row: self._row(models, table, row), values, sums
-            )
+                return LazyTensors(stored[0], list(places.values()))
+            at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
+            return {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
+
+        pieces = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
+        for result, kept in self.worker.run_all(pieces, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
-            states.update({int(part[i]): value for i, value in kept.states.items()})
-            deferred.update({int(part[i]): value for i, value in kept.deferred.items()})
+            states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
+            deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
         arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
         whole = PieceResult(index_m, arrays, exclusions_of(results), seconds), totals

@@ -90,3 +90,11 @@ def test_hosts_do_not_change_a_bit_of_robust_averages_among_attackers(experiment
     assert len({str(expected[label]) for label in expected if label.startswith("fedavg")}) == len(RULES)
     assert all("accuracy_honest" in metrics for rounds in expected.values() for _, metrics in rounds)
     assert figures(run(experiment(**changes, runtime={"hosts": 3}))) == expected
+
+
+def test_hosts_train_in_the_precision_of_the_run(experiment, figures, cluster):
+    def figures_of(carry_out, precision):
+        runtime = {"hosts": 2, "engine": "sequential", "precision": precision}
+        return figures(carry_out(experiment(methods=["fedavg"], rounds=1, runtime=runtime)))
+
+    assert figures_of(run, "bf16") == figures_of(simulate, "bf16") != figures_of(simulate, "float32")

@@ -1,0 +1,157 @@
+"""Memory of a device: what is free, what the training of one client needs, and so how many clients are stacked.
+
+A stack is what an engine trains in one go on the device. It is not the unit of the sums: these are formed piece by
+piece (`engine.pieces`), client after client, whatever the stacks were.
+"""
+
+import gc
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.engine.task import TrainingTask
+
+_PROBE = 4  # clients of the stack in which the need of one client is measured
+_USED = 0.7  # share of the free memory that a stack is planned to fill; the rest is for unequal clients and fragments
+
+Result = TypeVar("Result")
+
+
+class DeviceMemoryError(ClientFailure):
+    """The device has too little memory for a single client."""
+
+
+@dataclass
+class _Known:
+    """Findings about stacks of one kind of client."""
+
+    need: int  # bytes of one client
+    limit: int | None = None  # most clients, once a larger stack did not fit
+
+
+class DeviceMemory:
+    """Memory of one device, as this process may use it.
+
+    share: of the device's memory, at most 1; the other client hosts on the device have the rest.
+    most: clients of a stack; None: as many as fit.
+    """
+
+    def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
+        self.device, self.share, self.most = device, share, most
+        self.known: dict[Hashable, _Known] = {}
+        self._before = 0
+        self.largest = 0  # clients of the largest stack that was trained
+
+    @property
+    def measurable(self) -> bool:
+        """Whether stacks are as large as this memory allows; elsewhere an engine is given one piece at a time."""
+        return self.device.type == "cuda"
+
+    def free(self) -> int:
+        """Bytes that this process can still use, with those that PyTorch's allocator reuses; 0 where not measured."""
+        if not self.measurable:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        used = torch.cuda.memory_allocated(self.device)
+        reusable = torch.cuda.memory_reserved(self.device) - used
+        return max(min(free + reusable, int(self.share * total) - used), 0)
+
+    def begin_peak(self) -> None:
+        """Begins a measurement of the peak."""
+        if not self.measurable:
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Most bytes in use since the measurement began, beyond those in use then; 0 where it is not measured."""
+        if not self.measurable:
+            return 0
+        return torch.cuda.max_memory_allocated(self.device) - self._before
+
+    def release(self) -> None:
+        """Gives back what PyTorch's allocator holds for reuse, and what an error left behind."""
+        if self.measurable:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def stack_size(self, kind: Hashable) -> int | None:
+        """Most clients of the next stack of this kind; None where there is no limit."""
+        if not self.measurable:
+            return None
+        known = self.known.get(kind)
+        size = _PROBE if known is None else max(int(_USED * self.free()) // known.need, 1)
+        limits = (self.most, None if known is None else known.limit)
+        return min([size, *(limit for limit in limits if limit is not None)])
+
+    def did_not_fit(self, kind: Hashable, size: int) -> None:
+        """Notes that a stack of `size` clients ran out of memory: half of them is the most from now on."""
+        self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
+        self.release()
+
+    def too_small_for(self, task: TrainingTask, limit: int, error: BaseException) -> DeviceMemoryError:
+        """The error of a client that does not fit alone. limit: bytes that were free before it."""
+        return DeviceMemoryError(
+            f"client {task.client} does not fit into the memory of {self.device}: training this one client, with "
+            f"{len(task.y)} samples and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than the "
+            f"{self.peak() / 2**20:.1f} MiB that it had reached, and {limit / 2**20:.1f} MiB were free for this "
+            f"process ({str(error).splitlines()[0]}). Use smaller batches (local.batch_size), a smaller model, fewer "
+            "hosts on the GPU (runtime.gpus_per_host), or runtime.device: cpu"
+        )
+
+
+def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
+    """Key of the memory that one of these clients needs, with its samples rounded up to a power of two."""
+    first = tasks[0]
+    samples = max(len(task.y) for task in tasks)
+    batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
+    extras = (first.batches_per_step, bool(first.local.momentum), len(first.proximal), first.frozen_P is not None)
+    return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
+
+
+def in_stacks(
+    memory: DeviceMemory,
+    tasks: Iterable[TrainingTask],
+    train: Callable[[list[TrainingTask]], Result],
+    alone: Callable[[TrainingTask], Result],
+    engine: str,
+) -> Iterator[tuple[list[TrainingTask], Result]]:
+    """Trains all tasks, as many in one go as the memory allows. Yields each stack with its result, in order.
+
+    A stack that runs out of memory is trained again in halves: every random draw has an address, so nothing changes.
+    alone: trains a client that does not fit as a stack of one.
+    engine: engines need different amounts of memory.
+    """
+    source, waiting = iter(tasks), list[TrainingTask]()
+    while True:
+        waiting += itertools.islice(source, max(_PROBE - len(waiting), 0))
+        if not waiting:
+            return
+        kind = (engine, kind_of(waiting[:_PROBE]))
+        size = memory.stack_size(kind)
+        waiting += itertools.islice(source, None if size is None else max(size - len(waiting), 0))
+        stack = waiting[:size]
+        measured = memory.measurable and kind not in memory.known
+        if measured:
+            memory.begin_peak()
+        try:
+            result = train(stack)
+        except torch.OutOfMemoryError:
+            fits = False
+        else:
+            fits = True
+        if not fits:  # outside the handler: the error holds the tensors of the stack
+            memory.did_not_fit(kind, len(stack))
+            if len(stack) > 1:
+                continue
+            result = alone(stack[0])
+        elif measured:
+            memory.known[kind] = _Known(max(memory.peak() // len(stack), 1))
+        memory.largest = max(memory.largest, len(stack))
+        del waiting[: len(stack)]
+        yield stack, result
+        del stack, result  # before the next stack is trained

@@ -1,0 +1,55 @@
+"""Rows and samples of several clients in one tensor on the device; a row that several of them use is copied once."""
+
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
+
+
+def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -> Tensor:
+    """These rows (m, P) on the device. Rows are the same where they have one address in memory.
+
+    copies: each is a copy of its own, which may be changed; otherwise they may share memory.
+    """
+    number_of: dict[int, int] = {}
+    which_m = [number_of.setdefault(row_P.data_ptr(), len(number_of)) for row_P in rows]
+    firsts = [which_m.index(number) for number in range(len(number_of))]
+    if len(firsts) == 1:
+        one_P = rows[0].to(device).expand(len(rows), -1)
+        return one_P.clone(memory_format=torch.contiguous_format) if copies else one_P
+    if len(firsts) == len(rows):
+        return torch.stack([row_P.to(device) for row_P in rows])
+    distinct_KP = torch.stack([rows[first].to(device) for first in firsts])
+    return distinct_KP[torch.tensor(which_m, device=device)]
+
+
+def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One tensor (m, n, ...) on the device of parts (n_i, ...), padded with zeros.
+
+    Where all parts are elsewhere, they are copied to the device at once.
+    """
+    most, first = max(map(len, parts)), parts[0]
+    where = next((part.device for part in parts if part.device == device), first.device)
+    whole = first.new_zeros(len(parts), most, *first.shape[1:], device=where)
+    for index, part in enumerate(parts):
+        whole[index, : len(part)] = part
+    return whole.to(device)
+
+
+class DeviceRows:
+    """Rows of a work's tables on the device, copied there once while anything uses them."""
+
+    def __init__(self, device: torch.device, lookup: RowLookup):
+        self.device, self.lookup = device, lookup
+        self._present: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+
+    def __call__(self, table: int, row: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self.lookup(table, row)
+        found = self._present.get((table, row))
+        if found is None:
+            self._present[table, row] = found = self.lookup(table, row).to(self.device)
+        return found

@@ -1,0 +1,61 @@
+"""Clients' training samples on the device, so that they are copied there once and not in every round."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from cfl_ray.engine.device_memory import DeviceMemory
+
+Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
+
+_SHARE = 0.3  # of the memory that is free at the first client
+
+
+class SampleCache:
+    """Samples by client and version of its data. Where they exceed the limit, the least recently used are dropped.
+
+    Nothing is kept where the samples are used where they are read, on a CPU.
+
+    limit: bytes; None: a share of the memory that is free when the first client is added.
+    """
+
+    def __init__(self, memory: DeviceMemory, limit: int | None = None):
+        self.memory, self.limit = memory, limit
+        self.used = 0  # bytes
+        self._kept: OrderedDict[Hashable, tuple[Samples, int]] = OrderedDict()  # with the count of changes in place
+
+    def get(self, key: Hashable) -> Samples | None:
+        """The samples under this key; None where they are not here."""
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        samples, version = self._kept[key]
+        if samples[0]._version == version:
+            return samples
+        self._drop(key)  # a network that begins with an operation in place has changed them
+        return None
+
+    def add(self, key: Hashable, samples: Samples) -> Samples:
+        """The samples: on the device and kept, where they fit; else as they are."""
+        if self.limit is None:
+            self.limit = int(_SHARE * self.memory.free())
+        x, y = samples
+        size = x.nbytes + y.nbytes
+        if size > self.limit:
+            return samples
+        while self._kept and self.used + size > self.limit:
+            self._drop(next(iter(self._kept)))
+        moved = x.to(self.memory.device), y.to(self.memory.device)
+        self._kept[key] = moved, moved[0]._version
+        self.used += size
+        return moved
+
+    def _drop(self, key: Hashable) -> None:
+        (x, y), _ = self._kept.pop(key)
+        self.used -= x.nbytes + y.nbytes
+
+    def clear(self) -> None:
+        """Drops all samples."""
+        self._kept.clear()
+        self.used = 0

@@ -1,0 +1,152 @@
+"""The steps of the span engine for many clients at once, for devices on which few large operations are fast.
+
+The formulas are those of `engine.span`. Clients of unequal numbers of samples are padded: a sample that is not there is
+0 and has weight 0, so its column of C stays 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.engine import sequential
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.rows import padded, rows_on
+from cfl_ray.engine.task import TrainingTask
+
+# Letters here, beside those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
+# clients, J the start and the anchors, Q parameters after the first layer's weights.
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Trained clients: of each, the coefficients of the first layer's weights, and the other parameters."""
+
+    x_ND: Tensor
+    c_HN: Tensor
+    a_mJ: Tensor
+    others_mQ: Tensor
+    loss_m: Tensor
+    width: int  # samples of one client, with padding
+
+
+def train_together(
+    network: Network, tasks: Sequence[TrainingTask], terms: Sequence[Sequence[tuple[Tensor, float]]]
+) -> Coefficients:
+    """Trains all tasks together. terms: of each client, its start and anchors with the weights of their terms."""
+    device, local = network.device, tasks[0].local
+    x_mnD = padded([task.x.flatten(1) for task in tasks], device)
+    gradient = _Rest(network, tasks, x_mnD.shape[1])
+    z_mJnH = _outputs(network, terms, x_mnD)
+    gram_mnn = torch.bmm(x_mnD, x_mnD.mT)
+    weight_J = torch.tensor([weight for _, weight in terms[0]], device=device)  # that of the start is 0
+    decay = local.weight_decay + sum(weight for _, weight in terms[0])
+    size = network.spec.ends[0]
+    w_mQ = rows_on(device, [task.start_P for task in tasks])[:, size : network.spec.trained].contiguous()
+    proximal = _others_proximal(network, tasks, size)
+    a_mJ = torch.zeros(len(tasks), len(weight_J), device=device)
+    a_mJ[:, 0] = 1
+    c_mnH = torch.zeros_like(z_mJnH[:, 0])
+    moving = [a_mJ, c_mnH, w_mQ]
+    velocity = [torch.zeros_like(values) for values in moving] if local.momentum else None
+    steps_m = torch.tensor([task.steps for task in tasks], device=device)
+    last_m = torch.zeros(len(tasks), device=device)
+    for number in range(max(task.steps for task in tasks)):
+        z_mnH = torch.baddbmm((a_mJ[:, :, None, None] * z_mJnH).sum(1), gram_mnn, c_mnH)
+        loss_m, step_mQ, step_mnH = gradient(w_mQ, z_mnH)
+        if local.weight_decay:
+            step_mQ = step_mQ.add(w_mQ, alpha=local.weight_decay)
+        for start, stop, weight, anchor_mP in proximal:
+            step_mQ[:, start - size : stop - size] += weight * (
+                w_mQ[:, start - size : stop - size] - anchor_mP[:, start:stop]
+            )
+        step = [a_mJ * decay - weight_J, step_mnH.add(c_mnH, alpha=decay), step_mQ]
+        active_m = number < steps_m
+        last_m = torch.where(active_m, loss_m, last_m)
+        if velocity is not None:
+            torch._foreach_mul_(velocity, local.momentum)
+            torch._foreach_add_(velocity, step)
+            step = velocity
+        for values, change in zip(moving, step, strict=True):
+            values.sub_(change * (local.lr * active_m).view(-1, *[1] * (change.ndim - 1)))
+    del gradient.gradient  # it refers to `gradient`: samples would stay until the garbage collector runs
+    c_HN = c_mnH.flatten(0, 1).T.contiguous()
+    return Coefficients(x_mnD.flatten(0, 1), c_HN, a_mJ, w_mQ, last_m, x_mnD.shape[1])
+
+
+def _outputs(network: Network, terms: Sequence[Sequence[tuple[Tensor, float]]], x_mnD: Tensor) -> Tensor:
+    """The first layer's outputs (m, J, n, H) under the start and the anchors of each client, row by distinct row."""
+    shape = network.spec.shapes[0]
+    z_mJnH = x_mnD.new_empty(len(terms), len(terms[0]), x_mnD.shape[1], shape[0])
+    for j in range(len(terms[0])):
+        rows: dict[int, Tensor] = {}
+        users: dict[int, list[int]] = {}
+        for client, of_client in enumerate(terms):
+            row_P = of_client[j][0]
+            rows[row_P.data_ptr()] = row_P
+            users.setdefault(row_P.data_ptr(), []).append(client)
+        for address, row_P in rows.items():
+            weight_HD = row_P[: network.spec.ends[0]].to(x_mnD.device).view(shape)
+            if len(rows) == 1:
+                z_mJnH[:, j] = x_mnD @ weight_HD.T
+            else:
+                index = torch.tensor(users[address], device=x_mnD.device)
+                z_mJnH[index, j] = x_mnD[index] @ weight_HD.T
+    return z_mJnH
+
+
+def _others_proximal(
+    network: Network, tasks: Sequence[TrainingTask], size: int
+) -> list[tuple[int, int, float, Tensor]]:
+    """Ranges of columns after the first layer's weights, each with a proximal term's weight and anchors (m, P)."""
+    found = []
+    for which, term in enumerate(tasks[0].proximal):
+        anchor_mP = rows_on(network.device, [task.proximal[which].anchor_P for task in tasks], copies=False)
+        ranges = ((0, network.spec.trained),) if term.columns is None else term.columns.ranges
+        for start, stop in ranges:
+            start, stop = max(start, size), min(stop, network.spec.trained)
+            if start < stop:
+                found.append((start, stop, term.weight, anchor_mP))
+    return found
+
+
+class _Rest:
+    """Losses and gradients of all clients, from the first layer's outputs on."""
+
+    def __init__(self, network: Network, tasks: Sequence[TrainingTask], width: int):
+        assert isinstance(network.module, nn.Sequential)
+        position, spec = next(i for i, layer in enumerate(network.module) if isinstance(layer, nn.Linear)), network.spec
+        self.rest = network.module[position + 1 :].train()
+        key = spec.names[0].removesuffix("weight")
+        self.bias = f"{key}bias" if f"{key}bias" in spec.names else None
+        first = spec.ends[0]
+        self.columns = [
+            (name, shape, start - first, stop - first)
+            for name, shape, start, stop in zip(spec.names[1:], spec.shapes[1:], spec.ends, spec.ends[1:], strict=False)
+        ]
+        self.y_mn = padded([task.y for task in tasks], network.device)
+        weights = [torch.full((len(task.y),), 1 / len(task.y)) for task in tasks]
+        self.weight_mn = padded(weights, network.device)
+        frozen = [logits for task in tasks if (logits := sequential.frozen_logits(network, task)) is not None]
+        self.frozen_mnC = padded(frozen, network.device) if frozen else None
+        in_dims = (0, 0, 0, 0, 0 if frozen else None)
+        self.gradient = vmap(grad_and_value(self._loss, argnums=(0, 1)), in_dims=in_dims)
+
+    def _loss(
+        self, params: dict[str, Tensor], z_nH: Tensor, y_n: Tensor, weight_n: Tensor, frozen_nC: Tensor | None
+    ) -> Tensor:
+        """Loss of one client."""
+        z_nH = z_nH if self.bias is None else z_nH + params[self.bias]
+        of_rest = {name: value for name, value in params.items() if name != self.bias}
+        logits_nC = functional_call(self.rest, of_rest, (z_nH,))
+        logits_nC = logits_nC if frozen_nC is None else logits_nC + frozen_nC
+        return (cross_entropy(logits_nC, y_n, reduction="none") * weight_n).sum()
+
+    def __call__(self, w_mQ: Tensor, z_mnH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses (m,), and gradients at the other parameters (m, Q) and at the first layer's outputs (m, n, H)."""
+        params = {name: w_mQ[:, start:stop].unflatten(1, shape) for name, shape, start, stop in self.columns}
+        (grads, grad_mnH), loss_m = self.gradient(params, z_mnH, self.y_mn, self.weight_mn, self.frozen_mnC)
+        return loss_m, torch.cat([grads[name].flatten(1) for name, *_ in self.columns] or [w_mQ[:, :0]], 1), grad_mnH

@@ -1,0 +1,292 @@
+"""Stacks are as large as the memory allows, and neither their size nor a lack of memory changes a result."""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fake_memory import FakeMemory, install
+from federations import Spoiled, Stage, uneven
+from torch import nn
+
+from cfl_ray.core.clients import ClientState, LocalTraining, Proximal
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address
+from cfl_ray.engine import sequential, span, span_together, vectorised
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.device_memory import DeviceMemory, DeviceMemoryError, kind_of
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import ProximalTask, TrainingTask
+
+FLAT = (36,)
+HONEST = Attack()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def norm():
+    return nn.Sequential(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def tasks_of(network: Network, count: int, local: LocalSGD = LocalSGD(epochs=3, lr=0.2)) -> list[TrainingTask]:
+    federation, start_P = uneven([10] * count, FLAT), network.new_model(0, 0)
+    return [TrainingTask(i, start_P, *federation.train(i), 3, local, Address(0, 1, 1)) for i in range(count)]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether these are equal up to rounding, which the sizes of stacks may change."""
+    return torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def rows_of(results) -> torch.Tensor:
+    return torch.stack([result.row_P.clone() for result in results])
+
+
+class TestSize:
+    def test_is_the_free_memory_over_the_need_of_a_client(self, monkeypatch):
+        """Four clients measure the need; then 0.7 of 2,000 bytes hold 14 clients of 100."""
+        network, memory = Network(mlp, FLAT), FakeMemory(2000, need=100)
+        tasks = tasks_of(network, 40)
+        expected = rows_of(vectorised.train(network, tasks))
+        install(monkeypatch, memory, network)
+        found = list(vectorised.train(network, iter(tasks)))
+        assert memory.stacks == [4, 14, 14, 8] and memory.largest == 14
+        assert [result.index for result in found] == list(range(40)) and close(rows_of(found), expected)
+        assert len(list(vectorised.train(network, tasks))) == 40 and memory.stacks[4:] == [14, 14, 12]
+
+    def test_is_halved_where_a_stack_does_not_fit_and_remembered(self, monkeypatch):
+        """Clients need three times what was measured: 20 of 2,000 bytes become 10, then 5."""
+        network, memory = Network(mlp, FLAT), FakeMemory(2000, need=70, hidden=3.0)
+        tasks = tasks_of(network, 21)
+        expected = rows_of(vectorised.train(network, tasks))
+        install(monkeypatch, memory, network)
+        assert close(rows_of(vectorised.train(network, tasks)), expected)
+        assert memory.stacks == [4, 17, 8, 8, 1] and memory.released == 1
+        assert close(rows_of(vectorised.train(network, tasks)), expected)
+        assert memory.stacks[5:] == [8, 8, 5], "no larger one is tried again"
+
+    def test_of_the_first_stack_is_halved_as_well(self, monkeypatch):
+        network, memory = Network(mlp, FLAT), FakeMemory(250, need=100)
+        tasks = tasks_of(network, 5)
+        install(monkeypatch, memory, network)
+        assert len(list(vectorised.train(network, tasks))) == 5
+        assert memory.stacks == [4, 2, 2, 1]
+
+    def test_has_no_limit_on_a_cpu(self):
+        network = Network(mlp, FLAT)
+        assert network.memory.stack_size("any") is None and not network.memory.measurable
+        list(vectorised.train(network, tasks_of(network, 40)))
+        assert network.memory.largest == 40
+
+    @pytest.mark.parametrize(
+        "local", [LocalSGD(epochs=3, lr=0.1), LocalSGD(epochs=3, batch_size=4, lr=0.1, momentum=0.9)]
+    )
+    @pytest.mark.parametrize("sizes", [[10] * 12, [10, 3, 7, 16] * 3], ids=["equal", "unequal"])
+    def test_changes_no_more_than_rounding(self, sizes, local):
+        network, federation = Network(mlp, FLAT), uneven(sizes, FLAT)
+        tasks = [replace(task, x=x, y=y, local=local, steps=6) for task, (x, y) in self.with_data(network, federation)]
+        expected = rows_of(vectorised.train(network, tasks))
+        for most in (1, 2, 5):
+            network.memory = FakeMemory(10**9)
+            network.memory.most = most
+            found = rows_of(vectorised.train(network, tasks))
+            assert network.memory.largest == most and close(found, expected)
+
+    def with_data(self, network: Network, federation):
+        tasks = tasks_of(network, federation.num_clients)
+        return [(task, federation.train(task.client)) for task in tasks]
+
+    def test_depends_on_what_decides_the_need(self):
+        """Samples and batches are rounded up to a power of two."""
+        network = Network(mlp, FLAT)
+        full, (batches,) = tasks_of(network, 1), tasks_of(network, 1, LocalSGD(batch_size=4, momentum=0.9))
+        assert kind_of(full)[:2] == (16, 16) and kind_of([batches])[:2] == (16, 4)
+        frozen = replace(full[0], frozen_P=full[0].start_P)
+        assert len({kind_of(full), kind_of([batches]), kind_of([frozen])}) == 3
+
+    @pytest.mark.parametrize("share, expected", [(1.0, 30 + 20 - 5), (0.25, 25 - 5), (0.01, 0)])
+    def test_free_memory_is_what_is_free_or_reusable_within_the_share(self, share, expected, monkeypatch):
+        for name, value in (("mem_get_info", (30, 100)), ("memory_allocated", 5), ("memory_reserved", 20)):
+            monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+        assert DeviceMemory(torch.device("cuda"), share).free() == expected
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "span"])
+def test_samples_of_a_stack_are_freed_without_the_garbage_collector(engine):
+    network = Network(mlp, FLAT)
+    tasks = tasks_of(network, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors_like((3, 10))
+        if engine == "vectorised":
+            vectorised.train_stack(network, tasks)
+        else:
+            span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
+        assert tensors_like((3, 10)) == before
+    finally:
+        gc.enable()
+
+
+def tensors_like(shape: tuple[int, ...]) -> int:
+    """Number of tensors of this shape: here, the labels of a stack."""
+    return sum(type(found) is torch.Tensor and tuple(found.shape) == shape for found in gc.get_objects())
+
+
+class TestOneClient:
+    def test_that_does_not_fit_into_a_stack_is_trained_alone(self, monkeypatch):
+        network, memory = Network(mlp, FLAT), FakeMemory(100, need=101)
+        tasks = tasks_of(network, 3)
+        install(monkeypatch, memory, network)
+        found = rows_of(vectorised.train(network, tasks))
+        assert torch.equal(found, rows_of(sequential.train(network, tasks))) and set(memory.stacks[-2:]) == {1}
+
+    @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+    def test_that_does_not_fit_at_all_is_named_with_need_and_limit(self, engine, monkeypatch):
+        stage = Stage(uneven([10] * 16, FLAT), mlp, LocalSGD(epochs=3), engine)
+        worker, memory = stage.backend.worker, FakeMemory(2**20, need=2**21)
+        install(monkeypatch, memory, stage.network, worker)
+
+        def train(network, tasks):
+            memory.allocate(len(tasks))
+            yield
+
+        monkeypatch.setattr(sequential, "train", train)
+        clients = stage.clients()
+        with pytest.raises(
+            DeviceMemoryError,
+            match=r"client 0 does not fit into the memory of cpu: training this one client, with 10 samples and a "
+            r"model of 0.0 MiB, needs more than the 2.0 MiB that it had reached, and 1.0 MiB were free for this "
+            r"process \(CUDA out of memory",
+        ):
+            clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 16))
+
+    def test_is_tried_again_without_the_samples_of_others(self, monkeypatch):
+        stage = Stage(uneven([10] * 3, FLAT), mlp, LocalSGD(epochs=3))
+        worker, train, cached = stage.backend.worker, sequential.train, []
+        install(monkeypatch, FakeMemory(10**9), stage.network, worker)
+        worker.samples.limit = 10**6
+
+        def fails_with_samples(network, tasks):
+            cached.append(worker.samples.used)
+            if worker.samples.used:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            yield from train(network, tasks)
+
+        monkeypatch.setattr(sequential, "train", fails_with_samples)
+        clients = stage.clients()
+        updates = clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
+        size = 10 * (36 * 4 + 8)
+        assert updates.valid_M.all() and cached == [size, 0] * 3
+
+
+class TestPiecesOfACall:
+    """16 clients in 4 pieces of 4; the stacks hold clients of several pieces."""
+
+    def outcome(
+        self,
+        engine: str,
+        memory: FakeMemory | None = None,
+        federation=None,
+        attack: Attack = HONEST,
+        factory=mlp,
+        **what,
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor | None]:
+        """Means, losses, validity and features of a round."""
+        stage = Stage(federation or uneven([10] * 16, FLAT), factory, LocalSGD(epochs=3, lr=0.2), engine)
+        worker, count = stage.backend.worker, stage.federation.num_clients
+        worker.attack = attack
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(span, "_together", lambda network: True)
+            if memory is not None:
+                install(patch, memory, stage.network, worker)
+            clients = stage.clients()
+            sent = clients.send(torch.stack([stage.model(0), stage.model(1)]), np.arange(count) % 2)
+            average = torch.stack([torch.arange(1.0, count + 1), torch.ones(count)])
+            updates = clients.train(sent, how=LocalTraining(proximal=[Proximal(0.1, sent)]), average=average, **what)
+            means = updates.averaged(default=torch.zeros(2, stage.network.spec.size))
+        return means, torch.tensor(updates.train_loss_M), updates.valid_M, updates.features_MF if what else None
+
+    @pytest.mark.parametrize("engine", ["vectorised", "span"])
+    @pytest.mark.parametrize("attack", [HONEST, Attack("sign_flip", frozenset({6}))], ids=["honest", "attacked"])
+    def test_are_trained_together_and_summed_one_by_one(self, engine, attack):
+        expected, memory = self.outcome(engine, attack=attack), FakeMemory(10**9)
+        found = self.outcome(engine, memory, attack=attack)
+        honest = 15 if attack.clients and engine == "span" else 16
+        assert memory.stacks[:2] == [4, honest - 4], "the second stack has the clients of all other pieces"
+        assert close(found[0], expected[0]) and found[0].abs().max() > 0.1
+        assert close(found[1], expected[1]) and found[2].all()
+
+    @pytest.mark.parametrize("engine", ["vectorised", "span"])
+    def test_without_valid_clients_are_passed_over(self, engine):
+        """Clients 4 to 7 are a piece without any, clients 8 to 10 leave one."""
+        federation = Spoiled([4, 5, 6, 7, 8, 9, 10], clients=16, samples=6)
+        options = {"federation": federation, "factory": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))}
+        memory = FakeMemory(10**9)
+        found, expected = self.outcome(engine, memory, **options), self.outcome("sequential", **options)
+        assert found[2].tolist() == [not 4 <= i <= 10 for i in range(16)] == expected[2].tolist()
+        assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
+        assert memory.stacks == [4, 5]
+
+    @pytest.mark.parametrize("clients, stacks", [(3, [3]), (5, [4]), (1, [])])
+    def test_of_one_client_are_stacked_with_others(self, clients, stacks):
+        """Pieces of one client each; a client that is left is trained by the sequential engine."""
+        memory, sizes = FakeMemory(10**9), [10] * clients
+        found = self.outcome("vectorised", memory, federation=uneven(sizes, FLAT))
+        expected = self.outcome("sequential", federation=uneven(sizes, FLAT))
+        assert memory.stacks == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
+
+    def test_with_client_states_and_features(self):
+        spec = Network(mlp, FLAT).spec
+        what = {"features": spec.all, "client_state": ClientState("head", spec.head)}
+        found = self.outcome("vectorised", FakeMemory(10**9), **what)
+        assert torch.allclose(found[3], self.outcome("sequential", **what)[3], rtol=0, atol=1e-5)
+
+    def test_with_batch_statistics_are_not_mixed(self):
+        """Whether batches are equal is a question of a piece, not of the memory."""
+        memory = FakeMemory(10**9)
+        self.outcome("vectorised", memory, factory=norm)
+        assert memory.stacks == [4, 4, 4, 4]
+
+
+class TestStepsOnTheDevice:
+    """On the meta device, tensors have no values to read, and an operation with a tensor elsewhere fails."""
+
+    def test_of_vectorised_use_nothing_of_the_host(self):
+        def cnn():
+            return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3))
+
+        network, start_P = Network(cnn, (1, 6, 6), "meta"), Network(cnn, (1, 6, 6)).new_model(0, 0)
+        federation, local = uneven([10, 7], (1, 6, 6)), LocalSGD(epochs=3, batch_size=4, momentum=0.9, weight_decay=0.1)
+        tasks = [TrainingTask(i, start_P, *federation.train(i), 6 + i, local, Address(0, 1, 1)) for i in range(2)]
+        plan = vectorised._Plan(network, tasks)
+        rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
+        velocity_mP = vectorised._stacked_velocity(network, tasks)
+        assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, []).is_meta
+        plan.weight = torch.ones(plan.weight.shape)
+        with pytest.raises(RuntimeError, match="device"):
+            vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [])
+
+    def test_of_span_use_nothing_of_the_host(self):
+        network, here = Network(mlp, FLAT, "meta"), Network(mlp, FLAT)
+        anchor = ProximalTask(0.1, here.new_model(0, 1), None)
+        tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
+        found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
+        assert all(tensor.is_meta for tensor in (found.x_ND, found.c_HN, found.a_mJ, found.others_mQ, found.loss_m))
+
+    def test_of_sequential_find_their_batches_there(self):
+        """The indices of all batches are one copy, and those of the host."""
+        (task,) = tasks_of(Network(mlp, FLAT), 1, LocalSGD(epochs=2, batch_size=4))
+        expected = [batch.tolist() for batch in task.batches()]
+        there = list(task.batches_on(torch.device("meta")))
+        assert all(batch.is_meta for batch in there) and [len(batch) for batch in there] == list(map(len, expected))
+        with pytest.MonkeyPatch.context() as patch:
+            copies, to = [], torch.Tensor.to
+            patch.setattr(torch.Tensor, "to", lambda tensor, device: (copies.append(device), to(tensor, "cpu"))[1])
+            there = list(task.batches_on(torch.device("meta")))
+        assert [batch.tolist() for batch in there] == expected and len(copies) == 1
+        (whole,) = tasks_of(Network(mlp, FLAT), 1)
+        assert list(whole.batches_on(torch.device("meta"))) == [None] * 3
