@@ -1,5 +1,6 @@
-"""Hooks of MkDocs: pages that are made from the code, links of the Markdown files, and pictures in both colour schemes."""
+"""Hooks of MkDocs: pages made from the code, links of the Markdown files, pictures in both colour schemes."""
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+KEYS_PAGE = "reference/config.md"
+KEYS = reference.key_anchors()
 PAGES = {  # page -> the file of the repository that it shows; links to one are links to the other
     "overview.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -19,7 +22,7 @@ PAGES = {  # page -> the file of the repository that it shows; links to one are 
     "cluster_configs.md": "cluster_configs/README.md",
 }
 SOURCES = {  # page -> the code or folder that it is made from
-    "reference/config.md": "cfl_ray/config/sections.py",
+    KEYS_PAGE: "cfl_ray/config/sections.py",
     "reference/commands.md": "cfl_ray/cli/commands.py",
     "reference/api.md": "cfl_ray/__init__.py",
     "reference/methods/index.md": "cfl_ray/methods",
@@ -30,7 +33,7 @@ SOURCES = {  # page -> the code or folder that it is made from
 def _generated() -> dict[str, str | bytes]:
     """Returns the content of every page and picture that is no file of its own, by its place in the site."""
     made: dict[str, str | bytes] = {
-        "reference/config.md": reference.config_page(),
+        KEYS_PAGE: reference.config_page(),
         "reference/commands.md": reference.commands_page(),
         "reference/api.md": reference.api_page(),
         "cite.md": reference.cite_page(ROOT / "CITATION.cff"),
@@ -74,7 +77,8 @@ def _expanded(entry: Any, pages: set[str]) -> Any:
         return {title: [_expanded(one, pages) for one in value]}
     if not value.endswith("/*"):
         return entry
-    return {title: sorted((page for page in pages if Path(page).parent.as_posix() == value[:-2]), key=_index_first)}
+    inside = (page for page in pages if Path(page).parent.as_posix() == value[:-2] and page.endswith(".md"))
+    return {title: sorted(inside, key=_index_first)}
 
 
 def _index_first(page: str) -> tuple[bool, str]:
@@ -97,11 +101,27 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _with_pictures(config.extra["site"].rewrite(markdown, source, uri), (ROOT / source).parent)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links the keys of an experiment that a text names to their explanation."""
+    if page.file.src_uri == KEYS_PAGE:
+        return html
+    there = posixpath.relpath(KEYS_PAGE.replace(".md", ".html"), posixpath.dirname(page.file.src_uri) or ".")
+
+    def link(found: re.Match[str]) -> str:
+        before, name = found.groups()
+        return f'{before}<a href="{there}#{name}"><code>{name}</code></a>' if name in KEYS else found[0]
+
+    return re.sub(r"(\s|\(|<(?:td|li|p)>)<code>([a-z_]+\.[a-z_.]+)</code>", link, html)
+
+
 def _with_pictures(markdown: str, folder: Path) -> str:
     """Replaces each SVG image by its elements, which extra.css colours; as a file it follows the reader's system."""
 
     def inline(image: re.Match[str]) -> str:
-        svg = re.sub(r"<style>.*?</style>|<\?xml.*?\?>\s*", "", (folder / image[2]).read_text(), flags=re.S)
+        svg = (folder / image[2]).read_text()
+        if "pic-text" not in svg:
+            return image[0]  # a screen, with colours of its own
+        svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.S)
         return f'<figure class="picture" markdown="0">\n{svg.strip()}\n<figcaption>{image[1]}</figcaption>\n</figure>'
 
     return re.sub(r"!\[([^\]]*)\]\(((?!http)[^)]*/images/[^)/]*\.svg|images/[^)/]*\.svg)\)", inline, markdown)

@@ -11,7 +11,7 @@ def pages(folder: Path) -> dict[str, str | bytes]:
     for file in sorted(folder.glob("*.ipynb")):
         exporter = MarkdownExporter()
         text, resources = exporter.from_filename(str(file), resources={"unique_key": file.stem})
-        note = f"\n!!! note\n    This page is the notebook `examples/{file.name}`; its outputs are those of a real run.\n"
+        note = f"\n!!! note\n    This is the notebook `examples/{file.name}`; its outputs are those of a real run.\n"
         title, _, rest = text.lstrip().partition("\n")
         made[f"notebooks/{file.stem}.md"] = f"{title}\n{note}{rest}"
         made |= {f"notebooks/{Path(name).name}": data for name, data in resources["outputs"].items()}

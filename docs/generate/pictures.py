@@ -106,7 +106,9 @@ def system() -> Picture:
     drawn.text(480, 196, "each node of the Ray cluster", "small", "start")
     drawn.box(245, 210, 200, 50, "object store\nK models; sums of hosts", "c")
     for host in range(2):
-        drawn.box(500, 206 + 86 * host, 220, 70, f"host {host}\ntrains clients of a piece\nand adds up their changes", "b")
+        drawn.box(
+            500, 206 + 86 * host, 220, 70, f"host {host}\ntrains clients of a piece\nand adds up their changes", "b"
+        )
     drawn.box(245, 310, 200, 56, "shards\nArrow files, memory-mapped", "c")
     drawn.arrow((350, 116), (350, 208), label="models down", at=(298, 150))
     drawn.arrow((420, 208), (420, 118), label="K float32 rows up", at=(484, 150))
@@ -207,7 +209,13 @@ def ledger() -> Picture:
                 width = {"P": 60, "base": 46, "1": 20}[text]
                 drawn.box(x, y, width, 42, text, kind)
                 x += width + 6
-    drawn.text(20, 292, "Blue: models down. Orange: models up. Green: a choice, or a signature (once per client).", "small", "start")
+    drawn.text(
+        20,
+        292,
+        "Blue: models down. Orange: models up. Green: a choice, or a signature (once per client).",
+        "small",
+        "start",
+    )
     return drawn
 
 

@@ -57,19 +57,31 @@ def config_page() -> str:
     for section in keys.sections():
         if not section.keys:
             continue
-        lines += [f"## {section.name or 'Top level'}", "", _escaped(section.meaning), ""]
+        heading = f"{section.name} {{ #{_anchor(section.name)} }}" if section.name else "Top level"
+        lines += [f"## {heading}", "", _escaped(section.meaning), ""]
         for key in section.keys:
             default = "required" if key.default is None else f"default `{key.default}`"
-            lines += [f"### `{key.name}` {{ #{key.name.replace('[]', '')} }}", "", _escaped(key.meaning), ""]
+            lines += [f"### `{key.name}` {{ #{_anchor(key.name)} }}", "", _escaped(key.meaning), ""]
             lines += [f"{default}; {_escaped(key.values)}", "{ .values }", ""]
     return "\n".join(lines)
+
+
+def key_anchors() -> set[str]:
+    """Returns the anchors of that page: names of sections and keys."""
+    return {_anchor(one) for section in keys.sections() for one in (section.name, *(key.name for key in section.keys))}
+
+
+def _anchor(name: str) -> str:
+    return name.replace("[]", "")
 
 
 def commands_page() -> str:
     """Returns a page with every command and its arguments."""
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=click.Context(command), name="cfl-ray", title="Command line")
-    return text.replace("# Command line\n", "# Command line\n\nExamples of every command are in [Commands](../cli.md).\n", 1)
+    return text.replace(
+        "# Command line\n", "# Command line\n\nExamples of every command are in [Commands](../cli.md).\n", 1
+    )
 
 
 def method_pages() -> dict[str, str]:
@@ -101,20 +113,26 @@ def _method_page(cls: type[Method[Any]]) -> str:
     description, _, departures = _header(cls).partition("Departures: ")
     rows = [
         f"| `{one['name']}` | `{default_text(one['default'])}` | {_cell(range_text(one) or one['type'])} | "
-        f"{_cell(one['doc'] or '')} | {_cell(one['source'] or '')} |"
+        f"{_cell(_meaning(one))} |"
         for one in cls.options()
     ]
     options = "\n".join(
-        ["| option | default | range | meaning | source of the default |", "|---|---|---|---|---|", *rows]
+        ["| option | default | range | meaning, and source of the default |", "|---|---|---|---|", *rows]
     )
-    averaging = f"It takes no other `aggregation` than the mean: {_escaped(cls.only_mean)}.\n\n" if cls.only_mean else ""
+    averaging = (
+        f"It takes no other `aggregation` than the mean: {_escaped(cls.only_mean)}.\n\n" if cls.only_mean else ""
+    )
     return (
         f"# {_title(cls)}\n\n*{_escaped(cls.summary())}*\n\n"
         f'```bash\ncfl-ray run "methods=[fedavg, {cls.name}]"\n```\n\n'
         f"## Paper and equations\n\n{_prose(description)}\n\n"
-        f"## Departures from the paper\n\n{_prose(departures)}\n\n"
+        f"## Departures from the paper\n\n{_prose(departures[:1].upper() + departures[1:])}\n\n"
         f"## Options\n\n{averaging}{options if rows else 'It has no options.'}\n"
     )
+
+
+def _meaning(option: dict[str, Any]) -> str:
+    return f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
 
 
 def _prose(text: str) -> str:
@@ -142,7 +160,7 @@ def _cell(text: str) -> str:
 
 
 def api_page() -> str:
-    """Returns a page with every public name, which mkdocstrings fills from the docstrings. Raises for a forgotten one."""
+    """Returns a page with every public name, for mkdocstrings to fill in. Raises ValueError for a forgotten one."""
     listed = [name for names in API.values() for name in names]
     if forgotten := set(cfl_ray.__all__) - set(listed):
         raise ValueError(f"docs/generate/reference.py: API has no heading for {sorted(forgotten)}")
@@ -166,11 +184,12 @@ def api_page() -> str:
 def cite_page(file: Path) -> str:
     """Returns how to cite the software, from CITATION.cff."""
     said = yaml.safe_load(file.read_text())
+    version = said["version"]
     authors = " and ".join(f"{{{one['name']}}}" for one in said["authors"])
     return (
         f"# How to cite\n\n{said['message']} The page of each [method](reference/methods/index.md) names its paper.\n\n"
         "```bibtex\n"
-        f"@software{{cfl_ray,\n  title = {{{said['title']}}},\n  author = {authors},\n  version = {{{said['version']}}},\n"
+        f"@software{{cfl_ray,\n  title = {{{said['title']}}},\n  author = {authors},\n  version = {{{version}}},\n"
         f"  license = {{{said['license']}}}\n}}\n```\n\n"
         "In [Citation File Format](https://citation-file-format.github.io) it is the file `CITATION.cff`.\n"
     )
