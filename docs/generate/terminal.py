@@ -5,8 +5,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from rich._export_format import CONSOLE_SVG_FORMAT
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 
 from cfl_ray import load, run
 from cfl_ray.cli.progress import Display
