@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 EXTEND = sorted(ROOT.glob("docs/extend/*.md"))
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *EXTEND, *ROOT.glob("cluster_configs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("cluster_configs/*.md")]
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -107,6 +107,18 @@ def test_every_command_of_the_table_exists(capsys):
     }
     help_text = command(["--help"], capsys)
     assert all(name in help_text for name in shown)
+
+
+def test_every_command_in_the_documentation_exists():
+    import typer
+
+    from cfl_ray.cli.commands import app
+
+    known = typer.main.get_command(app).commands.keys()
+    for page in PAGES:
+        code = "\n".join(re.findall(r"```.*?```|`[^`]+`", page.read_text(), re.S))
+        unknown = {name for name in re.findall(r"\bcfl-ray ([a-z]+)\b", code) if name not in known}
+        assert not unknown, f"{page.name}: {unknown}"
 
 
 def test_requests_to_a_live_run_are_understood(tmp_path, capsys):

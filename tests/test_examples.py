@@ -1,5 +1,6 @@
 """Every example runs, from any working directory, and finds what it is meant to find."""
 
+import copy
 import runpy
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from cfl_ray import load, simulate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = ("first_run", "own_data_and_method", "compare_over_seeds")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,7 @@ def test_every_example_is_run_below():
         "table.csv",
         "table.yaml",
         "dataset.py",
+        *(f"{name}.ipynb" for name in NOTEBOOKS),
     }
 
 
@@ -48,3 +51,24 @@ def test_a_table():
 
 def test_a_torch_dataset():
     assert runpy.run_path(str(EXAMPLES / "dataset.py"))["main"]() > 0.9
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook(name, tmp_path):
+    """It runs from top to bottom, and its stored outputs are of the kind that a run gives now."""
+    nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient: pip install -e .[test]")
+    import nbformat
+
+    stored = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
+    fresh = copy.deepcopy(stored)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(fresh, timeout=200, kernel_name="python3", resources=resources).execute()
+    kinds = [[_kinds(cell) for cell in book.cells] for book in (stored, fresh)]
+    assert kinds[0] == kinds[1]
+    assert any(cell for cell in kinds[1])
+
+
+def _kinds(cell) -> list[tuple[str, list[str]]]:
+    """Type and formats of each output, but for warnings of libraries."""
+    outputs = (one for one in cell.get("outputs", []) if one.get("name") != "stderr")
+    return [(one.output_type, sorted(one.get("data", {}))) for one in outputs]

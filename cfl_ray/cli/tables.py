@@ -134,20 +134,21 @@ def describe_method(cls: "type[Method[Any]]", console: Console) -> None:
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
         meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
-        table.add_row(option["name"], _default(option["default"]), _range(option), escape(meaning))
+        table.add_row(option["name"], default_text(option["default"]), range_text(option), escape(meaning))
     console.print(table if options else "It has no options.")
     example = f"{{{cls.name}: {{{options[0]['name']}: {options[0]['default']}}}}}" if options else cls.name
     _print(console, f"In a config: methods: [{example}]")
 
 
-def _default(value: object) -> str:
+def default_text(value: object) -> str:
     """Returns a default as it is written in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _range(option: Mapping[str, Any]) -> str:
+def range_text(option: Mapping[str, Any]) -> str:
+    """Returns the values that an option takes: its choices or its limits; empty where it has none."""
     if option["choices"]:
         return " | ".join(map(str, option["choices"]))
     low, high = option["low"], option["high"]

@@ -144,7 +144,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         own = [limit for part in arguments[1:] for limit in getattr(part, "metadata", [part])]
         return _type(arguments[0], [*own, *metadata])
     if origin is list:
-        return f"list of {_type(arguments[0], []).replace('number', 'numbers').replace('value', 'values')}"
+        return "list of " + re.sub(r"\b(list|number|value)\b", r"\1s", _type(arguments[0], []))
     limits = [
         f"{sign} {_plain_number(getattr(limit, name))}"
         for limit in metadata

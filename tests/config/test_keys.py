@@ -42,6 +42,7 @@ def test_values_are_choices_or_a_type_with_its_range():
         "data.test.view": "cluster | label | holdout | null",
     }
     assert BY_NAME["data.partition.sizes"].values == "list of whole numbers >= 1 | null"
+    assert BY_NAME["data.shift.label_sets"].values == "list of lists of whole numbers"
     assert BY_NAME["schedule[].join"].values == "list of client ids and ranges"
     assert BY_NAME["schedule"].values == "list of {round, join, leave, change}"
 
