@@ -52,10 +52,13 @@ def cache_key(network: Network, local: LocalSGD, division: Division) -> str:
     """Key of a measurement: equal keys share a choice."""
     device = torch.cuda.get_device_name(network.device) if network.device.type == "cuda" else "cpu"
     shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
+    learning = [network.task.name] if not network.task.is_classification else []
+    if not local.is_sgd:
+        learning += [repr(local.optimizer), repr(local.step_schedule), f"clip {local.clip_norm}"]
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
-        f"clients per piece: {engines}, tensors {shapes}"
+        f"clients per piece: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)
     )
 
 
