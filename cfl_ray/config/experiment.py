@@ -263,7 +263,8 @@ def _name_of(value: Any) -> Any:
         return value.item()
     if dataclasses.is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
+        options = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return name if isinstance(value, type) else {name: options}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 

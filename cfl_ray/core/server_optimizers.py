@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class ServerOptimizer(Protocol):
 class FedAvgM:
     """Momentum; with momentum 0 and lr 1, FedAvg."""
 
+    name: ClassVar[str] = "fedavgm"
     lr: float = 1.0  # eta
     momentum: float = 0.9  # beta
 
@@ -63,6 +64,7 @@ class FedAvgM:
 class AdaptiveServer:
     """The common part of the three adaptive optimisers: everything except the second moment."""
 
+    name: ClassVar[str] = "server optimizer"
     lr: float = 0.01  # eta
     beta1: float = 0.9
     beta2: float = 0.99
@@ -70,7 +72,7 @@ class AdaptiveServer:
 
     def __post_init__(self) -> None:
         limits = {"lr": (self.lr, 0, None), "tau": (self.tau, 0, None)}
-        _check(type(self).__name__.lower(), beta1=(self.beta1, -1e-300, 1), beta2=(self.beta2, -1e-300, 1), **limits)
+        _check(self.name, beta1=(self.beta1, -1e-300, 1), beta2=(self.beta2, -1e-300, 1), **limits)
 
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
         """V after a change whose square is `square_P`."""
@@ -87,6 +89,8 @@ class AdaptiveServer:
 class FedAdagrad(AdaptiveServer):
     """The second moment adds up; `beta2` has no effect."""
 
+    name: ClassVar[str] = "fedadagrad"
+
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
         return v_P + square_P
 
@@ -95,6 +99,8 @@ class FedAdagrad(AdaptiveServer):
 class FedAdam(AdaptiveServer):
     """The second moment is a moving mean."""
 
+    name: ClassVar[str] = "fedadam"
+
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
         return self.beta2 * v_P + (1 - self.beta2) * square_P
 
@@ -102,6 +108,8 @@ class FedAdam(AdaptiveServer):
 @dataclass(frozen=True)
 class FedYogi(AdaptiveServer):
     """The second moment moves towards the square by a step that does not depend on its distance."""
+
+    name: ClassVar[str] = "fedyogi"
 
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
         return v_P - (1 - self.beta2) * square_P * torch.sign(v_P - square_P)

@@ -47,7 +47,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What clients learn.
+    """A loss, the kind of its targets, and metrics.
 
     loss: a function of outputs and targets of n samples that returns the loss of each, (n,). Its operations must be
         PyTorch's; the vectorised engine calls it under `torch.func.vmap`, one client at a time.

@@ -54,12 +54,11 @@ def check_options(key: str, function: Callable[..., Any], given: int, options: M
 
 
 def place_of(part: Any) -> str:
-    """The name of a function, a class or an object; of one outside this package, with its file and line."""
+    """The name of a function, a class or an object; of the user's own, with its file and line."""
     named = part if hasattr(part, "__name__") else type(part)
     file, line = _definition(named)
-    return (
-        named.__name__ if file is None or file.is_relative_to(_PACKAGE) else f"{named.__name__} ({file}, line {line})"
-    )
+    installed = file is None or file.is_relative_to(_PACKAGE) or "site-packages" in file.parts
+    return named.__name__ if installed else f"{named.__name__} ({file}, line {line})"
 
 
 def failure_of(part: Any, error: Exception) -> str:

@@ -32,6 +32,15 @@ class Scores:
         """The first metric of the task: accuracy of classes."""
         return self.table_MS[:, 0]
 
+    @property
+    def accuracy_M(self) -> np.ndarray:
+        """Accuracy, where clients learn classes."""
+        return self.table_MS[:, 0]
+
+    @property
+    def loss_M(self) -> np.ndarray:
+        return self.table_MS[:, -1]
+
 
 @dataclass
 class Evaluator:
