@@ -117,7 +117,7 @@ class RoundRecord:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "RoundRecord":
         """Returns the record of `to_fields`, whose names were checked when it was made."""
-        return cls(**fields, of_task=frozenset(fields["metrics"]))
+        return cls(**fields, of_task=frozenset(name.rpartition("/")[2] for name in fields["metrics"]))
 
     @classmethod
     def from_line(cls, line: str | bytes) -> "RoundRecord":

@@ -72,8 +72,3 @@ def test_a_loss_is_tried_before_a_run():
         Task(lambda f, y: y, "real").check((1,), ())
     with pytest.raises(ConfigError, match=r"failed: RuntimeError.*outputs \(2, 1\) and targets \(2,\) of torch.f"):
         Task(lambda f, y: f @ f, "real").check((1,), ())
-    assert math.isclose(
-        float(resolve_task("classification").mean_loss(torch.zeros(2, 4), torch.zeros(2).long())),
-        math.log(4),
-        rel_tol=1e-6,
-    )
