@@ -220,7 +220,7 @@ def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
         console,
         f"federation: {federation.clients} clients ({sizes.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
-        f"{federation.groups or 'unknown'} true groups, {federation.num_classes} classes, "
+        f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.input))}",
     )
     _print(console, tested_on(federation.view, federation.groups))

@@ -35,6 +35,14 @@ class DataShape:
         return TARGETS[self.targets].dtype
 
     @property
+    def targets_in_words(self) -> str:
+        """Number and kind of the targets."""
+        if self.targets == "tokens":
+            return f"{self.target_shape[0]} tokens of {self.num_classes} to predict"
+        kinds = {"class": "classes", "real": "numbers to predict", "binary": "labels"}
+        return f"{self.num_classes} {kinds[self.targets]}"
+
+    @property
     def outputs(self) -> tuple[int, ...]:
         """Shape of the network's output for one sample: (C,), or (T, V) for tokens."""
         return (*self.target_shape, self.num_classes) if self.targets == "tokens" else (self.num_classes,)
