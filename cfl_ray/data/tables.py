@@ -190,13 +190,13 @@ def _names(columns: str | list[str]) -> list[str]:
 
 def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
     """Returns targets that are no classes: one number per column, or the lists of one column."""
-    if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
-        y = np.asarray(_column(part, columns).to_pylist())
-    else:
-        parts = [_column(part, name).to_numpy() for name in _names(columns)]
-        y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
     where = f"{part[0]}: data.columns.label {columns!r}"
     try:
+        if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
+            y = np.asarray(_column(part, columns).to_pylist())
+        else:
+            parts = [_column(part, name).to_numpy() for name in _names(columns)]
+            y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
         return targets_of(where, y, targets).astype(TARGETS[targets].stored)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error

@@ -54,7 +54,8 @@ def cache_key(network: Network, local: LocalSGD, division: Division) -> str:
     shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
     learning = [network.task.name] if not network.task.is_classification else []
     if not local.is_sgd:
-        learning += [repr(local.optimizer), repr(local.step_schedule), f"clip {local.clip_norm}"]
+        factory = local.optimizer and local.optimizer.factory
+        learning += [f"optimizer {getattr(factory, '__qualname__', 'sgd')}", f"clip {local.clip_norm}"]
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "

@@ -88,7 +88,7 @@ class MethodResult:
         return self.trained.personal_model(client)
 
     def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
-        """Labels that a client's model gives to normalised inputs; see `TrainedMethod.predict`."""
+        """Predictions of a client's model for normalised inputs; see `TrainedMethod.predict`."""
         return self.trained.predict(client, x)
 
     def assignments(self) -> pd.DataFrame:

@@ -122,6 +122,37 @@ class TestTables:
             self.build(tmp_path, label, targets)
 
 
+def test_token_lists_of_a_saved_data_set(tmp_path):
+    import pyarrow as pa
+
+    def save(rows) -> None:
+        columns = [pa.array(TOKENS.tolist()), pa.array(rows), pa.array(OWNER)]
+        table = pa.table(columns, names=["text", "next", "author"])
+        with pa.OSFile(str(tmp_path / "data-0.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    columns = {"image": "text", "label": "next", "client": "author"}
+    data = DataConfig(
+        source="hf_disk",
+        root=str(tmp_path),
+        vocabulary=6,
+        columns=columns,
+        partition={"kind": "writer", "clients": None},
+        test={"view": "holdout"},
+    )
+    save(Y["tokens"].tolist())
+    assert_all_samples(build(data, 0, tmp_path / "shards", targets="tokens"), "tokens")
+    save([[1, 2]] * 19 + [[1]])
+    with pytest.raises(DataError, match="data.columns.label 'next': "):
+        build(data, 0, tmp_path / "others", targets="tokens")
+
+
+def test_an_npz_file(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=X, y=Y["real"], clients=OWNER)
+    data = DataConfig(source="arrays", root=str(tmp_path / "mine.npz"))
+    assert_all_samples(build(data, 0, tmp_path, targets="real"), "real")
+
+
 @pytest.mark.parametrize(
     "section, text",
     [

@@ -4,13 +4,18 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from cfl_ray import Experiment, Metric, Task, federation_from_arrays, load_run, resume, simulate
 from cfl_ray.cli.tables import comparison, metrics_line
 from cfl_ray.core.errors import ConfigError, Interrupted
 from cfl_ray.core.schedules import cosine
+from cfl_ray.core.server_optimizers import FedAvgM
+from cfl_ray.core.tasks import TASKS
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.methods import REGISTRY
+from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.runtime.prepare import prepare
 from cfl_ray.tracking.summary import summarise
 
@@ -27,7 +32,7 @@ FIRST = {"regression": "mse", "multi_label": "subset_accuracy", "classification"
 
 
 def experiment(task="regression", **sections) -> Experiment:
-    name = task if isinstance(task, str) else "regression"
+    name = task if task in FEDERATIONS else "regression"
     common = {"rounds": 3, "methods": ["fedavg"], "cohort": {"fraction": 1.0}, "local": {"lr": 0.1, "epochs": 2}}
     common |= {"tracking": {"enabled": False}, "runtime": {"engine": "sequential"}, "data": FEDERATIONS[name]}
     return Experiment(**common | {"task": task} | sections)
@@ -63,6 +68,48 @@ def test_regression_learns_and_less_is_better():
     assert summarise(result.records, 0.05, None, "mse", higher_is_better=True)["rounds_to_target"] == 1
     predicted = result.predict(0, X[:20])
     assert predicted.shape == (20, 2) and ((predicted - X[:20] @ W) ** 2).mean() < 0.1
+
+
+def test_next_token():
+    """Each token follows from the one before; odd clients count down, so that one model errs for half of them."""
+
+    class Bigrams(nn.Module):
+        def __init__(self, num_classes):
+            super().__init__()
+            self.table = nn.Embedding(num_classes, num_classes)
+
+        def forward(self, x):
+            return self.table(x)
+
+    x = DRAW.integers(0, 5, (120, 7))
+    y = (x + np.where(OWNER % 2, -1, 1)[:, None]) % 5
+    federation = federation_from_arrays(x, y, OWNER, targets="tokens", vocabulary=5)
+    local = {"lr": 5.0, "epochs": 5}
+    methods = ["fedavg", {"ifca": {"num_clusters": 2}}]
+    results = simulate(
+        experiment("next_token", data=federation, model=Bigrams, local=local, methods=methods, rounds=12)
+    )
+    final = {label: result.final for label, result in results.methods.items()}
+    assert final["ifca"]["token_accuracy"] == 1 and final["fedavg"]["token_accuracy"] < 0.7
+    assert 1 < final["ifca"]["perplexity"] < 1.5 < final["fedavg"]["perplexity"]
+    assert results["ifca"].predict(0, x[:3]).tolist() == ((x[:3] + 1) % 5).tolist()
+
+
+def test_parts_as_objects_in_python(tmp_path):
+    def halving(t, total):
+        return 0.5**t
+
+    local = {"lr": 0.01, "optimizer": torch.optim.Adam, "optimizer_options": {"betas": [0.8, 0.9]}, "schedule": halving}
+    methods = [FedAvg(server_optimizer=FedAvgM(momentum=0.5))]
+    values = {"local": local, "methods": methods, "task": TASKS.builtin["regression"]}
+    by_object = simulate(experiment(**values), tmp_path / "run")["fedavg"].final
+    (tmp_path / "rates.py").write_text("def halving(t, total):\n    return 0.5**t\n")
+    named = local | {"optimizer": "adam", "schedule": f"{tmp_path}/rates.py:halving"}
+    server = {"fedavgm": {"momentum": 0.5}}
+    by_name = simulate(experiment(local=named, methods=[{"fedavg": {"server_optimizer": server}}]))["fedavg"].final
+    for metrics in (by_object, by_name):
+        metrics.pop("round_seconds")
+    assert by_object == by_name
 
 
 def test_mlflow_has_the_scores(tmp_path):
@@ -179,7 +226,7 @@ class TestRefusals:
             ),
             ({"evaluation": {"metrics": ["accuracy"]}}, "metric accuracy is for targets class"),
             (
-                {"model": {"name": lambda num_classes: __import__("torch").nn.Linear(4, 5)}},
+                {"model": {"name": lambda num_classes: nn.Linear(4, 5)}},
                 r"targets of the data need \(2, 2\)",
             ),
             ({"methods": ["fednova"], "local": {"optimizer": "adam"}}, "fednova needs local.optimizer sgd.*got adam"),
