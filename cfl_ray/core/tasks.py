@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.metrics import Metric, resolve_metric
+from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
 from cfl_ray.core.registry import Registry
 from cfl_ray.core.user_code import failure_of, place_of
 
@@ -55,7 +55,8 @@ class Task:
 
     loss: Loss
     targets: str = "class"  # "class", "real", "binary" or "tokens"
-    metrics: tuple[Metric, ...] = ()  # the first is the score that tables show; empty: those of the targets
+    # the first is the score that tables show; functions and names become metrics; empty: those of the targets
+    metrics: tuple[Metric, ...] = ()
     name: str = "own"
 
     def __post_init__(self) -> None:
@@ -63,9 +64,10 @@ class Task:
             raise ConfigError(
                 f"task {self.name}: unknown targets {self.targets!r}{did_you_mean(self.targets, TARGETS)}"
             )
-        if not self.metrics:
-            names = TARGETS[self.targets].metrics
-            object.__setattr__(self, "metrics", tuple(resolve_metric(name, self.targets) for name in names))
+        if not callable(self.loss):
+            raise ConfigError(f"task {self.name}: its loss is {type(self.loss).__name__}, expected a function")
+        given = self.metrics or TARGETS[self.targets].metrics
+        object.__setattr__(self, "metrics", tuple(resolve_metric(one, self.targets) for one in given))
 
     @property
     def is_classification(self) -> bool:
@@ -80,7 +82,8 @@ class Task:
     @property
     def by_confusion(self) -> bool:
         """Whether accuracy and macro-F1, both from counts of classes, are all that is scored."""
-        return self.is_classification and self.score_names == ("accuracy", "macro_f1", "loss")
+        counted = tuple(METRICS.builtin[name] for name in TARGETS["class"].metrics)
+        return self.is_classification and self.metrics == counted
 
     def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch."""

@@ -65,6 +65,17 @@ def test_what_is_refused(value, text):
         resolve_task(value)
 
 
+def test_metrics_of_a_task_may_be_functions_and_names():
+    def accuracy(outputs, targets):
+        return 0.5
+
+    task = Task(CLASSIFICATION.loss, metrics=(accuracy, "macro_f1"))
+    assert task.score_names == CLASSIFICATION.score_names and task.metrics[0](F, G) == 0.5
+    assert CLASSIFICATION.by_confusion and not task.by_confusion, "its accuracy is another one"
+    with pytest.raises(ConfigError, match="its loss is str, expected a function"):
+        Task("mse", "real")
+
+
 def test_a_loss_is_tried_before_a_run():
     with pytest.raises(ConfigError, match=r"returns a tensor of shape \(\) for 2 samples, expected the loss of each"):
         Task(lambda f, y: f.mean(), "real").check((1,), ())
