@@ -288,6 +288,11 @@ class Clients:
             outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
         return self._updates(outcome, averaging, updates.private, work)
 
+    def restart_moments(self, models_KP: Tensor) -> None:
+        """Lets the server optimiser begin anew with these models, of clusters that merged; no effect without one."""
+        if self.server is not None:
+            self.server.forget(models_KP)
+
     def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf where it is NaN.
 

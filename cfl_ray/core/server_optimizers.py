@@ -14,8 +14,8 @@ They act on trained parameters; buffers (statistics of batch normalisation) are 
 stays, and so do its moments.
 
 The moments of a model are found by its values: a model that goes on from one of the round before, bit for bit, has
-its moments. All others begin anew: a new cluster, the two parts of a split, a mean of merged clusters. A merged cluster
-that takes over the model of one of its parts takes over its moments.
+its moments. All others begin anew: a new cluster, the two parts of a split, merged clusters. A method that lets a
+merged cluster take over the model of one of its parts says so (`Clients.restart_moments`).
 """
 
 from collections import Counter
@@ -186,6 +186,12 @@ class ServerMoments:
         """The number of an average in this round."""
         self.averages += 1
         return self.averages - 1
+
+    def forget(self, models_KP: Tensor) -> None:
+        """Drops the moments of these models."""
+        gone = {_checksum(row_P) for row_P in models_KP}
+        self.moments = {key: value for key, value in self.moments.items() if key[1] not in gone}
+        self.before = {key: value for key, value in self.before.items() if key[1] not in gone}
 
     def moved(self, average: int, before_RP: Tensor, mean_RP: Tensor, changed: set[int], trained: int) -> Tensor:
         """The models (R, P) after a step from `before_RP`, whose plain average is `mean_RP`.

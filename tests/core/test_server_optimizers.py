@@ -76,6 +76,14 @@ class TestMoments:
         (third,) = self.play(server, third_before)
         assert torch.allclose(third[1] - second[1], torch.full((2,), 1.5))
 
+    def test_are_dropped_on_request(self):
+        server = ServerMoments(FedAvgM(momentum=0.5))
+        (first,) = self.play(server, torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
+        server.begin()
+        server.forget(first[1:])
+        second = server.moved(server.next_average(), first, first + 1, {0, 1}, 2)
+        assert (second - first).tolist() == [[1.5, 1.5], [1, 1]]
+
     def test_of_equal_models_in_two_averages_are_apart(self):
         server = ServerMoments(FedAvgM(momentum=0.5))
         first, _ = self.play(server, torch.zeros(1, 2), torch.full((1, 2), 7.0))

@@ -83,6 +83,24 @@ def test_gradient_averaging_steps_with_the_damped_change():
     assert torch.allclose(double - start, 2 * (single - start), atol=1e-6)
 
 
+def test_merged_clusters_begin_anew():
+    """StoCFL: two clusters with models merge; a client that is new and joins at once is no merge."""
+    forgotten = []
+
+    class Watched(ServerMoments):
+        def forget(self, models_KP):
+            forgotten.append(len(models_KP))
+            super().forget(models_KP)
+
+    one = Stage(planted(8, samples=40), model, LocalSGD(lr=0.3), server=Watched(FedAvgM(momentum=0.5)))
+    method = construct(REGISTRY["stocfl"], {"tau": 1.0, "server_optimizer": "fedavgm"})
+    apart = one.play(method, [0, 2], [0, 2])
+    assert apart.num_clusters == 2 and forgotten == [0, 0]
+    together = one.play(replace(method, tau=-1.0), [0, 4], state=apart, first=3)
+    assert together.num_clusters == 1 and forgotten[2:] == [1]
+    assert len(one.server.moments) == 2, "of the merged cluster and the global model"
+
+
 def test_private_columns_have_no_step():
     state, one = play("fedper", 2, server_optimizer={"fedadam": {"lr": 0.5}})
     head = one.network.spec.head
