@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from cfl_ray.core.clients import ClientState, LocalTraining, Proximal, UpdateFeatures
     from cfl_ray.core.errors import ConfigError, UserError
     from cfl_ray.core.method import Method, option
+    from cfl_ray.core.metrics import Metric
     from cfl_ray.core.serving import Serving
     from cfl_ray.core.state import State
+    from cfl_ray.core.tasks import Task
     from cfl_ray.core.weights import cluster_weights, global_weights
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
     from cfl_ray.runtime.launch import resume, run, simulate
@@ -26,9 +28,11 @@ __all__ = [
     "Federation",
     "LocalTraining",
     "Method",
+    "Metric",
     "Proximal",
     "Serving",
     "State",
+    "Task",
     "UpdateFeatures",
     "UserError",
     "cluster_weights",
@@ -49,8 +53,10 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.core.clients": ("ClientState", "LocalTraining", "Proximal", "UpdateFeatures"),
     "cfl_ray.core.errors": ("ConfigError", "UserError"),
     "cfl_ray.core.method": ("Method", "option"),
+    "cfl_ray.core.metrics": ("Metric",),
     "cfl_ray.core.serving": ("Serving",),
     "cfl_ray.core.state": ("State",),
+    "cfl_ray.core.tasks": ("Task",),
     "cfl_ray.core.weights": ("cluster_weights", "global_weights"),
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.runtime.launch": ("resume", "run", "simulate"),

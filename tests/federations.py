@@ -12,7 +12,9 @@ from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.state import State
+from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.core.work import ClientStateKey
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.synthetic import SyntheticFederation
@@ -57,10 +59,13 @@ class Stage:
     local: LocalSGD = LocalSGD(lr=0.5)
     engine: str = "sequential"
     seed: int = 0
+    task: Task = CLASSIFICATION
+    server: ServerMoments | None = None  # of the method that plays
     stats: RoundStats = field(default_factory=RoundStats)  # of the latest round
 
     def __post_init__(self):
-        self.network = Network(self.factory, self.federation.shape.input)
+        shape = self.federation.shape
+        self.network = Network(self.factory, shape.input, dtype=shape.dtype, task=self.task)
         self.backend = InProcessBackend(Worker(self.network, self.federation, self.engine))
 
     def model(self, index: int = 0) -> Tensor:
@@ -92,12 +97,17 @@ class Stage:
             round,
             self.stats,
             aggregation=aggregation,
+            server=self.server,
         )
 
     def play(self, method: Method, *cohorts: Sequence[int] | None, state: State | None = None, first: int = 1) -> State:
         """The state after one round per cohort (None: all clients), from `state` or the method's own start."""
         state = method.init(self.start()) if state is None else state
+        if self.server is None and method.server_step is not None:
+            self.server = ServerMoments(method.server_step)
         for number, ids in enumerate(cohorts, first):
+            if self.server is not None:
+                self.server.begin()
             clients = replace(self.clients(ids, number), aggregation=method.aggregation_rule)
             state = method.round(state, clients, Draws(self.seed, number))
         return state

@@ -30,6 +30,10 @@ def test_every_example_is_run_below():
         "table.yaml",
         "dataset.py",
         *(f"{name}.ipynb" for name in NOTEBOOKS),
+        "regression.py",
+        "regression.yaml",
+        "learning.py",
+        "learning.yaml",
     }
 
 
@@ -47,6 +51,32 @@ def test_every_engine_leaves_it_to_the_sequential_one(engine):
 
 def test_a_table():
     assert accuracies("table.yaml")["fedavg"] > 0.85
+
+
+def test_regression():
+    """Two groups with opposite signs: one model answers 0, and its error is the variance of the readings."""
+    results = simulate(load(EXAMPLES / "regression.yaml", ["tracking.enabled=false"]))
+    mse = {method: result.final["mse"] for method, result in results.methods.items()}
+    assert mse["ifca"] < 0.2 < mse["fedavg"] and results["ifca"].summary["rounds_to_target"] <= 12, mse
+    assert "rounds_to_target" not in results["fedavg"].summary
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_loss_and_a_metric_of_ones_own(engine):
+    reference = str(EXAMPLES / "regression.py")
+    task = f"task={{loss: '{reference}:pinball', targets: real, metrics: [mae, '{reference}:share_below']}}"
+    overrides = [task, "tracking.enabled=false", "evaluation.target=null", f"runtime.engine={engine}", "rounds=20"]
+    final = simulate(load(EXAMPLES / "regression.yaml", overrides))["ifca"].final
+    assert "mse" not in final and final["mae"] > 0
+    assert abs(final["share_below"] - 0.9) < 0.1, "about half of the readings lie below a mean"
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_own_parts_of_learning(engine):
+    results = simulate(load(EXAMPLES / "learning.yaml", ["tracking.enabled=false", f"runtime.engine={engine}"]))
+    assert len(results.methods) == 3
+    for label, result in results.methods.items():
+        assert result.final["accuracy"] > 0.7 and 0.5 < result.final["f1_of_class_3"] <= 1, (label, result.final)
 
 
 def test_a_torch_dataset():

@@ -285,7 +285,7 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     samples_N = federation.num_samples_N
     _print(
         f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
-        f"{federation.shape.num_classes} classes"
+        f"{federation.shape.targets_in_words}"
     )
     _print(f"Shards: {location}" if location else "No shards: the samples of this federation are generated on access.")
     _print(f"Next: {_command('run', file, *(overrides or ()))}")

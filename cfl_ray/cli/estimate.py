@@ -140,7 +140,7 @@ class _Sizes:
         return self.spec.size * 4
 
     def traffic(self, method: Method[Any]) -> TrafficEstimate:
-        shape = DataShape(tuple(self.federation.input), self.federation.num_classes)
+        shape = self.federation.shape
         return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape)
 
     def server_bytes(self, estimate: TrafficEstimate) -> float:
@@ -161,7 +161,7 @@ class Estimate:
 
 def estimate(experiment: Experiment) -> Estimate:
     """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses."""
-    summary = data.describe(experiment.data, experiment.seed)
+    summary = data.describe(experiment.data, experiment.seed, experiment.targets)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     sizes = _Sizes.of(setup, summary)
@@ -170,9 +170,11 @@ def estimate(experiment: Experiment) -> Estimate:
 
 def _stand_in(summary: FederationSummary, seed: int) -> Federation:
     """Returns a federation of these sizes, whose samples are never generated."""
-    return SyntheticFederation(
-        summary.clients, input=tuple(summary.input), classes=summary.num_classes, groups=1, samples=1, seed=seed
+    federation = SyntheticFederation(
+        summary.clients, input=tuple(summary.input), classes=max(summary.num_classes, 2), groups=1, samples=1, seed=seed
     )
+    federation.shape = summary.shape
+    return federation
 
 
 def check_machine(setup: Setup) -> None:
@@ -218,7 +220,7 @@ def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
         console,
         f"federation: {federation.clients} clients ({sizes.online} at the start), "
         f"{fewest} / {median:g} / {most} training samples (fewest / median / most), "
-        f"{federation.groups or 'unknown'} true groups, {federation.num_classes} classes, "
+        f"{federation.groups or 'unknown'} true groups, {federation.shape.targets_in_words}, "
         f"samples of {'x'.join(map(str, federation.input))}",
     )
     _print(console, tested_on(federation.view, federation.groups))

@@ -11,12 +11,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from cfl_ray.cli.tables import SECONDS, alone_warning, choice_line, comparison, duration, metrics_line, print_table
+from cfl_ray.cli.tables import (
+    SECONDS,
+    alone_warning,
+    choice_line,
+    comparison,
+    duration,
+    metrics_line,
+    print_table,
+    score_of,
+)
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.tracking.record import is_evaluated
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
 LONG_ROUND_SECONDS = 10.0  # from which a round's phase is shown
@@ -140,7 +150,7 @@ class Display(Watcher):
     def round(self, label: str, report: RoundReport) -> None:
         self.pace.add(label, time.monotonic())
         self._notes(label, report)
-        evaluated = "accuracy" in report.metrics
+        evaluated = is_evaluated(report.metrics)
         self.left[label] = left = self._time_left(label, report)
         self.at_work = None if report.finished else (label, report.round)
         if self.live:
@@ -203,7 +213,8 @@ class Display(Watcher):
         """Prints the table of results, the places of all files, and the next commands."""
         print_table(comparison(results), self.console)
         self._line(
-            "accuracy: of the model that the server would give each client next, mean over clients (P-server); "
+            f"{score_of(results)}: of the model that the server would give each client next, mean over clients "
+            "(P-server); "
             "P-local: of the model that each client holds after its own training"
         )
         self._line(SECONDS)

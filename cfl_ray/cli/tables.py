@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfl_ray.tracking.record import primary_of
+
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import KeySection
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.runtime.results import Results
     from cfl_ray.tracking import RoundRecord
 
-_HEADINGS = {"accuracy": "accuracy", "accuracy_local": "P-local", "ari": "ARI", "num_clusters": "clusters"}
+_CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
 _WRAPPED_NAME = 16  # columns of a method's name that a table of numbers leaves at least; a longer name wraps
 SECONDS = (
     "seconds: training of a round (the median without the first round, which warms up) and of all rounds; "
@@ -30,8 +32,14 @@ SECONDS = (
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Returns the main metrics in one line: accuracy, clusters and ARI, as far as they apply."""
-    names = [name for name in ("accuracy", "num_clusters", "ari") if name in metrics]
-    return "  ".join(f"{_HEADINGS[name]} {_format(name, metrics[name])}" for name in names)
+    score = primary_of(metrics)
+    names = [name for name in (score, "num_clusters", "ari") if name in metrics]
+    return "  ".join(f"{_CLUSTERS.get(name, name)} {_format(name, metrics[name])}" for name in names)
+
+
+def score_of(results: "Results") -> str:
+    """Returns the name of the first metric of the task."""
+    return next((primary_of(result.final) for result in results.methods.values() if result.final), "accuracy")
 
 
 def method_table(title: str, headings: Sequence[str]) -> Table:
@@ -68,11 +76,13 @@ def _width(column: Column) -> int:
 
 def comparison(results: "Results") -> Table:
     """Returns a table with one row of metrics per method."""
-    headings = (*_HEADINGS.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
+    score = score_of(results)
+    shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
+    headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
     table = method_table("results after the last round", headings)
     for label, result in results.methods.items():
         final = result.final
-        cells = [_format(name, final[name]) if name in final else "-" for name in _HEADINGS]
+        cells = [_format(name, final[name]) if name in final else "-" for name in shown]
         traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
         table.add_row(escape(label), *cells, f"{traffic:.2f}", f"{each:.3g}", f"{result.seconds:.1f}")
     return table
@@ -227,8 +237,8 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "methods": ", ".join(methods),
         "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, phase])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
-        "accuracy": f"{metrics['accuracy']} after round {status.evaluated}" if metrics else None,
-        "P-local": metrics.get("accuracy_local"),
+        status.score: f"{metrics[status.score]} after round {status.evaluated}" if metrics else None,
+        "P-local": metrics.get(f"{status.score}_local"),
         "clusters": metrics.get("num_clusters"),
         "hosts": _hosts(status),
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",

@@ -46,6 +46,10 @@ class Merged:
     parts: list[list[int]]  # old clusters in each new one, the kept one first
     count_K: np.ndarray  # number of members of each old cluster
 
+    def merged_rows(self, num_models: int) -> list[int]:
+        """The new clusters that took in more than one of the `num_models` old clusters that had a model."""
+        return [row for row, parts in enumerate(self.parts) if sum(old < num_models for old in parts) > 1]
+
     def models(self, models_KP: Tensor, first_P: Tensor, average: bool) -> Tensor:
         """Models (K', P) of the new clusters.
 

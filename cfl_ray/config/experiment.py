@@ -32,6 +32,16 @@ from cfl_ray.core.errors import ConfigError, did_you_mean
 # Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
 # `precision` changes results and counts, unless it is the default.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
+_ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults are not hashed: they change no result
+    "local": (
+        ("optimizer", "sgd"),
+        ("optimizer_options", {}),
+        ("schedule", "constant"),
+        ("step_schedule", "constant"),
+        ("clip_norm", None),
+    ),
+    "evaluation": (("metrics", []),),
+}
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -54,6 +64,13 @@ class Experiment(ConfigSection):
         min_length=1,
         description="methods to run: a name, {name: {option: value}} or path/to/file.py:Class each",
     )
+    task: Any = Field(
+        "classification",
+        description="what clients learn: classification | regression | multi_label | next_token | "
+        "path/to/file.py:Name | {loss: ..., targets: ..., metrics: [...]} with a loss cross_entropy | "
+        "token_cross_entropy | mse | mae | huber | bce | file.py:function, targets class | real | binary | tokens, "
+        "and metrics as in evaluation.metrics",
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     local: LocalConfig = LocalConfig()
@@ -72,6 +89,7 @@ class Experiment(ConfigSection):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+        self._check_target()
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
 
@@ -84,6 +102,18 @@ class Experiment(ConfigSection):
     @classmethod
     def _from_federation(cls, value: Any) -> Any:
         return {"source": "arrays", "federation": value} if hasattr(value, "recipe") else value
+
+    def _check_target(self) -> None:
+        target = self.evaluation.target
+        if self.task == "classification" and target is not None and not 0 < target <= 1:
+            raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
+
+    @property
+    def targets(self) -> str:
+        """Kind of the task's targets (`core.tasks`). Raises ConfigError for a task that cannot be used."""
+        from cfl_ray.core.tasks import resolve_task  # imports torch, for which `cfl-ray status` does not wait
+
+        return resolve_task(self.task).targets
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
@@ -109,6 +139,11 @@ class Experiment(ConfigSection):
             values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
         if self.attack.kind == "none":  # the other keys of the section have no effect
             values.pop("attack")
+        for name, value in (("task", "classification"),):
+            if values[name] == value:
+                del values[name]
+        for section, defaults in _ADDED_LATER.items():
+            values[section] = {k: v for k, v in values[section].items() if (k, v) not in defaults}
         values["methods"] = [_without_default(entry) for entry in values["methods"]]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
 
@@ -139,7 +174,20 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
-_PATHS = (("data", "root"), ("data", "source"), ("model",), ("model", "name"), ("cohort", "availability", "file"))
+_PATHS = (
+    ("data", "root"),
+    ("data", "source"),
+    ("model",),
+    ("model", "name"),
+    ("cohort", "availability", "file"),
+    ("task",),
+    ("task", "loss"),
+    ("task", "metrics"),
+    ("evaluation", "metrics"),
+    ("local", "optimizer"),
+    ("local", "schedule"),
+    ("local", "step_schedule"),
+)
 
 
 def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -148,16 +196,35 @@ def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         section: Any = values
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(section.get(path[-1]), str):
-            section[path[-1]] = _in_folder(section[path[-1]], folder, path[-1] in ("root", "file"))
+        if not isinstance(section, dict) or path[-1] not in section:
+            continue
+        value, whole = section[path[-1]], path[-1] in ("root", "file")
+        if isinstance(value, dict) and path[-1] in ("schedule", "step_schedule"):
+            value = _choice_in_folder(value, folder)
+        elif isinstance(value, list):
+            value = [_in_folder(one, folder) for one in value]
+        section[path[-1]] = _in_folder(value, folder, whole)
     if isinstance(values.get("methods"), list):
-        values["methods"] = [
-            {_in_folder(name, folder): options for name, options in entry.items()}
-            if isinstance(entry, dict)
-            else _in_folder(entry, folder)
-            for entry in values["methods"]
-        ]
+        values["methods"] = [_method_in_folder(entry, folder) for entry in values["methods"]]
     return values
+
+
+def _method_in_folder(entry: Any, folder: Path) -> Any:
+    """Returns an entry of `methods` with its file, and that of its server optimiser, in `folder`."""
+    entry = _choice_in_folder(entry, folder)
+    if isinstance(entry, dict):
+        for name, options in entry.items():
+            if isinstance(options, dict) and "server_optimizer" in options:
+                own = _choice_in_folder(options["server_optimizer"], folder)
+                entry[name] = options | {"server_optimizer": own}
+    return entry
+
+
+def _choice_in_folder(value: Any, folder: Path) -> Any:
+    """Returns a name, or {name: options}, with the name's file in `folder`."""
+    if isinstance(value, dict):
+        return {_in_folder(name, folder): options for name, options in value.items()}
+    return _in_folder(value, folder)
 
 
 def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
@@ -199,16 +266,21 @@ def _name_of(value: Any) -> Any:
         return value.item()
     if dataclasses.is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
+        options = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return name if isinstance(value, type) else {name: options}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _without_default(entry: Any) -> Any:
-    """Returns an entry of `methods` without `aggregation: mean`, which is the default."""
+    """Returns an entry of `methods` without the defaults of options that all methods share."""
     if not isinstance(entry, dict):
         return entry
     return {
-        name: {key: value for key, value in (options or {}).items() if (key, value) != ("aggregation", "mean")}
+        name: {
+            key: value
+            for key, value in (options or {}).items()
+            if (key, value) not in (("aggregation", "mean"), ("server_optimizer", "none"))
+        }
         for name, options in entry.items()
     }
 

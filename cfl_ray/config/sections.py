@@ -186,7 +186,11 @@ class ColumnsConfig(ConfigSection):
     features: list[str] | None = Field(
         None, description="columns of numbers that make up the input (csv); null: all but label, client and group"
     )
-    label: str = Field("label", description="label column, integers from 0; csv: also words, numbered in sorted order")
+    label: str | list[str] = Field(
+        "label",
+        description="label column, integers from 0; csv: also words, numbered in sorted order, or the columns of the "
+        "targets of another task, e.g. [height, weight]",
+    )
     client: str | None = Field(
         None, description="column with the client of each sample, integers or strings (kind writer); null: no clients"
     )
@@ -342,7 +346,7 @@ class ModelConfig(ConfigSection):
 
 
 class LocalConfig(ConfigSection):
-    """Local training of a client in one round: SGD, by default with a fresh momentum buffer."""
+    """Local training of a client in one round: SGD, by default with a fresh momentum buffer, or another optimiser."""
 
     epochs: int = Field(5, ge=1, le=100_000, description="E, local epochs per round")
     steps: int | None = Field(
@@ -359,6 +363,39 @@ class LocalConfig(ConfigSection):
         description="true: a client keeps the momentum buffer of the training whose result it keeps, for its next "
         "round (the official code of CFL); false: every round begins with zeros",
     )
+    optimizer: Any = Field(
+        "sgd",
+        description="sgd (with momentum and weight_decay above) | adam | adamw | adamax | nadam | radam | rmsprop | "
+        "adagrad | adadelta | rprop | path/to/file.py:Name of a torch.optim.Optimizer; those other than sgd begin "
+        "every round afresh, with lr as their learning rate",
+    )
+    optimizer_options: dict[str, Any] = Field(
+        {}, description="keyword arguments of the optimiser, e.g. {weight_decay: 0.01}; sgd has none"
+    )
+    schedule: Any = Field(
+        "constant",
+        description="factor of lr in each round: constant | step | exponential | linear | cosine | warmup | "
+        "path/to/file.py:function of (round, rounds); with options {step: {every: 10, gamma: 0.5}}",
+    )
+    step_schedule: Any = Field(
+        "constant", description="likewise, a further factor in each local step, of (step, steps), from 1 in every round"
+    )
+    clip_norm: float | None = Field(
+        None,
+        gt=0,
+        description="largest norm of the gradient of a step, with its proximal terms, before weight decay; larger ones "
+        "are scaled down to it. null: no limit",
+    )
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.optimizer == "sgd":
+            return self
+        for key, value in (("momentum", self.momentum), ("weight_decay", self.weight_decay), ("persist", self.persist)):
+            if value:
+                other = "its moments are not kept" if key == "persist" else "set it in optimizer_options if it has one"
+                raise ValueError(f"{key} is that of sgd, got {value} with optimizer {self.optimizer}; {other}")
+        return self
 
 
 class AvailabilityConfig(ConfigSection):
@@ -516,9 +553,14 @@ class EvaluationConfig(ConfigSection):
     )
     target: float | None = Field(
         None,
-        gt=0,
-        le=1,
-        description="accuracy for rounds_to_target and mbit_to_target, 0..1; null: do not measure them",
+        description="value of the first metric for rounds_to_target and mbit_to_target: accuracy, above 0 and at most "
+        "1, or that of another task; null: do not measure them",
+    )
+    metrics: list[Any] = Field(
+        [],
+        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | subset_accuracy | mse | mae | "
+        "r2 | token_accuracy | perplexity | path/to/file.py:function of the outputs (n, C) and the targets (n,) that "
+        "returns a number",
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cfl_ray.core.aggregation import AggregationRule, Mean, NormClipping, aggregate
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.updates import RoundStats, Traffic, Updates
 from cfl_ray.core.work import (
     Address,
@@ -100,7 +101,7 @@ class ClientData(Protocol):
 
     @property
     def y(self) -> Tensor:
-        """int64 (n,): their labels."""
+        """int64 (n,): their labels; targets of other tasks as `core.tasks` says."""
 
     @property
     def spec(self) -> ParamSpec: ...
@@ -130,6 +131,8 @@ class Clients:
     # returns ids and sample counts of all clients that could take part in the round; None: these clients are all
     reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
     aggregation: AggregationRule = Mean()  # used in every average
+    server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
+    num_scores: int = 3  # of a test: the metrics of the task, then the loss
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -222,7 +225,13 @@ class Clients:
         if self._robust and averaging is not None:
             found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
-        return Updates(outcome, averaging, private, work)
+        return self._updates(outcome, averaging, private, work)
+
+    def _updates(self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train) -> Updates:
+        if averaging is None or self.server is None:
+            return Updates(outcome, averaging, private, work)
+        average = self.server.next_average()
+        return Updates(outcome, averaging, private, work, self.server, average, self.spec.trained)
 
     def _training_work(
         self,
@@ -277,7 +286,12 @@ class Clients:
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
             outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
-        return Updates(outcome, averaging, updates.private, work)
+        return self._updates(outcome, averaging, updates.private, work)
+
+    def restart_moments(self, models_KP: Tensor) -> None:
+        """Lets the server optimiser begin anew with these models, of clusters that merged; no effect without one."""
+        if self.server is not None:
+            self.server.forget(models_KP)
 
     def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf where it is NaN.
@@ -308,7 +322,8 @@ class Clients:
         accuracy_KM = []
         for k in range(len(sent.models_KP)):
             start = Rows(0, np.full(len(self), k))
-            work = EvaluateClients(self._next_address(), self.ids_M, (sent.models_KP,), start=start)
+            tables, scores = (sent.models_KP,), self.num_scores
+            work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
             accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
         return np.nan_to_num(np.stack(accuracy_KM, 1))
 

@@ -1,11 +1,15 @@
-"""Local SGD of one client: the number of steps, and the samples of each batch."""
+"""Local training of one client by SGD or another optimiser: its steps, and the samples of each batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+
+from cfl_ray.core.optimizers import LocalOptimizer
+from cfl_ray.core.schedules import RateSchedule
 
 
 class LocalStep(Protocol):
@@ -27,7 +31,7 @@ class LocalStep(Protocol):
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """SGD of one client in one round."""
+    """SGD, or another optimiser, of one client in one round."""
 
     epochs: int = 1  # E
     steps: int | None = None  # instead of epochs
@@ -36,6 +40,23 @@ class LocalSGD:
     momentum: float = 0.0  # rho
     weight_decay: float = 0.0
     persist: bool = False  # the momentum buffer is kept with the client state; False: every round starts from zero
+    optimizer: LocalOptimizer | None = None  # None: SGD with the momentum and weight decay above
+    step_schedule: RateSchedule | None = None  # factor of lr in each local step; None: 1
+    clip_norm: float | None = None  # largest norm of a step's gradient, proximal terms included; None: no limit
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether steps are those of plain SGD: each the learning rate times the gradient, with momentum and decay."""
+        return self.optimizer is None and self.step_schedule is None and not self.clips
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None and self.clip_norm < inf
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of step `step` (counted from 0) of `steps`."""
+        return self.lr if self.step_schedule is None else self.lr * self.step_schedule(step + 1, steps)
 
     def batch_of(self, size: int | np.ndarray, batches_per_step: int = 1) -> int | np.ndarray:
         """Batch size of a client with `size` samples.

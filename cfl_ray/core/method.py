@@ -14,13 +14,16 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 
 S = TypeVar("S", bound=State)  # the state of a method
 
+_SHARED = ("aggregation", "server_optimizer")  # options of every method that averages
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
 
@@ -100,6 +103,18 @@ class Method(ABC, Generic[S]):
         },
     )
 
+    server_optimizer: Any = field(
+        default="none",
+        kw_only=True,
+        metadata={
+            "doc": "step of the server with the mean change of the clients: none (their mean is the model), or a name, "
+            "or with parameters {fedavgm: {lr: 1.0, momentum: 0.9}}, {fedadam: {lr: 0.01, beta1: 0.9, beta2: 0.99, "
+            "tau: 0.001}}, {fedyogi: ...}, {fedadagrad: ...}, {file.py:Class: ...}",
+            "source": "Hsu et al. 2019; Reddi et al. 2021",
+            "choices": ("none", *SERVER_OPTIMIZERS.builtin, "file.py:Class"),
+        },
+    )
+
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in vars(cls).get("__orig_bases__", ()):
@@ -114,8 +129,10 @@ class Method(ABC, Generic[S]):
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation_rule, Mean) and self.only_mean:
             raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
+        if self.server_step is not None and (reason := self.only_mean or self.needs_mean):
+            raise ValueError(f"{self.name}.server_optimizer must be none, got {self.server_optimizer!r}: {reason}")
         for item in fields(self):
-            if item.name == "aggregation":
+            if item.name in _SHARED:
                 continue
             value, meta = getattr(self, item.name), item.metadata
             if meta.get("choices") and value not in meta["choices"]:
@@ -141,6 +158,29 @@ class Method(ABC, Generic[S]):
             return parse_rule(self.aggregation)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def server_step(self) -> ServerOptimizer | None:
+        """The optimiser that `server_optimizer` configures; None without one. Raises ValueError for an invalid one."""
+        try:
+            return resolve_server_optimizer(self.server_optimizer)
+        except (ValueError, ConfigError) as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def needs_mean(self) -> str:
+        """Why the method goes on from the mean of its clients itself; empty: it can have a server optimiser."""
+        return ""
+
+    @property
+    def needs_classes(self) -> str:
+        """Why the method is for classification alone; empty: it is for any task."""
+        return ""
+
+    @property
+    def needs_sgd(self) -> str:
+        """Why local steps must be those of SGD with one learning rate in a round; empty: any optimiser will do."""
+        return ""
 
     @property
     def compares_models(self) -> bool:
@@ -188,7 +228,7 @@ class Method(ABC, Generic[S]):
                 **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
             for item in sorted(fields(cls), key=lambda item: item.kw_only is True)
-            if not (item.name == "aggregation" and cls.only_mean)
+            if not (item.name in _SHARED and cls.only_mean)
         ]
 
     @classmethod

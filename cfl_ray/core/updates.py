@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.params import Columns
+from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
 
 _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
@@ -20,13 +21,24 @@ class Updates:
     averaging: Averaging | None  # None: the results were not averaged
     private: Columns | None  # columns that are not uploaded; None: all are
     training: Train  # the exchange in which the clients trained
+    server: ServerMoments | None = None  # None: models are the means themselves
+    average: int = 0  # number of this average in the round
+    trained: int = 0  # number of trained columns, the first ones
 
     def averaged(self, default: Tensor) -> Tensor:
-        """Weighted mean of every output row, float32 (R, P).
+        """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser where there is one.
 
-        Rows without any contribution, and private columns, are those of `default` (R, P). Raises ValueError if nothing
-        was averaged.
+        default: the models before (R, P). Rows without any contribution, and private columns, are theirs. Raises
+        ValueError if nothing was averaged.
         """
+        return self._moved(default, self._means(default))
+
+    def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
+        if self.server is None:
+            return mean_RP
+        return self.server.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
+
+    def _means(self, default: Tensor) -> Tensor:
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
         rows_RP = default.clone()
@@ -39,10 +51,9 @@ class Updates:
     def damped(self, start: Tensor, total: float) -> Tensor:
         """Rows of `start` (R, P), each moved towards its weighted mean by the share of its weight in `total`."""
         share_R = self.weight_R / total if total else np.zeros(len(start))
-        means = self.averaged(default=start)
-        return torch.stack(
-            [torch.lerp(a, b, share) for a, b, share in zip(start, means, share_R.tolist(), strict=True)]
-        )
+        means = self._means(start)
+        rows = [torch.lerp(a, b, share) for a, b, share in zip(start, means, share_R.tolist(), strict=True)]
+        return self._moved(start, torch.stack(rows))
 
     @property
     def arrived_R(self) -> np.ndarray:
@@ -100,7 +111,7 @@ class RoundStats:
     exchanges: int = 0  # number of exchanges so far
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by client
     train_loss: dict[int, float] = field(default_factory=dict)  # by client
-    # by client: P-local accuracy and macro-F1
+    # by client: the first two scores of P-local, accuracy and macro-F1 of classes
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @property

@@ -326,6 +326,7 @@ class Evaluate(Work):
     start: Rows
     # number of rows of table 0 that predict together, by the mean of their probabilities; 0: only `start`
     vote: int = 0
+    num_scores: int = 3  # of a client: the metrics of the task, then the loss
 
     def rows(self) -> list[Rows]:
         return [Rows(0, np.arange(self.vote)) if self.vote else self.start, *super().rows()]
@@ -333,19 +334,24 @@ class Evaluate(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateClients(Evaluate):
-    """Test of each client's model on its own test data: accuracy, macro-F1 and loss (M, 3)."""
+    """Test of each client's model on its own test data: its scores, e.g. accuracy, macro-F1 and loss (M, 3)."""
 
     max_test_samples: int | None = None  # test samples per client of a shared test set; None: all
     tune: LocalSGD | None = None  # local training before the test (P-tune, or a method that adapts before it predicts)
     steps_M: np.ndarray | None = None  # local steps of that training
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        return {"scores": np.full((len(self.ids_M), 3), np.nan)}
+        return {"scores": np.full((len(self.ids_M), self.num_scores), np.nan)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateShared(Evaluate):
-    """Test of models on shared test sets `ids_M`: confusion matrices (M, C, C) and losses by true class (M, C)."""
+    """Test of models on shared test sets `ids_M`: confusion matrices (M, C, C) and losses by true class (M, C).
+
+    Where other metrics are measured, the scores (M, num_scores) instead.
+    """
+
+    by_confusion: bool = True
 
     @property
     def is_per_client(self) -> bool:
@@ -353,6 +359,8 @@ class EvaluateShared(Evaluate):
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)
+        if not self.by_confusion:
+            return {"scores": np.full((size, self.num_scores), np.nan)}
         return {
             "confusion": np.zeros((size, num_classes, num_classes), np.int64),
             "loss": np.zeros((size, num_classes)),

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.core.errors import DataError, did_you_mean
+from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.images import Images
 from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
@@ -31,6 +32,7 @@ def federation_from_arrays(
     seed: int = 0,
     view: str | None = None,
     normalize: list[list[float]] | None = None,
+    targets: str = "class",
 ) -> Federation:
     """Returns a federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
@@ -39,16 +41,18 @@ def federation_from_arrays(
     the client's own samples without x_test.
 
     x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, integers:
-    token ids below it. y: integers 0..C-1. clients: integers or strings.
+    token ids below it. y: integers 0..C-1, or what `targets` says. clients: integers or strings.
     groups: the true group of each client ({client: group}) or of each sample.
     normalize: [means, standard deviations] per channel.
+    targets: kind of y: "class"; "real", floats (n,) or (n, d); "binary", 0 or 1 (n, C); "tokens", integers (n, T) below
+    num_classes.
     """
-    x_, y_, ids = _inputs("x", x, vocabulary), _labels("y", y), _ids("clients", clients)
+    x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
     names, client = np.unique(ids, return_inverse=True)
-    test = _test_samples(x_test, y_test, x_, vocabulary)
-    classes = _num_classes(num_classes, y_, None if test is None else test[1])
-    view = _view(view, test is not None, test_clients is not None)
+    test = _test_samples(x_test, y_test, x_, vocabulary, targets)
+    classes = _num_outputs(num_classes, y_, None if test is None else test[1], targets, vocabulary)
+    view = _view(view, test is not None, test_clients is not None, targets)
     group_N = _groups(groups, names, client)
     recipe = {
         "source": "arrays",
@@ -69,8 +73,10 @@ def federation_from_arrays(
         samples, index = _with_holdout(x_, y_, names, client, group_N, holdout, seed)
     if vocabulary is not None:
         recipe["vocabulary"] = vocabulary
+    if targets != "class":
+        recipe["targets"] = targets
     scaling = Scaling(255.0 if x_.dtype == np.uint8 else 1.0, normalize, vocabulary is not None).check(x_.shape[1:])
-    shape = DataShape(x_.shape[1:], classes, vocabulary)
+    shape = DataShape(x_.shape[1:], classes, vocabulary, targets, y_.shape[1:])
     return ArrayFederation(shape, view, recipe, index, scaling, samples, test, [str(name) for name in names])
 
 
@@ -83,16 +89,17 @@ def images_from_arrays(
     groups: Array | None = None,
     num_classes: int | None = None,
     vocabulary: int | None = None,
+    targets: str = "class",
 ) -> Images:
     """Returns samples without clients, to be divided among clients. Raises DataError for wrong input.
 
     groups: the true group of each sample. The other arguments are those of `federation_from_arrays`.
     """
-    x_, y_ = _inputs("x", x, vocabulary), _labels("y", y)
+    x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
-    test_x, test_y = _test_samples(x_test, y_test, x_, vocabulary) or (None, None)
-    classes = _num_classes(num_classes, y_, test_y)
-    if classes > np.iinfo(np.int16).max:
+    test_x, test_y = _test_samples(x_test, y_test, x_, vocabulary, targets) or (None, None)
+    classes = _num_outputs(num_classes, y_, test_y, targets, vocabulary)
+    if targets == "class" and classes > np.iinfo(np.int16).max:
         raise DataError(f"{classes} classes, at most {np.iinfo(np.int16).max} can be divided; give `clients` yourself")
     group = None
     if groups is not None:
@@ -101,13 +108,14 @@ def images_from_arrays(
         group = np.unique(of_sample, return_inverse=True)[1].astype(np.int32)
     return Images(
         x_,
-        y_.astype(np.int16),
+        y_.astype(TARGETS[targets].stored),
         test_x,
-        None if test_y is None else test_y.astype(np.int16),
+        None if test_y is None else test_y.astype(TARGETS[targets].stored),
         classes,
         scale=255 if x_.dtype == np.uint8 else 1,
         group=group,
         vocabulary=vocabulary,
+        targets=targets,
     )
 
 
@@ -287,6 +295,43 @@ def _labels(name: str, values: Array) -> np.ndarray:
     return y.astype(np.int64, copy=False)
 
 
+def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
+    """Returns the targets of a kind (`core.tasks`), in the type of memory. Raises DataError for others."""
+    if targets not in TARGETS:
+        raise DataError(f"unknown targets {targets!r}{did_you_mean(targets, TARGETS)}")
+    if targets == "class":
+        return _labels(name, values)
+    y = _numpy(name, values)
+    if y.dtype.kind not in "iufb":
+        raise DataError(f"{name} must be numbers, got {y.dtype}")
+    if targets == "tokens":
+        if y.ndim != 2 or y.dtype.kind not in "iu" or 0 in y.shape or y.min() < 0:
+            raise DataError(f"{name} must be token ids from 0, integers (n, T), got {y.dtype} of shape {y.shape}")
+        return y.astype(np.int64, copy=False)
+    if y.ndim not in ((1, 2) if targets == "real" else (2,)) or 0 in y.shape:
+        expected = "(n,) or (n, d)" if targets == "real" else "(n, C)"
+        raise DataError(f"{name} must have shape {expected} for targets {targets!r}, got {y.shape}")
+    valid = np.isfinite(y.astype(np.float32)) if targets == "real" else (y == 0) | (y == 1)
+    if not (valid_n := valid.reshape(len(y), -1).all(1)).all():
+        what = "NaN or infinity as float32" if targets == "real" else "values other than 0 and 1"
+        raise DataError(f"{name} has {what} in {(~valid_n).sum()} of {len(y)} rows, first in row {valid_n.argmin()}")
+    return y.astype(TARGETS[targets].stored, copy=False)
+
+
+def _num_outputs(
+    num_classes: int | None, y: np.ndarray, y_test: np.ndarray | None, targets: str, vocabulary: int | None
+) -> int:
+    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary where none is given."""
+    if targets in ("class", "tokens"):
+        return _num_classes(num_classes or (vocabulary if targets == "tokens" else None), y, y_test)
+    columns = y.shape[1] if y.ndim == 2 else 1
+    if num_classes not in (None, columns):
+        raise DataError(
+            f"num_classes is {num_classes}, but y of targets {targets!r} has {columns} columns; leave it out"
+        )
+    return columns
+
+
 def _ids(name: str, values: Array) -> np.ndarray:
     ids = _numpy(name, values)
     if ids.dtype == object:
@@ -316,14 +361,14 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
 
 
 def _test_samples(
-    x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None
+    x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
     """Returns the checked test samples, None where there are none. x: the training inputs, whose form they share."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:
         raise DataError("x_test and y_test belong together; give both or neither")
-    test_x, test_y = _inputs("x_test", x_test, vocabulary), _labels("y_test", y_test)
+    test_x, test_y = _inputs("x_test", x_test, vocabulary), targets_of("y_test", y_test, targets)
     _check_lengths(len(test_x), "x_test", y_test=test_y)
     if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
         raise DataError(
@@ -341,7 +386,9 @@ def _num_classes(num_classes: int | None, y: np.ndarray, y_test: np.ndarray | No
     return largest + 1 if num_classes is None else num_classes
 
 
-def _view(view: str | None, has_test: bool, has_owners: bool) -> str:
+def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> str:
+    if view == "label" and targets != "class":
+        raise DataError(f"the test view label needs classes, the targets are {targets!r}; set data.test.view: cluster")
     if has_owners and not has_test:
         raise DataError("test_clients says who owns x_test, which is not given")
     possible = ("cluster", "label") if has_test and not has_owners else ("holdout",)

@@ -130,6 +130,8 @@ def _check_compatible(federation: Federation, added: Federation) -> None:
     properties: dict[str, tuple[object, object]] = {
         "inputs of shape": (added.shape.input, federation.shape.input),
         "vocabulary": (added.shape.vocabulary, federation.shape.vocabulary),
+        "targets": (added.shape.targets, federation.shape.targets),
+        "targets of shape": (added.shape.target_shape, federation.shape.target_shape),
         "number of classes": (added.shape.num_classes, federation.shape.num_classes),
         "test view": (added.view, federation.view),
         "normalisation": (_as_floats(added.normalize), _as_floats(federation.normalize)),

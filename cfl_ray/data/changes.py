@@ -234,6 +234,10 @@ def _check(change: DataChange, base: Federation) -> None:
             raise DataError(f"{where}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
     if len(set(change.ids)) < len(change.ids):
         raise DataError(f"{where}: change.clients names a client twice")
+    if change.offset and base.shape.targets != "class":
+        raise DataError(
+            f"{where}: relabel needs classes, the targets are {base.shape.targets!r}; use rotate or data_of"
+        )
     if not change.turns:
         return
     shape = base.shape.input

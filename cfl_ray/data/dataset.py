@@ -32,14 +32,15 @@ def federation_from_dataset(
     seed: int = 0,
     view: str | None = None,
     normalize: list[list[float]] | None = None,
+    targets: str = "class",
 ) -> Federation:
     """Returns a federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
 
     An input is a tensor, an array or a PIL image. The other arguments are those of `federation_from_arrays`.
     Raises DataError naming the sample that does not fit.
     """
-    x, y = _arrays(dataset, "dataset")
-    x_test, y_test = (None, None) if test is None else _arrays(test, "test")
+    x, y = _arrays(dataset, "dataset", targets)
+    x_test, y_test = (None, None) if test is None else _arrays(test, "test", targets)
     return federation_from_arrays(
         x,
         y,
@@ -54,10 +55,11 @@ def federation_from_dataset(
         seed=seed,
         view=view,
         normalize=normalize,
+        targets=targets,
     )
 
 
-def _arrays(dataset: PairDataset, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, np.ndarray]:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"{name} must have a length and samples by number, {type(dataset).__name__} does not")
     if len(dataset) == 0:
@@ -74,8 +76,12 @@ def _arrays(dataset: PairDataset, name: str) -> tuple[np.ndarray, np.ndarray]:
                 f"{name}[{row}] is {last.dtype} {last.shape}, {name}[0] is {first.dtype} {first.shape}; "
                 "all samples need one shape and type"
             )
-        labels.append(_label(sample[1], f"{name}[{row}]"))
-    return np.stack(inputs), np.array(labels, np.int64)
+        labels.append(_label(sample[1], f"{name}[{row}]") if targets == "class" else _target(sample[1], name, row))
+        if np.shape(labels[-1]) != np.shape(labels[0]):
+            raise DataError(
+                f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, that of {name}[0] {np.shape(labels[0])}"
+            )
+    return np.stack(inputs), np.array(labels)
 
 
 def _input(value: Any, name: str) -> np.ndarray:
@@ -87,6 +93,13 @@ def _input(value: Any, name: str) -> np.ndarray:
     if hasattr(value, "getbands"):  # a PIL image: (H, W) or (H, W, C)
         return x[None] if x.ndim == 2 else x.transpose(2, 0, 1)
     return x
+
+
+def _target(value: Any, name: str, row: int) -> np.ndarray:
+    y = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if y.dtype == object:
+        raise DataError(f"the target of {name}[{row}] is {type(value).__name__}, expected numbers")
+    return y
 
 
 def _label(value: Any, name: str) -> int:

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from cfl_ray.core.rng import stream
+from cfl_ray.core.tasks import TARGETS
 
-TensorSamples = tuple[torch.Tensor, torch.Tensor]  # x float32 or, for tokens, int64 (n, *input); y int64 (n,)
+# x float32 or, for tokens, int64 (n, *input); y int64 (n,) for classes, else as `core.tasks` says
+TensorSamples = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -18,13 +20,33 @@ class DataShape:
     """The shape that the data of all clients share."""
 
     input: tuple[int, ...]  # of one sample, channels first, e.g. (1, 28, 28)
-    num_classes: int  # C
+    num_classes: int  # C; of targets that are no classes: outputs of the network for each number that it predicts
     vocabulary: int | None = None  # inputs are token ids 0 .. vocabulary - 1; None: they are real numbers
+    targets: str = "class"  # kind of the targets (`core.tasks`)
+    target_shape: tuple[int, ...] = ()  # of one sample's target
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the inputs: int64 for token ids, float32 otherwise."""
         return torch.float32 if self.vocabulary is None else torch.int64
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """Type of the targets."""
+        return TARGETS[self.targets].dtype
+
+    @property
+    def targets_in_words(self) -> str:
+        """Number and kind of the targets."""
+        if self.targets == "tokens":
+            return f"{self.target_shape[0]} tokens of {self.num_classes} to predict"
+        kinds = {"class": "classes", "real": "numbers to predict", "binary": "labels"}
+        return f"{self.num_classes} {kinds[self.targets]}"
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Shape of the network's output for one sample: (C,), or (T, V) for tokens."""
+        return (*self.target_shape, self.num_classes) if self.targets == "tokens" else (self.num_classes,)
 
 
 class GroupTransform(NamedTuple):
@@ -103,7 +125,7 @@ class Federation(ABC):
 
     @abstractmethod
     def train(self, client: int) -> TensorSamples:
-        """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y int64 (n,)."""
+        """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         """Returns the number of the file, int (m,), that holds the training samples of each of these clients.
@@ -121,7 +143,7 @@ class Federation(ABC):
 
     @abstractmethod
     def test_set(self, index: int) -> TensorSamples:
-        """Returns shared test set `index`: x of shape.dtype, y int64. Raises IndexError outside 0..S-1."""
+        """Returns shared test set `index`: x and y of the types of `shape`. Raises IndexError outside 0..S-1."""
 
     @abstractmethod
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.arrays import federation_from_arrays
-from cfl_ray.data.federation import Federation
+from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import load_function
 from cfl_ray.data.images import Progress, Source
@@ -31,62 +31,72 @@ class FederationSummary:
     clients: int
     samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
     groups: int  # true groups; 0 where none are known
-    num_classes: int
-    input: tuple[int, ...]  # shape of one sample
+    shape: DataShape
     test_sets: int  # shared test sets; 0 under hold-out
     view: str  # what clients are tested on (`data.test.view`)
     bytes: int  # of the shards; 0 for data that are generated or kept in memory
-    dtype: torch.dtype  # of the inputs: float32, or int64 for token ids
+
+    @property
+    def num_classes(self) -> int:
+        return self.shape.num_classes
+
+    @property
+    def input(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return self.shape.input
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the inputs: float32, or int64 for token ids."""
+        return self.shape.dtype
 
 
-def build(data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None) -> Federation:
+def build(
+    data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None, targets: str = "class"
+) -> Federation:
     """Returns the federation that `data` and `seed` describe, with its shards below `data.shards`.
 
     shards: the folder for shards where `data.shards` is null. `data.shards` may also be the folder of one federation,
-    as `cfl-ray prepare` wrote it; then the raw data are not needed.
+    as `cfl-ray prepare` wrote it; then the raw data are not needed. targets: those of the task (`core.tasks`).
     """
-    federation, source = _undivided(data, seed)
+    federation, source = _undivided(data, seed, targets)
     if federation is not None:
         return federation
     folder = Folder(str(shards if data.shards is None else data.shards))
     if read_manifest(folder) is not None:
-        return _reuse(folder, _recipe(data, seed, None))
-    sources = _sources(data, source)
-    recipe = _recipe(data, seed, sources)
+        return _reuse(folder, _recipe(data, seed, None, targets))
+    sources = _sources(data, source, targets)
+    recipe = _recipe(data, seed, sources, targets)
     name = data.source.rpartition(":")[2]
-    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None))}")
+    folder = folder.child(f"{name}-{data.test.view or 'own'}-{_hash(_recipe(data, seed, None, targets))}")
     if read_manifest(folder) is None:
         plan = _plan(data, seed, sources, pixels=True, progress=progress)
         write_shards(folder.uri, plan, recipe, data.normalize, progress)
     return _reuse(folder, recipe)
 
 
-def describe(data: DataConfig, seed: int) -> FederationSummary:
+def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
     """Returns the sizes of the federation that `build` would return; reads labels, not pixels, and writes nothing."""
-    federation, source = _undivided(data, seed)
+    federation, source = _undivided(data, seed, targets)
     if federation is not None:
         return FederationSummary(
             clients=federation.num_clients,
             samples=_min_median_max(federation.num_samples_N),
             groups=federation.num_groups,
-            num_classes=federation.shape.num_classes,
-            input=federation.shape.input,
+            shape=federation.shape,
             test_sets=federation.num_test_sets(),
             view=federation.view,
             bytes=0,
-            dtype=federation.shape.dtype,
         )
-    plan = _plan(data, seed, _sources(data, source), pixels=False, progress=None)
+    plan = _plan(data, seed, _sources(data, source, targets), pixels=False, progress=None)
     return FederationSummary(
         clients=len(plan.clients),
         samples=_min_median_max(np.array([len(client.train) for client in plan.clients])),
         groups=len({client.group for client in plan.clients if client.group >= 0}),
-        num_classes=plan.images.num_classes,
-        input=plan.images.shape,
+        shape=plan.images.data_shape,
         test_sets=len(plan.test_sets),
         view=plan.view,
         bytes=shard_bytes(plan),
-        dtype=torch.float32 if plan.images.vocabulary is None else torch.int64,
     )
 
 
@@ -94,7 +104,7 @@ def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
     return int(sizes.min()), float(np.median(sizes)), int(sizes.max())
 
 
-def _undivided(data: DataConfig, seed: int) -> tuple[Federation | None, Source | None]:
+def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
     """Returns the federation where the source's samples belong to clients, or a function's samples without clients.
 
     Two None for the sources that `locate` finds.
@@ -102,17 +112,17 @@ def _undivided(data: DataConfig, seed: int) -> tuple[Federation | None, Source |
     if data.source == "synthetic":
         return _synthetic(data, seed), None
     if data.source == "arrays":
-        return _arrays(data, seed), None
+        return _arrays(data, seed, targets), None
     if not data.is_function:
         return None, None
-    loaded = load_function(data, seed)
+    loaded = load_function(data, seed, targets)
     return (None, loaded) if isinstance(loaded, Source) else (loaded, None)
 
 
-def _sources(data: DataConfig, first: Source | None) -> list[Source]:
+def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
     """Returns the data set and, for a hybrid, the second one. first: the data set, where it is loaded already."""
     names = [data.source, data.shift.other] if data.shift.kind == "hybrid" else [data.source]
-    return [first if first is not None and name == data.source else locate(name, data) for name in names]
+    return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
 
 def _plan(
@@ -123,7 +133,7 @@ def _plan(
     return make_plan(images, other[0] if other else None, data.with_view(images.test_y is not None), seed)
 
 
-def _recipe(data: DataConfig, seed: int, sources: list[Source] | None) -> dict[str, Any]:
+def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
     """Returns everything that decides the content of the shards, as JSON; `sources` None leaves the raw files out."""
     no_effect = {
         "root",
@@ -136,6 +146,8 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None) -> dict[s
     }
     values = data.without_defaults(data.model_dump(mode="json", exclude=no_effect))
     recipe: dict[str, Any] = {"data": values, "seed": seed}
+    if targets != "class":
+        recipe["targets"] = targets
     if sources is not None:
         recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]
         if digests := [source.digest for source in sources if source.digest is not None]:
@@ -183,7 +195,7 @@ def _synthetic(data: DataConfig, seed: int) -> SyntheticFederation:
     )
 
 
-def _arrays(data: DataConfig, seed: int) -> Federation:
+def _arrays(data: DataConfig, seed: int, targets: str) -> Federation:
     """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
 
     The file holds x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (one number).
@@ -212,4 +224,5 @@ def _arrays(data: DataConfig, seed: int) -> Federation:
         seed=seed,
         view=data.test.view,
         normalize=data.normalize,
+        targets=targets,
     )

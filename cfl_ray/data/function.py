@@ -18,12 +18,13 @@ DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary") 
 KEYS = (*DIVIDED, "clients", "test_clients")
 
 
-def load_function(data: DataConfig, seed: int) -> Federation | Source:
+def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federation | Source:
     """Returns the federation of the function `data.source`; samples without clients as a source to be divided.
 
     The function is passed `data.options`. It returns a Federation, or a mapping with x, y and optionally clients,
     groups, x_test, y_test, test_clients, num_classes, vocabulary: the arguments of `federation_from_arrays`. Without
-    clients, the samples are divided as `data.partition` says. Raises DataError naming the function and its line.
+    clients, the samples are divided as `data.partition` says. Raises DataError naming the function
+    and its line. targets: kind of y.
     """
     function = load_plugin(data.source, "data.source")
     if not callable(function):
@@ -47,7 +48,7 @@ def load_function(data: DataConfig, seed: int) -> Federation | Source:
     if isinstance(result, Federation):
         return result
     try:
-        return _from_mapping(_as_mapping(result), data, seed)
+        return _from_mapping(_as_mapping(result), data, seed, targets)
     except DataError as error:
         raise DataError(f"data.source {_place(data.source, function)}: {error}") from None
 
@@ -67,19 +68,24 @@ def _as_mapping(result: object) -> dict[str, Any]:
     return dict(result)
 
 
-def _from_mapping(arrays: dict[str, Any], data: DataConfig, seed: int) -> Federation | Source:
+def _from_mapping(arrays: dict[str, Any], data: DataConfig, seed: int, targets: str) -> Federation | Source:
     if arrays.get("clients") is not None:
         if data.shift.kind != "none":
             raise DataError(
                 f"data.shift.kind: samples that have clients are taken as they are, so none, not {data.shift.kind}"
             )
         return federation_from_arrays(
-            **arrays, holdout=data.test.fraction, seed=seed, view=data.test.view, normalize=data.normalize
+            **arrays,
+            holdout=data.test.fraction,
+            seed=seed,
+            view=data.test.view,
+            normalize=data.normalize,
+            targets=targets,
         )
     if arrays.pop("test_clients", None) is not None:
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
-    images = images_from_arrays(**arrays)
+    images = images_from_arrays(**arrays, targets=targets)
     present = [
         one for one in (images.train_x, images.train_y, images.test_x, images.test_y, images.group) if one is not None
     ]

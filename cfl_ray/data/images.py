@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
+from cfl_ray.data.federation import DataShape
 
 Progress = Callable[[str, int, int], None]  # (what is being done, how many are done, out of how many)
 
@@ -18,15 +19,21 @@ class Images:
     """A data set in memory. For a summary, which needs no pixels, they are a broadcast zero of the right shape."""
 
     train_x: np.ndarray  # (n, *input): uint8 with values 0..scale, e.g. (n, C, H, W); float32; int32 for token ids
-    train_y: np.ndarray  # int16 (n,)
+    train_y: np.ndarray  # int16 (n,) of classes; else (n, *) as `core.tasks` stores them
     test_x: np.ndarray | None  # likewise (n_test, *input); None where the data set has no test part
-    test_y: np.ndarray | None  # int16 (n_test,); None where the data set has no test part
+    test_y: np.ndarray | None  # likewise; None where the data set has no test part
     num_classes: int
     scale: int = 255  # the pixel value that means 1.0
     client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
     group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of that client; None: not known
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
+    targets: str = "class"  # kind of the targets (`core.tasks`)
+
+    @property
+    def data_shape(self) -> DataShape:
+        """The shape that these samples give to the data of all clients."""
+        return DataShape(self.shape, self.num_classes, self.vocabulary, self.targets, self.train_y.shape[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +55,7 @@ class Images:
                 )
             group = np.concatenate([self.group, self.test_group])
         x, y = self._join_pixels(self.train_x, self.test_x), np.concatenate([self.train_y, self.test_y])
-        return Images(x, y, None, None, self.num_classes, self.scale, group=group, vocabulary=self.vocabulary)
+        return replace(self, train_x=x, train_y=y, test_x=None, test_y=None, client=None, group=group, test_group=None)
 
     def _join_pixels(self, train: np.ndarray, test: np.ndarray) -> np.ndarray:
         if any(train.strides):

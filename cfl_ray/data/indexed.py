@@ -10,7 +10,7 @@ import torch
 from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import DataShape, Federation, TensorSamples
 
-StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y integer (n,)
+StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class IndexedFederation(Federation):
         self.shape, self.view, self.recipe = shape, view, recipe
         self._index, self._scaling = index, scaling
         self.normalize = scaling.normalize
+        self._target_type = str(shape.target_dtype).removeprefix("torch.")
         self.num_samples_N = index.train_N
         self.group_N = None if (index.group_N < 0).all() else index.group_N
 
@@ -110,4 +111,4 @@ class IndexedFederation(Federation):
 
     def _tensors(self, samples: StoredSamples, rows: slice | np.ndarray) -> TensorSamples:
         x, y = samples
-        return self._scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(np.int64))
+        return self._scaling.to_tensor(x[rows]), torch.from_numpy(y[rows].astype(self._target_type))

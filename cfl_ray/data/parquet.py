@@ -29,6 +29,8 @@ def read(
     num_classes: None for the largest label plus one. pixels: False decodes only the first image, for its shape.
     """
     parts = [part for part in (train, test) if part]
+    if not isinstance(columns.label, str):
+        raise DataError(f"data.columns.label names {len(columns.label)} columns, a class has 1; name one")
     labels = [np.concatenate([_labels(file, columns.label) for file in part]) for part in parts]
     limit = num_classes if num_classes is not None else max(int(y.max(initial=0)) for y in labels) + 1
     for y, part in zip(labels, parts, strict=True):

@@ -70,6 +70,7 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
     """
     view = data.test.view
     assert view is not None  # null stands only for arrays, which are divided already
+    _check_classes(images, data)
     if data.test.pool:
         images, other = _pooled(images, data.source), None if other is None else _pooled(other, data.shift.other)
     if view != "holdout" and (images.test_y is None or (other is not None and other.test_y is None)):
@@ -90,6 +91,20 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
         clients.append(PlannedClient(client.name, client.true_group, variant, train, held_out, test_set))
     labels_NC = _tested_labels(clients, test_sets, images.num_classes) if view == "label" else None
     return FederationPlan(view, clients, test_sets, labels_NC)
+
+
+def _check_classes(images: Images, data: DataConfig) -> None:
+    """Raises DataError where `data` divides or changes samples by their classes and the targets are none."""
+    needs = {
+        "data.partition.kind": (data.partition.kind, ("dirichlet", "classes"), "iid or writer"),
+        "data.shift.kind": (data.shift.kind, ("shifted", "pathological", "rotated_labels"), "none, rotated or hybrid"),
+        "data.test.view": (data.test.view, ("label",), "cluster or holdout"),
+    }
+    for key, (value, by_class, others) in needs.items():
+        if images.targets != "class" and value in by_class:
+            raise DataError(
+                f"{key}: {value} needs classes, the targets of the task are {images.targets!r}; set {others}"
+            )
 
 
 def _pooled(images: Images, source: str) -> Images:

@@ -53,7 +53,8 @@ def shard_bytes(plan: FederationPlan) -> int:
     """Returns the bytes of pixels and labels in the shards of this plan."""
     client_rows = sum(len(client.train) + len(client.held_out) for client in plan.clients)
     test_rows = sum(len(one.rows) for one in plan.test_sets)
-    return (client_rows + test_rows) * (_sample_bytes(plan) + 2)  # int16 labels
+    y = plan.images.train_y
+    return (client_rows + test_rows) * (_sample_bytes(plan) + y.itemsize * int(np.prod(y.shape[1:])))
 
 
 def _sample_bytes(plan: FederationPlan) -> int:
@@ -81,10 +82,11 @@ def _write(
 ) -> list[str]:
     """Writes all files, the manifest last, and returns their names in this order."""
     dtype = plan.images.train_x.dtype.name
-    schema = sample_schema(plan.images.shape, dtype)
+    targets, target_shape = plan.images.targets, plan.images.train_y.shape[1:]
+    schema = sample_schema(plan.images.shape, dtype, targets, target_shape)
     train, places = _write_clients(staging, plan, schema, progress)
     test = [
-        _save(staging, f"test-{number:05d}.arrow", schema, _columns([one.variant.test(one.rows)]))
+        _save(staging, f"test-{number:05d}.arrow", schema, _columns([one.variant.test(one.rows)], schema))
         for number, one in enumerate(plan.test_sets)
     ]
     schema = index_schema(plan.images.num_classes, plan.view == "label")
@@ -96,6 +98,8 @@ def _write(
         scale=plan.images.scale,
         dtype=dtype,
         vocabulary=plan.images.vocabulary,
+        targets=targets,
+        target_shape=list(target_shape),
         normalize=normalize,
         index=index,
         train=train,
@@ -103,6 +107,7 @@ def _write(
         recipe=recipe,
     )
     unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # the manifest of images has never had them
+    unused |= {"targets", "target_shape"} if targets == "class" else set()
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
     sync(staging)
@@ -117,7 +122,7 @@ def _write_clients(
     places: list[tuple[int, int]] = []
     for number, clients in enumerate(_clients_by_file(plan)):
         parts = [client.variant.train(rows) for client in clients for rows in (client.train, client.held_out)]
-        files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts)))
+        files.append(_save(staging, f"train-{number:05d}.arrow", schema, _columns(parts, schema)))
         ends = np.cumsum([len(client.train) + len(client.held_out) for client in clients])
         places += [(number, start) for start in (0, *ends[:-1])]
         if progress:
@@ -140,10 +145,10 @@ def _clients_by_file(plan: FederationPlan) -> Iterator[list[PlannedClient]]:
     yield clients
 
 
-def _columns(parts: list[tuple[np.ndarray, np.ndarray]]) -> list[pa.Array]:
+def _columns(parts: list[tuple[np.ndarray, np.ndarray]], schema: pa.Schema) -> list[pa.Array]:
     x = np.concatenate([x for x, _ in parts])
     y = np.concatenate([y for _, y in parts])
-    return [_fixed_size_lists(x), pa.array(y, pa.int16())]
+    return [_fixed_size_lists(x), pa.array(y, schema.field("y").type) if y.ndim == 1 else _fixed_size_lists(y)]
 
 
 def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[pa.Array]:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.federation import DataShape, GroupTransform
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
@@ -45,6 +46,8 @@ class ShardManifest(BaseModel):
     scale: float = Field(gt=0)  # the pixel value that means 1.0
     dtype: Literal["uint8", "float32", "int32"] = "uint8"  # of the stored inputs
     vocabulary: int | None = Field(None, ge=1)  # of token ids; None: the inputs are not tokens
+    targets: Literal["class", "real", "binary", "tokens"] = "class"  # kind of the targets (`core.tasks`)
+    target_shape: list[int] = []  # of one sample's target
     normalize: list[list[float]] | None
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
@@ -52,12 +55,18 @@ class ShardManifest(BaseModel):
     recipe: dict[str, Any]
 
 
-def sample_schema(input_shape: list[int] | tuple[int, ...], dtype: str = "uint8") -> pa.Schema:
+def sample_schema(
+    input_shape: list[int] | tuple[int, ...],
+    dtype: str = "uint8",
+    targets: str = "class",
+    target_shape: list[int] | tuple[int, ...] = (),
+) -> pa.Schema:
     """Returns the columns of train and test files."""
+    target = pa.from_numpy_dtype(TARGETS[targets].stored)
     return pa.schema(
         [
             pa.field("x", pa.list_(pa.from_numpy_dtype(dtype), math.prod(input_shape)), nullable=False),
-            pa.field("y", pa.int16(), nullable=False),
+            pa.field("y", pa.list_(target, math.prod(target_shape)) if target_shape else target, nullable=False),
         ]
     )
 
@@ -116,7 +125,13 @@ class ShardFederation(IndexedFederation):
         self._samples = functools.cache(functools.partial(_map_samples, self._folder, manifest))
         self._names, index = _map_index(self._folder, manifest)
         scaling = Scaling(manifest.scale, manifest.normalize, manifest.vocabulary is not None)
-        shape = DataShape(tuple(manifest.input), manifest.num_classes, manifest.vocabulary)
+        shape = DataShape(
+            tuple(manifest.input),
+            manifest.num_classes,
+            manifest.vocabulary,
+            manifest.targets,
+            tuple(manifest.target_shape),
+        )
         super().__init__(shape, manifest.view, manifest.recipe, index, scaling.check(shape.input))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,8 +206,13 @@ def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> StoredSamples:
-    batch = _map(folder, file, sample_schema(manifest.input, manifest.dtype))
-    return batch["x"].flatten().to_numpy().reshape(-1, *manifest.input), batch["y"].to_numpy()
+    schema = sample_schema(manifest.input, manifest.dtype, manifest.targets, manifest.target_shape)
+    batch = _map(folder, file, schema)
+    y = batch["y"].flatten() if manifest.target_shape else batch["y"]
+    return (
+        batch["x"].flatten().to_numpy().reshape(-1, *manifest.input),
+        y.to_numpy().reshape(-1, *manifest.target_shape),
+    )
 
 
 def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index]:

@@ -18,11 +18,18 @@ from cfl_ray.data import leaf, parquet, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 
 
-def locate(name: str, data: DataConfig) -> Source:
+def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
     """Returns the named data set, found on disk. Raises DataError with the places looked at and how to obtain it."""
     divided = [one for one in SOURCES if one not in UNDIVIDED]
     if name not in divided:
         raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, divided)}")
+    if targets != "class":
+        if name not in TABLES:
+            raise DataError(
+                f"data set {name!r} has classes, the task needs targets {targets!r}, which {', '.join(TABLES)}, arrays "
+                "and my.py:load can have"
+            )
+        return TABLES[name](data, targets)
     found: Source = globals()[name](data)  # a source is a function of this module, by its name
     return found
 
@@ -250,12 +257,12 @@ def sent140_leaf(data: DataConfig) -> Source:
 # --- the user's own files -----------------------------------------------------------------------
 
 
-def csv(data: DataConfig) -> Source:
+def csv(data: DataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
     folder, train = find(data, [""], [data.train_files or "*.csv"], "csv", get)
     train, test = _without_test(data, folder, train)
-    return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns))
+    return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
 
 
 def image_folder(data: DataConfig) -> Source:
@@ -273,7 +280,7 @@ def image_folder(data: DataConfig) -> Source:
     return Source("image_folder", tuple(files), read)
 
 
-def hf_disk(data: DataConfig) -> Source:
+def hf_disk(data: DataConfig, targets: str = "class") -> Source:
     """Returns a data set that Hugging Face's `save_to_disk` has written."""
     root = roots(data)[0]
     train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
@@ -282,5 +289,10 @@ def hf_disk(data: DataConfig) -> Source:
             raise DataError(f"data.{key}: there is no folder {folder.absolute()} of Dataset.save_to_disk")
     files = [file for folder in (train, test) if folder is not None for file in sorted(folder.glob("*.arrow"))]
     return Source(
-        "hf_disk", tuple(files), lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary)
+        "hf_disk",
+        tuple(files),
+        lambda pixels, progress: tables.read_hf(train, test, data.columns, data.vocabulary, targets),
     )
+
+
+TABLES: dict[str, Callable[[DataConfig, str], Source]] = {"csv": csv, "hf_disk": hf_disk}  # with targets of any kind

@@ -10,41 +10,63 @@ from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import ColumnsConfig
 from cfl_ray.core.errors import DataError, did_you_mean
+from cfl_ray.core.tasks import TARGETS
+from cfl_ray.data.arrays import targets_of
 from cfl_ray.data.images import Images
 
 MAX_LABEL = np.iinfo(np.int16).max
 Named = tuple[str, pa.Table]  # the name of a part for messages, and its rows
 
 
-def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig) -> Images:
+def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
     """Returns the samples of CSV files: inputs float32 (n, F), one number per feature column."""
     parts = [_concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
-    special = {columns.label, columns.client, columns.group}
+    special = {*_names(columns.label), columns.client, columns.group}
     features = columns.features or [name for name in parts[0][1].column_names if name not in special]
     if not features:
         raise DataError(f"{parts[0][0]} has no column beside {columns.label!r}; set data.columns.features")
     inputs = [np.stack([_numbers(part, name) for name in features], 1) for part in parts]
-    return images_of(parts, inputs, columns, None)
+    return images_of(parts, inputs, columns, None, targets)
 
 
-def read_hf(train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None) -> Images:
+def read_hf(
+    train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None, targets: str = "class"
+) -> Images:
     """Returns the samples of the folders of `Dataset.save_to_disk`.
 
     The input column holds images, or lists of one length: of numbers, or of token ids where there is a vocabulary.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
     inputs = [_lists_or_images(part, columns.image, vocabulary) for part in parts]
-    return images_of(parts, inputs, columns, vocabulary)
+    return images_of(parts, inputs, columns, vocabulary, targets)
 
 
-def images_of(parts: list[Named], inputs: list[np.ndarray], columns: ColumnsConfig, vocabulary: int | None) -> Images:
+def images_of(
+    parts: list[Named],
+    inputs: list[np.ndarray],
+    columns: ColumnsConfig,
+    vocabulary: int | None,
+    targets: str = "class",
+) -> Images:
     """Returns the samples of a training part and, where there are two, a test part, with labels, clients and groups."""
     if len(parts) == 2 and inputs[0].shape[1:] != inputs[1].shape[1:]:
         raise DataError(
             f"{parts[1][0]} holds inputs of shape {inputs[1].shape[1:]}, {parts[0][0]} of {inputs[0].shape[1:]}; "
             "they must agree"
         )
-    labels = _labels(parts, columns.label)
+    if targets == "class":
+        if not isinstance(columns.label, str):
+            raise DataError(
+                f"data.columns.label names {len(columns.label)} columns, a class has 1; set task: multi_label"
+            )
+        labels = _labels(parts, columns.label)
+        num_classes = max(int(y.max()) for y in labels) + 1
+    else:
+        labels = [_targets(part, columns.label, targets) for part in parts]
+        if targets == "tokens":
+            num_classes = vocabulary or max(int(y.max()) for y in labels) + 1
+        else:
+            num_classes = labels[0].shape[1] if labels[0].ndim == 2 else 1
     client = None if columns.client is None else _ids(parts[0], columns.client)
     group = test_group = None
     if columns.group is not None:
@@ -60,12 +82,13 @@ def images_of(parts: list[Named], inputs: list[np.ndarray], columns: ColumnsConf
         labels[0],
         inputs[1] if len(parts) == 2 else None,
         labels[1] if len(parts) == 2 else None,
-        max(int(y.max()) for y in labels) + 1,
+        num_classes,
         scale=255 if inputs[0].dtype == np.uint8 else 1,
         client=client,
         group=group,
         test_group=test_group,
         vocabulary=vocabulary,
+        targets=targets,
     )
 
 
@@ -159,6 +182,24 @@ def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
     if unknown := sorted(set(np.concatenate(words).tolist()) - set(known.tolist())):
         raise DataError(f"{parts[1][0]}: label {unknown[0]!r} of column {column!r} has no training row")
     return [np.searchsorted(known, one).astype(np.int16) for one in words]
+
+
+def _names(columns: str | list[str]) -> list[str]:
+    return [columns] if isinstance(columns, str) else columns
+
+
+def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
+    """Returns targets that are no classes: one number per column, or the lists of one column."""
+    where = f"{part[0]}: data.columns.label {columns!r}"
+    try:
+        if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
+            y = np.asarray(_column(part, columns).to_pylist())
+        else:
+            parts = [_column(part, name).to_numpy() for name in _names(columns)]
+            y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
+        return targets_of(where, y, targets).astype(TARGETS[targets].stored)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _ids(part: Named, column: str) -> np.ndarray:

@@ -67,10 +67,14 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     """
     device += "" if network.precision == "float32" else f", {network.precision}"
     shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
+    learning = [network.task.name] if not network.task.is_classification else []
+    if not local.is_sgd:
+        factory = local.optimizer and local.optimizer.factory
+        learning += [f"optimizer {getattr(factory, '__qualname__', 'sgd')}", f"clip {local.clip_norm}"]
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
-        f"clients per piece: {engines}, tensors {shapes}"
+        f"clients per piece: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)
     )
 
 

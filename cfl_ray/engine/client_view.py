@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
@@ -22,7 +21,7 @@ class ClientView:
 
     client: int
     x: Tensor  # float32 (n, *shape): normalised training samples
-    y: Tensor  # int64 (n,)
+    y: Tensor  # (n, *target_shape)
     network: Network
     address: Address
     local: LocalSGD  # the experiment's
@@ -39,7 +38,7 @@ class ClientView:
         total: Tensor | None = None
         for x_B, y_B in zip(self.x.split(batch), self.y.split(batch), strict=True):
             logits_BC = self.network.module(self.network.input(x_B))
-            loss = cross_entropy(logits_BC, y_B.to(self.network.device), reduction="sum") / len(self.y)
+            loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(self.y)
             grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
             part = torch.cat([g.reshape(-1) for g in grads])
             total = part if total is None else total.add_(part)

@@ -109,7 +109,9 @@ def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     first = tasks[0]
     samples = max(len(task.y) for task in tasks)
     batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
-    extras = (first.batches_per_step, bool(first.local.momentum), len(first.proximal), first.frozen_P is not None)
+    local = first.local
+    moments = (bool(local.momentum), local.optimizer is not None)
+    extras = (first.batches_per_step, *moments, len(first.proximal), first.frozen_P is not None)
     return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
 
 

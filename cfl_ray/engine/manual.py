@@ -37,8 +37,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def applies(network: Network, task: TrainingTask) -> bool:
-    """Whether the network is a sequence of supported layers on a CPU, and the batches are small."""
+    """Whether SGD on classes trains a sequence of supported layers on a CPU, and the batches are small."""
     size = len(task.y)
+    if not network.task.is_classification or task.local.optimizer is not None:
+        return False
     return min(int(task.local.batch_of(size, task.batches_per_step)), size) <= _MAX_BATCH and supports(network)
 
 
@@ -95,10 +97,16 @@ def _train_one(
     for number in range(task.steps):
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
         step_P = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
-        update.decay([step_P], [w_P])
-        for term in proximal:
-            term.add_to(step_P, w_P)
-        update.apply([w_P], [step_P])
+        if task.local.clips:  # in the order of `sequential`
+            for term in proximal:
+                term.add_to(step_P, w_P)
+            sequential.clip_([step_P], task.local)
+            update.decay([step_P], [w_P])
+        else:
+            update.decay([step_P], [w_P])
+            for term in proximal:
+                term.add_to(step_P, w_P)
+        update.apply([w_P], [step_P], task.local.lr_at(number, task.steps))
         for term in proximal:
             if term.term.moves_after(number, task.steps):
                 term.move(w_P)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
+from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.engine import precision as precisions
 from cfl_ray.engine.device_memory import DeviceMemory
 from cfl_ray.engine.layers import AddressedDropout, replace_layers
@@ -33,6 +34,7 @@ class Network:
     factory:      builds the module; called once per independent initialisation.
     input_shape:  shape of one sample.
     dtype:        of the inputs: float32, or int64 for token ids.
+    task:         what it learns.
     precision:    of the passes in training: float32, tf32 or bf16. Parameters are float32 in any case.
     memory_share: of the device's memory that this process may use.
     """
@@ -43,9 +45,11 @@ class Network:
         input_shape: tuple[int, ...],
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        task: Task = CLASSIFICATION,
         precision: str = "float32",
         memory_share: float = 1.0,
     ):
+        self.task = task
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), torch.device(device)
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
@@ -83,7 +87,7 @@ class Network:
     def _trial_forward(self) -> None:
         """Finds what the engines have to know, by forward passes in training mode. They change buffers of the module.
 
-        num_outputs:      number of outputs.
+        output_shape:     shape of the output for one sample.
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: functional dropout,
                           that of attention and recurrent layers, noise. Dropout layers that masks by sample do not
                           suit (their inputs begin with another axis than the batch, or differ in shape) are among them.
@@ -95,9 +99,8 @@ class Network:
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             for batch in _TRIAL_BATCHES:
-                self.num_outputs = self.module.train()(torch.zeros(batch, *self.input_shape, dtype=self.dtype)).shape[
-                    -1
-                ]
+                outputs = self.module.train()(torch.zeros(batch, *self.input_shape, dtype=self.dtype))
+                self.output_shape = tuple(outputs.shape[1:])
             draws = not torch.equal(before, torch.get_rng_state())
         self._kept = {name for name, layer in dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
         self.random_forward = draws or bool(self._kept)
@@ -185,13 +188,13 @@ class Network:
             yield
 
     def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
-        """Outputs (n, C) of a row in evaluation mode. The row stays loaded."""
+        """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
         self.load(row_P)
         return self.logits(x)
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """Outputs (n, C) of the loaded row in evaluation mode."""
+        """Outputs (n, *output_shape) of the loaded row in evaluation mode."""
         self.module.eval()
         batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH
         return torch.cat([self.module(self.input(part)) for part in x.split(batch)])

@@ -1,4 +1,4 @@
-"""Scores of a model, computed from its confusion matrix so that they can be restricted to any set of labels."""
+"""Scores of a model. Those of classes come from its confusion matrix, so that they can be restricted to any labels."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from cfl_ray.core.metrics import mean_f1
+from cfl_ray.core.tasks import Task
 from cfl_ray.engine.network import Network
 
-Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C)
+Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C), (n, d) or (n, T, V)
 
 
 def additive_logits(network: Network, row_P: Tensor, frozen_P: Tensor | None) -> Logits:
@@ -35,7 +37,22 @@ def soft_vote(network: Network, rows: Sequence[Tensor]) -> Logits:
 @torch.no_grad()
 def confusion(predict: Logits, x: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts int64 (C, C), true class by predicted class, and the summed loss float64 (C,) per true class."""
+    return confusion_of(predict(x).cpu(), y, num_classes)
+
+
+@torch.no_grad()
+def values(task: Task, predict: Logits, x: Tensor, y: Tensor) -> np.ndarray:
+    """The metrics of a task on at least one sample, and the mean loss, float64 (`len(task.score_names)`,)."""
     logits = predict(x).cpu()
+    if task.is_classification:
+        *_, loss = scores(*confusion_of(logits, y, logits.shape[1]))
+    else:
+        loss = task.loss(logits, y).double().mean().item()
+    return np.array([*(metric(logits, y) for metric in task.metrics), loss])
+
+
+def confusion_of(logits: Tensor, y: Tensor, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same, of outputs (n, C)."""
     counts_CC = torch.bincount(y * num_classes + logits.argmax(1), minlength=num_classes**2)
     loss_n = cross_entropy(logits, y, reduction="none").double()
     loss_C = torch.zeros(num_classes, dtype=torch.float64).index_add_(0, y, loss_n)
@@ -55,7 +72,5 @@ def scores(
     if total == 0:
         return float("nan"), float("nan"), float("nan")
     hit_C, true_C, predicted_C = np.diag(counts), counts.sum(1), counts.sum(0)
-    occurs = (true_C + predicted_C) > 0
-    f1_C = 2 * hit_C[occurs] / (true_C + predicted_C)[occurs]
     loss = (loss_C if labels_C is None else loss_C * labels_C).sum() / total
-    return float(hit_C.sum() / total), float(f1_C.mean()), float(loss)
+    return float(hit_C.sum() / total), mean_f1(hit_C, true_C, predicted_C), float(loss)

@@ -5,10 +5,10 @@ It is the definition of local training; the tests compare the other engines with
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.engine.network import Network
@@ -21,11 +21,15 @@ def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingR
         frozen_BC = frozen_logits(network, task)
         network.load(task.start_P)
         proximal = [ProximalGradient(network, term) for term in task.proximal]
-        update = SGDUpdate(task.local, _initial_velocity(network, task))
+        update: LocalUpdate
+        if task.local.optimizer is None:
+            update = SGDUpdate(task.local, _initial_velocity(network, task))
+        else:
+            update = OptimizerUpdate(task.local, network.params)
         loss = _train_loaded(network, task, update, proximal, frozen_BC)
         row_P, velocity = network.row(), None
         anchor_P = next((term.moved(row_P) for term in proximal if term.term.follow), None)
-        if task.local.persist and update.velocity is not None:
+        if task.local.persist and isinstance(update, SGDUpdate) and update.velocity is not None:
             velocity = torch.cat([v.reshape(-1) for v in update.velocity])
         yield TrainingResult(index, row_P, loss, anchor_P, velocity)
 
@@ -45,11 +49,11 @@ def _initial_velocity(network: Network, task: TrainingTask) -> list[Tensor] | No
 def _train_loaded(
     network: Network,
     task: TrainingTask,
-    update: "SGDUpdate",
+    update: "LocalUpdate",
     proximal: list["ProximalGradient"],
     frozen_BC: Tensor | None,
 ) -> float:
-    """SGD on the loaded row. Returns the mean loss over the last local epoch."""
+    """Local steps on the loaded row. Returns the mean loss over the last local epoch."""
     params = network.params
     gradient = _Gradient(network, task, frozen_BC)
     network.module.train()
@@ -58,10 +62,16 @@ def _train_loaded(
         gradient.begin([next(batches) for _ in range(task.batches_per_step)])
         step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
         with torch.no_grad():
-            update.decay(step, params)
-            for term in proximal:
-                term.add_to(step)
-            update.apply(params, step)
+            if task.local.clips:  # decay is part of the optimiser's step, and proximal terms of the gradient
+                for term in proximal:
+                    term.add_to(step)
+                clip_(step, task.local)
+                update.decay(step, params)
+            else:
+                update.decay(step, params)
+                for term in proximal:
+                    term.add_to(step)
+            update.apply(params, step, task.local.lr_at(number, task.steps))
             for term in proximal:
                 if term.term.moves_after(number, task.steps):
                     term.move()
@@ -96,7 +106,7 @@ class _Gradient:
         draws = self.network.draws_from(self._seed(batch)) if self.network.random_forward else nullcontext()
         with draws, self.network.autocast():
             logits_BC = self.network.module(x_B).float()
-        loss = cross_entropy(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y_B)
+        loss = self.network.task.mean_loss(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y_B)
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())
         return grads
@@ -130,6 +140,43 @@ class _Gradient:
         return self.network.views(direction)
 
 
+def clip_(step: list[Tensor], local: LocalSGD) -> None:
+    """Scales a gradient down to `local.clip_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does."""
+    assert local.clip_norm is not None
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in step]))
+    torch._foreach_mul_(step, (local.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+class LocalUpdate(Protocol):
+    """The steps of a local optimiser."""
+
+    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
+        """Adds weight decay to the gradients, in place."""
+
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
+        """Moves the parameters, in place."""
+
+
+class OptimizerUpdate:
+    """Steps of a `torch.optim` optimiser on these parameters. Weight decay is among its own options."""
+
+    def __init__(self, local: LocalSGD, params: list[Tensor]):
+        assert local.optimizer is not None
+        self.optimizer = local.optimizer(params, local.lr)
+
+    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
+        """No effect."""
+
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for parameter, gradient in zip(params, step, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in params:
+            parameter.grad = None
+
+
 class SGDUpdate:
     """SGD with momentum and weight decay over lists of tensors, as `torch.optim.SGD` computes it.
 
@@ -145,8 +192,8 @@ class SGDUpdate:
             chosen = [index for index in range(len(params)) if index != skip]
             torch._foreach_add_([step[i] for i in chosen], [params[i] for i in chosen], alpha=self.local.weight_decay)
 
-    def apply(self, params: list[Tensor], step: list[Tensor]) -> None:
-        """Moves the parameters, in place."""
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float | None = None) -> None:
+        """Moves the parameters, in place. lr: None for that of `local`."""
         if self.local.momentum:
             if self.velocity is None:
                 self.velocity = step
@@ -154,7 +201,7 @@ class SGDUpdate:
                 torch._foreach_mul_(self.velocity, self.local.momentum)
                 torch._foreach_add_(self.velocity, step)
             step = self.velocity
-        torch._foreach_add_(params, step, alpha=-self.local.lr)
+        torch._foreach_add_(params, step, alpha=-(self.local.lr if lr is None else lr))
 
 
 class ProximalGradient:

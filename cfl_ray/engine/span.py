@@ -67,14 +67,12 @@ def first_linear(network: Network) -> int | None:
 def applies(network: Network, task: TrainingTask) -> bool:
     """Whether this task is full-batch SGD of several steps on few samples, and the network begins with a linear layer.
 
-    Local steps of several gradients, persistent momentum and moving anchors are not supported.
+    Local steps of several gradients, persistent momentum, moving anchors, clipped gradients, learning rates that differ
+    between steps, other optimisers than SGD and other tasks than classification are not supported.
     """
-    if (
-        network.precision == "bf16"
-        or task.local_step is not None
-        or task.local.persist
-        or any(term.follow for term in task.proximal)
-    ):
+    if network.precision == "bf16" or not network.task.is_classification or not task.local.is_sgd:
+        return False
+    if task.local_step is not None or task.local.persist or any(term.follow for term in task.proximal):
         return False
     size = len(task.y)
     full_batch = (task.local.batch_size or size) >= size

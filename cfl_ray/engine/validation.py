@@ -17,25 +17,39 @@ def invalid_data_reason(x: Tensor, y: Tensor, shape: DataShape, least: int = 1) 
     Finds errors that training does not report: another shape of the same size, labels outside 0 .. C-1, a single NaN.
     least: smallest number of samples.
     """
-    if x.dtype != shape.dtype or y.dtype != torch.int64:
-        return f"inputs of {x.dtype} and labels of {y.dtype}, expected {shape.dtype} and torch.int64"
+    if x.dtype != shape.dtype or y.dtype != shape.target_dtype:
+        return f"inputs of {x.dtype} and labels of {y.dtype}, expected {shape.dtype} and {shape.target_dtype}"
     if tuple(x.shape[1:]) != tuple(shape.input):
         return f"shape {tuple(x.shape[1:])}, expected {tuple(shape.input)}"
-    if y.shape != x.shape[:1]:
+    if y.shape != (len(x), *shape.target_shape) and shape.target_shape:
+        return f"{len(x)} samples and targets of shape {tuple(y.shape)}, expected {(len(x), *shape.target_shape)}"
+    if y.shape != (len(x), *shape.target_shape):
         return f"{len(x)} samples and labels of shape {tuple(y.shape)}, expected one label for each"
     if len(y) < least:
         return f"{len(y)} samples, expected at least {least}"
     if not len(y):
         return None
-    low, high = (int(value) for value in torch.aminmax(y))
-    if low < 0 or high >= shape.num_classes:
-        return f"labels {low} .. {high}, expected 0 .. {shape.num_classes - 1}"
+    if reason := _invalid_target_reason(y, shape):
+        return reason
     if shape.vocabulary is None:
         return invalid_value_reason(x, INPUT_POWER)
     low, high = (int(value) for value in torch.aminmax(x))
     return (
         None if 0 <= low <= high < shape.vocabulary else f"tokens {low} .. {high}, expected 0 .. {shape.vocabulary - 1}"
     )
+
+
+def _invalid_target_reason(y: Tensor, shape: DataShape) -> str | None:
+    if shape.targets == "real":
+        reason = invalid_value_reason(y, ANY_POWER)
+        return reason and f"targets with {reason}"
+    if shape.targets == "binary":
+        return None if bool(((y == 0) | (y == 1)).all()) else "labels other than 0 and 1"
+    low, high = (int(value) for value in torch.aminmax(y))
+    if low >= 0 and high < shape.num_classes:
+        return None
+    what = "labels" if shape.targets == "class" else "target tokens"
+    return f"{what} {low} .. {high}, expected 0 .. {shape.num_classes - 1}"
 
 
 def invalid_value_reason(values: Tensor, power: int) -> str | None:

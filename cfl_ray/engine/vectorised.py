@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.device_memory import in_stacks
@@ -30,6 +29,11 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
+    local, all_steps = tasks[0].local, {task.steps for task in tasks}
+    if local.optimizer is not None and not local.optimizer.elementwise:
+        return "the local optimiser is not known to treat every number by itself (elementwise = True)"
+    if local.optimizer is not None and local.step_schedule is not None and len(all_steps) > 1:
+        return "a local optimiser has one learning rate for all clients, but their steps and so their schedules differ"
     if not network.batch_statistics:
         return None
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in modules):
@@ -184,7 +188,7 @@ def _train_rows(
     velocity: Tensor | None,
     proximal: list["_StackedProximalGradient"],
 ) -> Tensor:
-    """SGD on all rows and momentum buffers, in place. Returns the mean loss (m,) over the last local epochs."""
+    """Local steps on all rows and momentum buffers, in place. Returns the mean loss (m,) over the last local epochs."""
     local, trained, local_step, batches_per_step = (
         tasks[0].local,
         network.spec.trained,
@@ -193,22 +197,31 @@ def _train_rows(
     )
     network.module.train()
     gradient = _Gradient(network, plan, rows_mP)
+    optimizer = None if local.optimizer is None else local.optimizer([rows_mP[:, :trained]], local.lr)
     total_m = torch.zeros(len(tasks), device=network.device)
     for number in range(len(plan.index) // batches_per_step):
         gradient.begin(number * batches_per_step)
         now_mP = rows_mP[:, :trained]
         step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP)
-        if local.weight_decay:
+        if local.weight_decay and not local.clips:
             step = step.add(now_mP, alpha=local.weight_decay)
         for term in proximal:
             term.add_to(step, rows_mP)
+        if local.clip_norm is not None and local.clips:  # in the order of `sequential`
+            norm_m = torch.linalg.vector_norm(step, dim=1, keepdim=True)
+            step = step * (local.clip_norm / (norm_m + 1e-6)).clamp(max=1.0)
+            if local.weight_decay:
+                step = step.add(now_mP, alpha=local.weight_decay)
         active = plan.active[number * batches_per_step]
-        if velocity is not None:
+        if optimizer is not None:
+            _optimizer_step(optimizer, step, active, local.lr_at(number, tasks[0].steps))
+        elif velocity is not None:
             if local.persist:  # the buffer of a client that has no further step stays
                 step = velocity.copy_(torch.where(active[:, None], local.momentum * velocity + step, velocity))
             else:
                 step = velocity.mul_(local.momentum).add_(step)
-        now_mP.sub_(step.mul(local.lr).mul_(active[:, None]))
+        if optimizer is None:
+            now_mP.sub_(step.mul(_learning_rate(tasks, number, network.device)).mul_(active[:, None]))
         for term in proximal:
             term.move(rows_mP, number, plan.step_counts)
         in_tail = active & (number >= plan.steps - plan.tail)
@@ -216,6 +229,25 @@ def _train_rows(
         total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
     del gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector runs
     return total_m
+
+
+def _learning_rate(tasks: Sequence[TrainingTask], number: int, device: torch.device) -> float | Tensor:
+    """Learning rate of step `number`: one for all clients, or (m, 1) where it follows the number of their steps."""
+    local = tasks[0].local
+    if local.step_schedule is None:
+        return local.lr
+    rates = [local.lr_at(min(number, task.steps - 1), task.steps) for task in tasks]
+    return torch.tensor(rates, device=device)[:, None]
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer, step_mP: Tensor, active_m: Tensor, lr: float) -> None:
+    """One step of all rows, the parameter of the optimiser; the rows of clients without a further step stay."""
+    (group,) = optimizer.param_groups
+    (rows_mP,) = group["params"]
+    before_mP = rows_mP.clone()
+    group["lr"], rows_mP.grad = lr, step_mP
+    optimizer.step()
+    rows_mP.copy_(torch.where(active_m[:, None], rows_mP, before_mP))
 
 
 class _Gradient:
@@ -248,7 +280,7 @@ class _Gradient:
         with self.network.autocast():
             logits_BC = functional_call(self.network.module, (params, buffers), (x_B,)).float()
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
-        return (cross_entropy(logits_BC, y_B, reduction="none") * weight_B).sum(), buffers
+        return (self.network.task.loss(logits_BC, y_B) * weight_B).sum(), buffers
 
     def begin(self, first: int) -> None:
         """Begins a step that uses the batches from number `first` on."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from cfl_ray.core.sketch import sketch
@@ -462,7 +461,7 @@ class Worker:
                 logits_BC = self.network.logits(x)
                 if index in frozen:
                     logits_BC = logits_BC + frozen[index]
-                loss_B = cross_entropy(logits_BC, y.to(logits_BC.device), reduction="none")
+                loss_B = self.network.task.loss(logits_BC, y.to(logits_BC.device))
                 arrays["losses"][index, model] = loss_B.cpu().mean().item()
         return arrays
 
@@ -539,12 +538,16 @@ class Worker:
 
     def _scores(
         self, client: int, logits: scoring.Logits, max_samples: int | None
-    ) -> tuple[tuple[float, float, float], str | None]:
-        """Accuracy, macro-F1 and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
+    ) -> tuple[np.ndarray | Sequence[float], str | None]:
+        """Metrics and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
+        task = self.network.task
+        undefined = np.full(len(task.score_names), np.nan)
         with naming_client(client, "testing"):
             x, y = self.data.test(client, max_samples)
             if reason := invalid_data_reason(x, y, self.federation.shape, least=0):
-                return (np.nan, np.nan, np.nan), reason
+                return undefined, reason
+            if not task.by_confusion:
+                return scoring.values(task, logits, x, y) if len(y) else undefined, None
             confusion_CC, loss_C = scoring.confusion(logits, x, y, self.federation.shape.num_classes)
         return scoring.scores(confusion_CC, loss_C), None
 
@@ -556,6 +559,10 @@ class Worker:
                 piece.exclude(index, f"its test set {test_set} has {reason}")
                 continue
             logits = self._predictor(work, piece, index, piece.model(work.start, index))
+            if not work.by_confusion:
+                with naming_client(test_set, "testing", "test set"):
+                    arrays["scores"][index] = scoring.values(self.network.task, logits, x, y) if len(y) else np.nan
+                continue
             arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits, x, y, shape.num_classes)
         return arrays
 

@@ -176,6 +176,10 @@ class CFL(Method[CFLState], name="cfl"):
                 f"got {self.aggregation!r}; use drop"
             )
 
+    @property
+    def needs_mean(self) -> str:
+        return "stale_updates: reapply adds the last updates of all members" if self.stale_updates == "reapply" else ""
+
     def init(self, start: Start) -> CFLState:
         first_KP, size = start.new_model(0)[None], self.update_features(start.spec).count
         return CFLState(

@@ -52,6 +52,14 @@ class CGPFL(Method[State], name="cgpfl"):
     sketch: int = sketch_option()
     weights: str = weights_option()
 
+    @property
+    def needs_sgd(self) -> str:
+        return "mode: full solves its inner problem by SGD" if self.mode == "full" else ""
+
+    @property
+    def needs_mean(self) -> str:
+        return "beta below 1 mixes the mean with the model before" if self.beta < 1 else ""
+
     def init(self, start: Start) -> State:
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
 

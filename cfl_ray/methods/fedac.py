@@ -206,7 +206,10 @@ class FedAC(Method[FedACState], name="fedac"):
         if split is not None:
             z_MQ = state.z(updates.valid_features_MF)
             return split_cluster(state, split, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
-        return state if merge is None else merge_cluster(state, merge, nearest_K[merge])
+        if merge is None:
+            return state
+        clients.restart_moments(state.models_KP[nearest_K[merge]][None])
+        return merge_cluster(state, merge, nearest_K[merge])
 
     def choose_adaptation(
         self, rho_K: np.ndarray, remembered_K: np.ndarray, members_K: np.ndarray

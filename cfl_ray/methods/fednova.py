@@ -50,6 +50,14 @@ class FedNova(Method[State], name="fednova"):
                 f"normalisation is a matter of weights, and {self.aggregation_rule.name} has none"
             )
 
+    @property
+    def needs_sgd(self) -> str:
+        return "a_i counts the gradients in SGD steps of one learning rate"
+
+    @property
+    def needs_mean(self) -> str:
+        return "it scales the mean by its own step"
+
     def init(self, start: Start) -> State:
         return start.one_model()
 

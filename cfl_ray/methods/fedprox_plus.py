@@ -31,6 +31,10 @@ class FedProxPlus(Method[State], name="fedprox_plus"):
     mu: float = option(0.01, "mu: weight of the proximal term towards the received model", source="as FedProx", low=0)
     weights: str = weights_option()
 
+    @property
+    def needs_classes(self) -> str:
+        return "its models vote with their class probabilities"
+
     def init(self, start: Start) -> State:
         models_KP = torch.stack([start.new_model(k) for k in range(self.num_models)])
         return State(models_KP=models_KP, assign_N=start.one_cluster())

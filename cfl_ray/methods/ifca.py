@@ -62,6 +62,18 @@ class IFCA(Method[State], name="ifca"):
     weights: str = weights_option()  # of models; gradients are averaged uniformly
 
     @property
+    def needs_classes(self) -> str:
+        return "select: test_accuracy; set select: train_loss" if self.select == "test_accuracy" else ""
+
+    @property
+    def needs_sgd(self) -> str:
+        return "average: gradients takes one step of SGD" if self.average == "gradients" else ""
+
+    @property
+    def needs_mean(self) -> str:
+        return "share_base: the base is averaged twice" if self.share_base else ""
+
+    @property
     def compares_models(self) -> bool:
         return self.select == "train_loss"
 

@@ -102,6 +102,10 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
                 "pacfl.linkage ward is defined for Euclidean distances, not for angles; choose average or weighted"
             )
 
+    @property
+    def needs_classes(self) -> str:
+        return "it compares subspaces of the samples of each class"
+
     def init(self, start: Start) -> PACFLState:
         first_KP = start.new_model(0)[None]
         return PACFLState(

@@ -72,6 +72,10 @@ class PerFedAvg(Method[State], name="per_fedavg"):
     delta: float = option(1e-3, "delta: step of the finite differences (HF)", source="ours", low=1e-6)
     weights: str = weights_option()
 
+    @property
+    def needs_sgd(self) -> str:
+        return "the adaptation and the meta step are plain SGD"
+
     def init(self, start: Start) -> State:
         return start.one_model()
 

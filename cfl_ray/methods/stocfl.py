@@ -192,8 +192,10 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
 
         # theta_k of new and merged clusters
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
+        models_KP = merged.models(state.models_KP, first_KP[0], self.merge_model == "mean")
+        clients.restart_moments(models_KP[merged.merged_rows(state.num_clusters)])
         return state.advance(
-            models_KP=merged.models(state.models_KP, first_KP[0], self.merge_model == "mean"),
+            models_KP=models_KP,
             assign_N=state.place(state.seen_S, merged.number_K[state.cluster_S]),
             empty_E=merged.number_K[state.empty_E],
             phase="federate",

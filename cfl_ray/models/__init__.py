@@ -36,6 +36,7 @@ class ModelRecipe:
     The factory is passed all `options`, and the shape of one sample and the number of classes where it asks for them:
     by the names above, or positionally in this order as its remaining parameters without a default.
 
+    num_classes: for targets that are no classes, the outputs for each number to predict.
     dtype: of the inputs: float32, or int64 for token ids.
     """
 
@@ -44,6 +45,7 @@ class ModelRecipe:
     num_classes: int
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    outputs: tuple[int, ...] = ()  # shape of the output for one sample; empty: (num_classes,)
 
     def __call__(self) -> nn.Module:
         """A new module, with its own initialisation. Lazy layers have found their sizes in a forward pass."""
@@ -83,7 +85,12 @@ class ModelRecipe:
             ) from error
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(f"model {self._label} answers with {type(outputs).__name__}, expected one tensor")
-        if tuple(outputs.shape) != (2, self.num_classes):
+        if self.outputs and tuple(outputs.shape) != (2, *self.outputs):
+            raise ConfigError(
+                f"model {self._label} answers 2 samples with shape {tuple(outputs.shape)}, "
+                f"but the targets of the data need {(2, *self.outputs)}"
+            )
+        if not self.outputs and tuple(outputs.shape) != (2, self.num_classes):
             raise ConfigError(
                 f"model {self._label} answers 2 samples with shape {tuple(outputs.shape)}, "
                 f"but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
@@ -166,6 +173,7 @@ def recipe(
     input_shape: tuple[int, ...],
     num_classes: int,
     dtype: torch.dtype = torch.float32,
+    outputs: tuple[int, ...] = (),
 ) -> ModelRecipe:
     """The recipe of a model. Raises ConfigError if it is unusable.
 
@@ -174,6 +182,6 @@ def recipe(
     factory = name if callable(name) else MODELS.find(name)
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
-    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype)
+    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype, outputs)
     made.check()
     return made

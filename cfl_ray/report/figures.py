@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.core.files import drafted
-from cfl_ray.tracking.record import RoundRecord
+from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
 from cfl_ray.tracking.summary import mbit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D00")
@@ -61,9 +61,11 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
+    evaluated = (one.metrics for records in records_by_method.values() for one in records if is_evaluated(one.metrics))
+    score = next((primary_of(metrics) for metrics in evaluated), "accuracy")
     figures = {
-        "accuracy_by_round.png": [Panel("accuracy", "mean client accuracy", _round)],
-        "accuracy_by_mbit.png": [Panel("accuracy", "mean client accuracy", mbit)],
+        f"{score}_by_round.png": [Panel(score, f"mean client {score.replace('_', ' ')}", _round)],
+        f"{score}_by_mbit.png": [Panel(score, f"mean client {score.replace('_', ' ')}", mbit)],
         "clusters_by_round.png": clusters,
     }
     written = (_write(directory / name, panels, records_by_method) for name, panels in figures.items())

@@ -24,7 +24,6 @@ from cfl_ray.runtime.session import Session
 from cfl_ray.runtime.trained import load_trained
 from cfl_ray.tracking import (
     ARTIFACTS,
-    ROUND_METRICS,
     RUN_METRICS,
     FileTracker,
     MlflowTracker,
@@ -38,7 +37,7 @@ from cfl_ray.tracking import (
     resolve_uri,
     summarise,
 )
-from cfl_ray.tracking.record import EndStatus
+from cfl_ray.tracking.record import EndStatus, primary_of, score_metrics_of
 
 
 @dataclass
@@ -67,6 +66,8 @@ class Driver:
     def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
         self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
         self.experiment = setup.experiment
+        self.primary = setup.task.metrics[0]
+        self.of_task = frozenset(score_metrics_of([metric.name for metric in setup.task.metrics]))
         self.stopped = False  # on request
         self.writer = ThreadPoolExecutor(1, "end-of-method")
         self.ending: Future[None] | None = None  # the end of the method before
@@ -103,7 +104,11 @@ class Driver:
         records = list(read_records(directory)) if directory else []
         if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
             return self._result(label, records, dict(end.summary.metrics))
-        tracker, moves, clients = self._tracker(label), ClusterMoves(directory), ClientMetrics(directory)
+        tracker, moves, clients = (
+            self._tracker(label),
+            ClusterMoves(directory),
+            ClientMetrics(directory, self.setup.task.score_names),
+        )
         try:
             report = self._rounds(label, records, moves, clients, tracker)
             summary = self._summary(records, moves, report)
@@ -179,8 +184,9 @@ class Driver:
         """Records a round; one that was replayed after a fault is recorded already."""
         if not report.metrics or (records and report.round <= records[-1].round):
             return
-        metrics = {name: value for name, value in report.metrics.items() if name in ROUND_METRICS}
-        record = RoundRecord(report.round, metrics, report.time_ms)
+        run_only = RUN_METRICS.keys() | {f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned"}
+        metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
+        record = RoundRecord(report.round, metrics, report.time_ms, self.of_task)
         records.append(record)
         moves.add(report)
         clients.add(report)
@@ -189,8 +195,15 @@ class Driver:
 
     def _summary(self, records: list[RoundRecord], moves: ClusterMoves, report: RoundReport) -> dict[str, float]:
         clustered = any("num_clusters" in record.metrics for record in records)
-        summary = summarise(records, self.experiment.evaluation.target, moves.rounds if clustered else None)
-        return summary | {name: value for name, value in report.metrics.items() if name in RUN_METRICS}
+        summary = summarise(
+            records,
+            self.experiment.evaluation.target,
+            moves.rounds if clustered else None,
+            self.primary.name,
+            self.primary.higher_is_better,
+        )
+        newcomers = (f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned")
+        return summary | {name: value for name, value in report.metrics.items() if name in newcomers}
 
     def _write_artifacts(self, directory: Path, label: str, records: list[RoundRecord], moves: ClusterMoves) -> None:
         federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
@@ -216,11 +229,13 @@ class Driver:
         directory = self.directory / label if label else self.directory
         tracker: Tracker
         if self.uri is None:
-            tracker = FileTracker(directory)
+            tracker = FileTracker(directory, self.of_task)
         else:
             parent = self.directory if label else None
             experiment = self.experiment.tracking.experiment
-            tracker = MlflowTracker(directory, self.uri, experiment, parent, warn=self.watcher.warn)
+            tracker = MlflowTracker(
+                directory, self.uri, experiment, parent, warn=self.watcher.warn, of_task=self.of_task
+            )
         tracker.start(self._run_info(label))
         return tracker
 
@@ -249,13 +264,18 @@ class Driver:
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:
     """Metrics of the parent run, LABEL/METRIC: the last evaluation of every method."""
-    shown = ("accuracy", "accuracy_local", "macro_f1", "num_clusters", "ari")
     return {
-        f"{re.sub(r'[^A-Za-z0-9_.-]', '_', label)}/{name}": result.final[name]
+        f"{re.sub(r'[^A-Za-z0-9_.-]', '_', label)}/{name}": final[name]
         for label, result in results.items()
-        for name in shown
-        if name in result.final
+        if (final := result.final)
+        for name in (*_compared(primary_of(final)), "num_clusters", "ari")
+        if name in final
     }
+
+
+def _compared(primary: str) -> tuple[str, ...]:
+    """Scores in the comparison of all methods."""
+    return (primary, f"{primary}_local", *(["macro_f1"] if primary == "accuracy" else []))
 
 
 def write_figures(directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]]) -> None:

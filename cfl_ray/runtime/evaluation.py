@@ -12,6 +12,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.core.work import Address, Backend, EvaluateClients, EvaluateShared, Rows
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.scoring import scores
@@ -24,13 +25,21 @@ class Scores:
     """Test results of M clients, NaN for a client without test images."""
 
     ids_M: np.ndarray
-    accuracy_M: np.ndarray
-    macro_f1_M: np.ndarray
-    loss_M: np.ndarray
+    table_MS: np.ndarray  # the metrics of the task, then the loss: accuracy, macro-F1 and loss of classes
 
     @property
-    def table_M3(self) -> np.ndarray:
-        return np.stack([self.accuracy_M, self.macro_f1_M, self.loss_M], 1)
+    def primary_M(self) -> np.ndarray:
+        """The first metric of the task: accuracy of classes."""
+        return self.table_MS[:, 0]
+
+    @property
+    def accuracy_M(self) -> np.ndarray:
+        """Accuracy, where clients learn classes."""
+        return self.table_MS[:, 0]
+
+    @property
+    def loss_M(self) -> np.ndarray:
+        return self.table_MS[:, -1]
 
 
 @dataclass
@@ -41,6 +50,7 @@ class Evaluator:
     federation: Federation
     backend: Backend
     seed: int
+    task: Task = CLASSIFICATION
 
     def chosen(self, online: np.ndarray) -> np.ndarray:
         """The clients to evaluate: all that are online, or the same random sample every time."""
@@ -58,12 +68,21 @@ class Evaluator:
     def scores(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: each client with the model that it would predict with now; NaN where the method has none for it."""
         known_M = serving.row_M >= 0
-        found_M3 = np.full((len(clients), 3), np.nan)
+        found_MS = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), replace(serving, row_M=serving.row_M[known_M])
-            personal = serving.is_personal or self.federation.view == "holdout"
-            found_M3[known_M] = (self._personal if personal else self._shared)(serving, known).table_M3
-        return Scores(clients.ids_M, *found_M3.T)
+            personal = serving.is_personal or self.federation.view == "holdout" or self._by_label
+            found_MS[known_M] = (self._personal if personal else self._shared)(serving, known).table_MS
+        return Scores(clients.ids_M, found_MS)
+
+    @property
+    def _num_scores(self) -> int:
+        return len(self.task.score_names)
+
+    @property
+    def _by_label(self) -> bool:
+        """Whether each client needs a test on the images of its labels: for metrics that are not those of counts."""
+        return self.federation.view == "label" and not self.task.by_confusion
 
     def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
         """P-tune(F): the same after F local epochs; of models that vote, the first alone is tuned and tested."""
@@ -82,14 +101,17 @@ class Evaluator:
             client_state=serving.client_state,
             frozen_model=_frozen_rows(serving, len(clients)),
             vote=len(serving.models_KP) if serving.vote else 0,
-            max_test_samples=None if self.federation.view == "holdout" else self.settings.local_images,
+            max_test_samples=self.settings.local_images
+            if serving.is_personal and self.federation.view != "holdout"
+            else None,
+            num_scores=self._num_scores,
             tune=serving.tune,
             steps_M=None if steps_M is None else steps_M[order],
         )
-        found_M3, outcome = np.empty((len(clients), 3)), self.backend.run(work)
-        found_M3[order] = outcome.arrays["scores"]
+        found_MS, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
+        found_MS[order] = outcome.arrays["scores"]
         clients.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
-        return Scores(clients.ids_M, *found_M3.T)
+        return Scores(clients.ids_M, found_MS)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
         """Clients that share a model and a test set share its confusion counts: each pair is tested once."""
@@ -103,17 +125,21 @@ class Evaluator:
             start=Rows(0, pairs[:, 0]),
             frozen_model=_frozen_rows(serving, len(pairs)),
             vote=len(serving.models_KP) if serving.vote else 0,
+            num_scores=self._num_scores,
+            by_confusion=self.task.by_confusion,
         )
         outcome = self.backend.run(work)
-        confusion, loss = outcome.arrays["confusion"], outcome.arrays["loss"]
         for pair, exclusion in outcome.excluded.items():
             clients.stats.excluded.update({int(client): exclusion for client in clients.ids_M[pair_M == pair]})
+        if not self.task.by_confusion:
+            return Scores(clients.ids_M, outcome.arrays["scores"][pair_M])
+        confusion, loss = outcome.arrays["confusion"], outcome.arrays["loss"]
         labels_MC = self.federation.labels_of(clients.ids_M)
         if labels_MC is None:
             per_pair = np.array([scores(*counts) for counts in zip(confusion, loss, strict=True)])
-            return Scores(clients.ids_M, *per_pair[pair_M].T)
+            return Scores(clients.ids_M, per_pair[pair_M])
         found = [scores(confusion[i], loss[i], labels_C) for i, labels_C in zip(pair_M, labels_MC, strict=True)]
-        return Scores(clients.ids_M, *np.array(found).T)
+        return Scores(clients.ids_M, np.array(found))
 
 
 def _tables(serving: Serving) -> tuple[Tensor, ...]:
@@ -129,20 +155,28 @@ def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) ->
     return evaluator.scores(Serving(initial_P[None], clients.first_row()), clients)
 
 
-def score_metrics(found: Scores) -> dict[str, float]:
-    """Mean over the clients that were tested, and its spread; NaN where none was."""
-    tested = ~np.isnan(found.accuracy_M)
-    none = np.full(1, np.nan)
-    accuracy, macro_f1, loss = (
-        values[tested] if tested.any() else none for values in (found.accuracy_M, found.macro_f1_M, found.loss_M)
-    )
-    return {
-        "accuracy": float(accuracy.mean()),
-        "accuracy_std": float(accuracy.std()),
-        "accuracy_p10": float(np.percentile(accuracy, 10)),
-        "macro_f1": float(np.nanmean(macro_f1)),
-        "test_loss": float(np.nanmean(loss)),
+def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
+    """Means over the clients that were tested, and the spread of the first metric; NaN where none was.
+
+    A client whose first metric is not defined counts as not tested; of other metrics, undefined values are left out.
+    """
+    tested = ~np.isnan(found.primary_M)
+    table_MS = found.table_MS[tested] if tested.any() else np.full((1, found.table_MS.shape[1]), np.nan)
+    primary, score_M = task.metrics[0], table_MS[:, 0]
+    tail = 10 if primary.higher_is_better else 90  # the worst tenth of the clients
+    spread = {
+        primary.name: float(score_M.mean()),
+        f"{primary.name}_std": float(score_M.std()),
+        f"{primary.name}_p{tail}": float(np.percentile(score_M, tail)),
     }
+    others = {name: _mean(values_M) for name, values_M in zip(task.score_names[1:-1], table_MS.T[1:-1], strict=True)}
+    return spread | others | {"test_loss": float(np.nanmean(table_MS[:, -1]))}
+
+
+def _mean(values_M: np.ndarray) -> float:
+    """Mean of the values that are defined; NaN where none is."""
+    defined = ~np.isnan(values_M)
+    return float(np.nanmean(values_M)) if defined.any() else float("nan")
 
 
 def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:

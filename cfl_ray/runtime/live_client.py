@@ -14,9 +14,8 @@ from cfl_ray.core.errors import RunError, UserError
 from cfl_ray.runtime.run_lock import CONFIG, command, is_live, no_run
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
+from cfl_ray.tracking.record import is_evaluated, primary_of
 from cfl_ray.tracking.tracker import INFO
-
-_SHOWN = ("accuracy", "accuracy_local", "num_clusters")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class RunStatus:
     method: str | None = None  # the present method, or the last one
     phase: str | None = None  # of the present method: running, evaluating, saving ...
     round: int = 0  # the present round of a live run, else the last one recorded
-    metrics: dict[str, float] = field(default_factory=dict)  # those of _SHOWN, as last evaluated
+    score: str = "accuracy"  # the first metric of the task
+    metrics: dict[str, float] = field(default_factory=dict)  # the score, its P-local, num_clusters, at last
     evaluated: int | None = None  # round of the last evaluation
     hosts: int | None = None
     hosts_starting: int | None = None
@@ -59,7 +59,9 @@ def status(run_dir: Path) -> RunStatus:
     waiting = max(0, sum(_entries(entry) for entry in experiment.methods) - len(methods))
     finished = not waiting and all(progress == "finished" for progress in methods.values())
     records = list(read_records(run_dir / label)) if label else []
-    last = next((record for record in reversed(records) if "accuracy" in record.metrics), None)
+    last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
+    score = primary_of(last.metrics) if last else "accuracy"
+    shown = (score, f"{score}_local", "num_clusters")
     recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
     when, fault = answer.get("last_fault") or (None, None)
     return RunStatus(
@@ -71,7 +73,8 @@ def status(run_dir: Path) -> RunStatus:
         label,
         phase=answer.get("state") or ("starting, or in one process" if live else None),
         round=answer.get("round") or recorded,
-        metrics={name: last.metrics[name] for name in _SHOWN if name in last.metrics} if last else {},
+        score=score,
+        metrics={name: last.metrics[name] for name in shown if name in last.metrics} if last else {},
         evaluated=last.round if last else None,
         **{name: answer.get(name) for name in ("hosts", "hosts_starting", "nodes", "clients_online", "clients")},
         seconds_per_round=seconds,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
 from cfl_ray.core.population import Population, PopulationChange, count_of
 from cfl_ray.core.rng import stream
+from cfl_ray.core.schedules import RateSchedule, constant, resolve_schedule
+from cfl_ray.core.tasks import CLASSIFICATION, Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
@@ -26,6 +29,21 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.tracking.record import check_score_name
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Optimiser and learning rates of clients."""
+
+    optimizer: LocalOptimizer | None = None  # None: SGD
+    rounds: RateSchedule = RateSchedule(constant)
+    steps: RateSchedule = RateSchedule(constant)
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether every local step is one of SGD with the learning rate of the round."""
+        return self.optimizer is None and self.steps.is_constant
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,23 @@ class Setup:
     recipe: ModelRecipe
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
+    task: Task = CLASSIFICATION  # with all metrics that are measured
+    learning: Learning = Learning()
 
     @property
     def local(self) -> LocalSGD:
-        """The SGD of every client, unless a method changes it."""
-        return LocalSGD(**self.experiment.local.model_dump())
+        """The local training of every client, unless a method changes it, before any schedule."""
+        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm")
+        given = {key: value for key, value in self.experiment.local.model_dump().items() if key in keys}
+        step_schedule = None if self.learning.steps.is_constant else self.learning.steps
+        return LocalSGD(**given, optimizer=self.learning.optimizer, step_schedule=step_schedule)
+
+    def local_in(self, round: int) -> LocalSGD:
+        """The same with the learning rate of a round."""
+        local, schedule = self.local, self.learning.rounds
+        if schedule.is_constant:
+            return local
+        return replace(local, lr=local.lr * schedule(max(round, 1), self.experiment.rounds))
 
     @property
     def division(self) -> autotune.Division:
@@ -53,7 +83,7 @@ class Setup:
     def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
         """A new network that any model of the experiment can be loaded into."""
         shape, precision = self.federation.shape, self.experiment.runtime.precision
-        return Network(self.recipe, shape.input, device, shape.dtype, precision, memory_share)
+        return Network(self.recipe, shape.input, device, shape.dtype, self.task, precision, memory_share)
 
     def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
         """A new worker for one process. memory_share: of the device's memory that the process may use."""
@@ -73,10 +103,11 @@ class Setup:
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
     """Writes or reuses the shards, and checks what can be checked before a run. Raises ConfigError or DataError."""
-    resolve(experiment.methods)  # before the shards are written, which takes time
+    _learning(experiment, resolve(experiment.methods))  # before the shards are written, which takes time
     federation = experiment.data.federation
     if federation is None:
-        federation = data.build(experiment.data, experiment.seed, shards_folder(experiment), progress)
+        folder = shards_folder(experiment)
+        federation = data.build(experiment.data, experiment.seed, folder, progress, experiment.targets)
     return setup_on(experiment, federation)
 
 
@@ -86,15 +117,54 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
     methods = resolve(experiment.methods)
+    task, learning = _learning(experiment, methods)
+    _check_targets(task, federation)
     _check_schedule(experiment, federation.num_clients)
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if changes := _data_changes(experiment):
         federation = ChangingFederation(federation, changes)
     model, shape = experiment.model, federation.shape
-    recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype)
-    setup = Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+    outputs = () if shape.targets == "class" else shape.outputs
+    recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs)
+    task.check(shape.outputs, shape.target_shape)
+    availability = _availability(experiment, federation.num_clients)
+    setup = Setup(experiment, federation, recipe, methods, availability, task, learning)
     _check_attack(setup.attack, federation.num_clients)
     return setup
+
+
+def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[Task, Learning]:
+    """The task, and how its clients learn. Raises ConfigError for what is not valid, or not for one of the methods."""
+    local = experiment.local
+    task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
+    for metric in task.metrics:
+        check_score_name(metric.name)
+    learning = Learning(
+        resolve_optimizer(local.optimizer, local.optimizer_options),
+        resolve_schedule("local.schedule", local.schedule),
+        resolve_schedule("local.step_schedule", local.step_schedule),
+    )
+    for t in (1, experiment.rounds):
+        learning.rounds(t, experiment.rounds)
+    if experiment.attack.kind == "label_flip" and task.targets != "class":
+        raise ConfigError(f"attack.kind: label_flip needs classes, the targets of the task are {task.targets!r}")
+    for label, method in methods.items():
+        if task.targets != "class" and (reason := method.needs_classes):
+            raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
+        if not learning.is_sgd and (reason := method.needs_sgd):
+            raise ConfigError(
+                f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
+                f"{local.optimizer} and {local.step_schedule}: {reason}"
+            )
+    return task, learning
+
+
+def _check_targets(task: Task, federation: Federation) -> None:
+    if federation.shape.targets != task.targets:
+        raise ConfigError(
+            f"task {task.name} needs targets {task.targets!r}, the federation has {federation.shape.targets!r}; say "
+            f"targets={task.targets!r} where it is made (federation_from_arrays), or choose another task"
+        )
 
 
 def _data_changes(experiment: Experiment) -> list[DataChange]:

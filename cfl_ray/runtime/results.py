@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from cfl_ray.report.assignments import Assignment, write_assignments
 from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking.record import is_evaluated
 
 if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
     import pandas as pd
@@ -45,7 +46,7 @@ class MethodResult:
     @property
     def final(self) -> dict[str, float]:
         """Metrics of the last evaluated round; empty before the first one."""
-        return dict(next((record.metrics for record in reversed(self.records) if "accuracy" in record.metrics), {}))
+        return dict(next((one.metrics for one in reversed(self.records) if is_evaluated(one.metrics)), {}))
 
     def to_frame(self) -> pd.DataFrame:
         """One row per round: `round`, then a column for each metric (docs/metrics.md); NaN where it does not apply."""
@@ -55,7 +56,9 @@ class MethodResult:
         return pd.DataFrame(rows, columns=None if rows else ["round"])
 
     def client_metrics(self) -> pd.DataFrame:
-        """P-server of every client in every evaluated round: round, client, accuracy, macro_f1, loss.
+        """P-server of every client in every evaluated round: round, client, the task's metrics, loss.
+
+        For classification the metrics are accuracy and macro_f1, and those of `evaluation.metrics`.
 
         Raises ConfigError where no files were kept.
         """
@@ -85,7 +88,7 @@ class MethodResult:
         return self.trained.personal_model(client)
 
     def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
-        """Labels that a client's model gives to normalised inputs; see `TrainedMethod.predict`."""
+        """Predictions of a client's model for normalised inputs; see `TrainedMethod.predict`."""
         return self.trained.predict(client, x)
 
     def assignments(self) -> pd.DataFrame:
@@ -129,15 +132,12 @@ class Results:
 
 
 CLIENT_METRICS = "client_metrics.arrow"
-_CLIENT_SCHEMA = pa.schema(
-    [
-        ("round", pa.int32()),
-        ("client", pa.int64()),
-        ("accuracy", pa.float32()),
-        ("macro_f1", pa.float32()),
-        ("loss", pa.float32()),
-    ]
-)
+_SCORES = ("accuracy", "macro_f1", "loss")  # of classes
+
+
+def _schema(scores: Sequence[str]) -> pa.Schema:
+    """The columns of a client's scores."""
+    return pa.schema([("round", pa.int32()), ("client", pa.int64()), *((name, pa.float32()) for name in scores)])
 
 
 class ClientMetrics:
@@ -146,11 +146,14 @@ class ClientMetrics:
     A batch that a crash has torn is cut off; rounds that are replayed are ignored.
     """
 
-    def __init__(self, directory: Path | None):
+    def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
+        self.schema = _schema(scores)
         self.file = directory / CLIENT_METRICS if directory else None
         self.last = 0  # the last round in the file
         if self.file is not None and self.file.exists():
-            batches, end = _whole_batches(self.file)
+            batches, end, schema = _whole_batches(self.file)
+            if schema not in (None, self.schema):
+                raise DataError(f"{self.file} has columns {schema.names}, expected {self.schema.names}")
             self.last = max((batch["round"][0].as_py() for batch in batches if batch.num_rows), default=0)
             if end < self.file.stat().st_size:
                 os.truncate(self.file, end)
@@ -162,35 +165,40 @@ class ClientMetrics:
         client, *scores = report.scores_M4.T
         columns = [np.full(len(client), report.round, np.int32), client.astype(np.int64)]
         columns += [values.astype(np.float32) for values in scores]
-        batch = pa.record_batch([pa.array(column) for column in columns], schema=_CLIENT_SCHEMA)
+        batch = pa.record_batch([pa.array(column) for column in columns], schema=self.schema)
         begun = self.file.exists() and self.file.stat().st_size > 0
         content = batch.serialize().to_pybytes()
         with self.file.open("ab", buffering=0) as out:
-            append_line(out, content if begun else _CLIENT_SCHEMA.serialize().to_pybytes() + content)
+            append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
         self.last = report.round
 
 
 def read_client_metrics(path: Path) -> pa.Table:
     """The whole batches of the file; an empty table where there is none. Raises DataError for a damaged one."""
-    batches = _whole_batches(path)[0] if path.exists() else []
-    return pa.Table.from_batches(batches, _CLIENT_SCHEMA)
+    batches, _, schema = _whole_batches(path) if path.exists() else ([], 0, None)
+    return pa.Table.from_batches(batches, schema or _schema(_SCORES))
 
 
-def _whole_batches(path: Path) -> tuple[list[pa.RecordBatch], int]:
-    """The batches that are complete, and the byte after the last of them."""
+def _whole_batches(path: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
+    """The batches that are complete, the byte after the last of them, and their columns; None where there are none yet.
+
+    Raises DataError for columns that are not those of clients' scores.
+    """
     batches: list[pa.RecordBatch] = []
+    schema = None
     with pa.OSFile(str(path)) as source:
         end = 0
         try:
             reader = pa.ipc.open_stream(source)
-            if reader.schema != _CLIENT_SCHEMA:
-                raise DataError(f"{path} has columns {reader.schema.names}, expected {_CLIENT_SCHEMA.names}")
+            if reader.schema != _schema(reader.schema.names[2:]):
+                raise DataError(f"{path} has columns {reader.schema.names}, expected {_schema(_SCORES).names}")
+            schema = reader.schema
             end = source.tell()
             while True:
                 batches.append(reader.read_next_batch())
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
-            return batches, end
+            return batches, end, schema
 
 
 class ClusterMoves:

@@ -14,6 +14,7 @@ from cfl_ray.core.errors import UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Backend
 from cfl_ray.data.federation import Federation
@@ -43,6 +44,7 @@ from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
+_MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors in a checkpoint
 _LISTED = 8  # clients that a note names
 
 
@@ -55,7 +57,7 @@ class RoundReport:
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # one line each, shown to the user
     moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
-    scores_M4: np.ndarray | None = None  # float64: client, accuracy, macro-F1, loss of each client; None: not evaluated
+    scores_M4: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
     time_ms: int = 0
     stop: bool = False  # a request ends the run here
 
@@ -81,16 +83,18 @@ class RoundLoop:
         session: str = "",
     ):
         self.experiment, self.federation = setup.experiment, setup.federation
-        self.local, self.availability = setup.local, setup.availability
+        self.setup, self.availability = setup, setup.availability
         self.attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.method, self.network, self.store = setup.methods[label], network, store
         self.backend = ReusingBackend(backend, self.federation, self.attackers)
-        self.aggregation = self.method.aggregation_rule
+        self.aggregation, step = self.method.aggregation_rule, self.method.server_step
+        self.server = None if step is None else ServerMoments(step)
         experiment = self.experiment
         self.label = label
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.cadence = Cadence() if store is not None and experiment.runtime.checkpoint_every is None else None
-        self.evaluator = Evaluator(experiment.evaluation, self.federation, self.backend, experiment.seed)
+        self.task, self.primary = setup.task, setup.task.metrics[0].name
+        self.evaluator = Evaluator(experiment.evaluation, self.federation, self.backend, experiment.seed, self.task)
         journal = Journal(store.directory if store else None)
         recorded = [record.round for record in read_records(store.directory)] if store else []
         last = max(recorded, default=0)
@@ -166,7 +170,7 @@ class RoundLoop:
         self.population = Population(federation.num_clients, changes, experiment.seed)
         self.initial_P = self.network.new_model(experiment.seed, 0)
         self.traffic = Traffic()
-        # P-local of every client: accuracy and macro-F1 after its last own training
+        # P-local of every client: the first two scores (accuracy and macro-F1 of classes) after its last own training
         self.local_scores_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
         checkpoint = self.store.load() if self.store else None
         round = checkpoint.round if checkpoint else 0
@@ -189,6 +193,9 @@ class RoundLoop:
         tensors, self.saved = dict(checkpoint.tensors), checkpoint.round
         self.local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
         scores_M4 = tensors.pop("server.scores_M4").numpy()
+        moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_MOMENTS)}
+        if self.server is not None:
+            self.server.restore({name.removeprefix(_MOMENTS): value for name, value in moments.items()})
         self.state = self.method.state_type.from_checkpoint(tensors, checkpoint.values["state"])
         self.traffic = Traffic(**checkpoint.values["traffic"])
         for event in self.requests.journal.until(checkpoint.round):
@@ -219,6 +226,8 @@ class RoundLoop:
         self._come_and_go(round)
         settings = self.experiment.cohort
         cohort = self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
+        if self.server is not None:
+            self.server.begin()
         if len(cohort.ids_M):
             clients = self.clients_of(cohort.ids_M, round, test_locally=self.experiment.evaluation.local)
             self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, round))
@@ -302,21 +311,21 @@ class RoundLoop:
         )
         serving = self.method.serve(self.state, clients)
         scores = self.evaluator.scores(serving, clients)
-        self.scores_M4 = np.column_stack([scores.ids_M, scores.table_M3])
-        self.metrics |= score_metrics(scores) | cluster_metrics(self.state, online, self.present.group_N)
+        self.scores_M4 = np.column_stack([scores.ids_M, scores.table_MS])
+        self.metrics |= score_metrics(scores, self.task) | cluster_metrics(self.state, online, self.present.group_N)
         if settings.local:
             self.metrics |= self._local_metrics(clients)
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
-            self.metrics["accuracy_honest"] = float(np.nanmean(scores.accuracy_M[honest]))
+            self.metrics[f"{self.primary}_honest"] = float(np.nanmean(scores.primary_M[honest]))
         newcomers = np.isin(clients.ids_M, self.population.newcomers)
         if newcomers.any():
-            self.metrics["newcomer_accuracy"] = float(np.nanmean(scores.accuracy_M[newcomers]))
+            self.metrics[f"newcomer_{self.primary}"] = float(np.nanmean(scores.primary_M[newcomers]))
         if settings.tuned_epochs:
-            tuned_M = self.evaluator.tuned_scores(serving, clients, self.local).accuracy_M
-            self.metrics["accuracy_tuned"] = float(np.nanmean(tuned_M))
+            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
+            self.metrics[f"{self.primary}_tuned"] = float(np.nanmean(tuned_M))
             if newcomers.any():
-                self.metrics["newcomer_accuracy_tuned"] = float(np.nanmean(tuned_M[newcomers]))
+                self.metrics[f"newcomer_{self.primary}_tuned"] = float(np.nanmean(tuned_M[newcomers]))
         self._note_excluded(stats)
         mbit = 1e-6 / self.present.num_clients  # from bits of all clients to Mbit per client of the federation
         self.metrics |= {
@@ -327,20 +336,22 @@ class RoundLoop:
 
     def _local_metrics(self, clients: Clients) -> dict[str, float]:
         """P-local over all clients, and over those that have trained; the others hold the initial model."""
-        accuracy_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
-        trained = ~np.isnan(accuracy_M)
-        found = {"accuracy_local_trained": float(accuracy_M[trained].mean())} if trained.any() else {}
+        score_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
+        trained = ~np.isnan(score_M)
+        found = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
         if not trained.all():
             untrained = clients.select(~trained)
-            accuracy_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).accuracy_M
-        return found | {"accuracy_local": float(np.nanmean(accuracy_M)), "trained_share": float(trained.mean())}
+            score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
+        return found | {f"{self.primary}_local": float(np.nanmean(score_M)), "trained_share": float(trained.mean())}
 
     def _save(self, round: int) -> None:
         if self.store is None:
             return
         tensors, scalars = self.state.to_checkpoint()
+        if self.server is not None:
+            tensors |= {f"{_MOMENTS}{name}": value for name, value in self.server.to_tensors().items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
-        scores_M4 = np.zeros((0, 4)) if self.scores_M4 is None else self.scores_M4
+        scores_M4 = np.zeros((0, 1 + len(self.task.score_names))) if self.scores_M4 is None else self.scores_M4
         tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
         # scores and report are for a driver that is killed before it recorded the round
         report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
@@ -359,7 +370,7 @@ class RoundLoop:
             np.asarray(ids, np.int64),
             self.present.num_samples_N[ids],
             self.network.spec,
-            self.local,
+            self.setup.local_in(round),
             self.backend,
             self.experiment.seed,
             round,
@@ -367,6 +378,8 @@ class RoundLoop:
             local_test_samples=test_samples if test_locally else 0,
             reachable=lambda: self._reachable(round),
             aggregation=self.aggregation,
+            server=self.server,
+            num_scores=len(self.task.score_names),
         )
 
     def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:

@@ -135,9 +135,15 @@ class TrainedMethod:
         return outputs
 
     def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
-        """Labels, int64 (n,), that a client's model gives to normalised inputs (n, *shape)."""
-        labels: np.ndarray = self.outputs(client, x).argmax(-1).numpy()
-        return labels
+        """Predictions of a client's model for normalised inputs (n, *shape).
+
+        Classes are int64 (n,), tokens int64 (n, T), labels bool (n, C), real numbers float32 as the targets.
+        """
+        outputs, shape = self.outputs(client, x), self.federation.shape
+        if shape.targets == "real":
+            return outputs.reshape(-1, *shape.target_shape).numpy()
+        predicted: np.ndarray = (outputs > 0 if shape.targets == "binary" else outputs.argmax(-1)).numpy()
+        return predicted
 
     def assignments(self) -> "pd.DataFrame":
         """A data frame with one row per client: client, name, cluster (-1: none), group (true group; -1: not known)."""

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from filelock import Timeout
@@ -29,6 +29,7 @@ class MlflowTracker:
         parent: str | Path | None = None,  # directory of the parent run, which was started before
         finish_seconds: float = 20.0,  # longest wait of `finish`; one attempt if no delivery has succeeded before
         warn: Callable[[str], None] = _warn_in_log,  # also called from the thread; the text has no credentials
+        of_task: Collection[str] = (),  # as of `FileTracker`
     ) -> None:
         self.run_dir = Path(run_dir).absolute()
         self.uri = uri
@@ -36,7 +37,7 @@ class MlflowTracker:
         self.parent = Path(parent).absolute() if parent else None
         self.finish_seconds = finish_seconds
         self.warn = warn
-        self._files = FileTracker(self.run_dir)
+        self._files = FileTracker(self.run_dir, of_task)
 
     def start(self, info: RunInfo) -> None:
         self._files.start(info)

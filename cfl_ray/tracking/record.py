@@ -1,13 +1,14 @@
 """Records of a run as plain numbers, and the names of all metrics that trackers, reports and notebooks use."""
 
 import json
+import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cfl_ray.core.errors import did_you_mean
+from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.tracking.uri import redact
 
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -48,15 +49,42 @@ RUN_METRICS = {
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }
 METRICS = ROUND_METRICS | RUN_METRICS
+_SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_DERIVED = ("_local", "_local_trained", "_tuned", "_honest", "_std", "_p10", "_p90")  # of the first metric of a task
 
 
-def check_metrics(names: Mapping[str, Any]) -> None:
+def score_metrics_of(names: Sequence[str]) -> set[str]:
+    """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
+    first = names[0]
+    return {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+
+
+def check_score_name(name: str) -> None:
+    """Raises ConfigError for a name of a metric under which it cannot be recorded."""
+    if not _SCORE_NAME.fullmatch(name):
+        raise ConfigError(f"metric {name!r}: a name consists of a-z, 0-9 and _, and begins with a letter")
+    recorded = METRICS.keys() - {"accuracy", "macro_f1"}
+    if name in recorded | {"loss", "round", "client", "method", "time_ms"} or name.endswith(_DERIVED):
+        raise ConfigError(f"metric {name!r} has the name of another metric (docs/metrics.md); give it another one")
+
+
+def primary_of(metrics: Mapping[str, float]) -> str:
+    """Name of the first metric of the task among the metrics of an evaluated round: the one that has a spread."""
+    return next((name for name in metrics if f"{name}_std" in metrics), "accuracy")
+
+
+def is_evaluated(metrics: Mapping[str, float]) -> bool:
+    """Whether these are the metrics of an evaluated round."""
+    return primary_of(metrics) in metrics
+
+
+def check_metrics(names: Mapping[str, Any], of_task: Collection[str] = ()) -> None:
     """Raises ValueError for a name outside METRICS, since comparisons and notebooks rely on these names.
 
-    Metrics of a comparison are named METHOD/METRIC.
+    Metrics of a comparison are named METHOD/METRIC. of_task: names beside METRICS (`score_metrics_of`).
     """
     for name in names:
-        if name.rpartition("/")[2] not in METRICS:
+        if name.rpartition("/")[2] not in METRICS and name.rpartition("/")[2] not in of_task:
             raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
 
 
@@ -72,20 +100,31 @@ class RoundRecord:
     round: int  # rounds completed, 0 before the first
     metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged
     time_ms: int = field(default_factory=now_ms)  # stored with the record, so that a second delivery changes nothing
+    of_task: frozenset[str] = field(default=frozenset(), compare=False)  # names beside METRICS (`score_metrics_of`)
 
     def __post_init__(self) -> None:
-        check_metrics(self.metrics)
+        check_metrics(self.metrics, self.of_task)
         object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
 
     def to_line(self) -> str:
         """Returns one flat JSON line of round, time_ms and metrics, as `pandas.read_json(lines=True)` reads it."""
         return json.dumps({"round": self.round, "time_ms": self.time_ms, **self.metrics}) + "\n"
 
+    def to_fields(self) -> dict[str, Any]:
+        """Returns round, metrics and time as JSON."""
+        return {"round": self.round, "metrics": dict(self.metrics), "time_ms": self.time_ms}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "RoundRecord":
+        """Returns the record of `to_fields`, whose names were checked when it was made."""
+        return cls(**fields, of_task=frozenset(name.rpartition("/")[2] for name in fields["metrics"]))
+
     @classmethod
     def from_line(cls, line: str | bytes) -> "RoundRecord":
         """Returns the record that `to_line` wrote. Raises ValueError or KeyError for anything else."""
         metrics = json.loads(line)
-        return cls(round=metrics.pop("round"), time_ms=metrics.pop("time_ms"), metrics=metrics)
+        round, time_ms = metrics.pop("round"), metrics.pop("time_ms")
+        return cls(round, metrics, time_ms, frozenset(metrics))  # their names were checked when they were written
 
 
 @dataclass(frozen=True)

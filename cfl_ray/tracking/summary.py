@@ -1,4 +1,4 @@
-"""Metrics of a whole run, computed at its end from its records: rounds and traffic until a target accuracy."""
+"""Metrics of a whole run, computed at its end from its records: rounds and traffic until a target score."""
 
 from collections.abc import Iterable
 
@@ -6,15 +6,19 @@ from cfl_ray.tracking.record import RoundRecord
 
 
 def summarise(
-    records: Iterable[RoundRecord], target: float | None, change_rounds: Iterable[int] | None
+    records: Iterable[RoundRecord],
+    target: float | None,
+    change_rounds: Iterable[int] | None,
+    score: str = "accuracy",
+    higher_is_better: bool = True,
 ) -> dict[str, float]:
     """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
 
-    target: accuracy, or None for no target.
+    target: of the metric `score`, or None for no target.
     change_rounds: rounds in which any cluster assignment changed, or None for a method without clusters.
     """
     summary: dict[str, float] = {}
-    if reached := first_at_target(records, target):
+    if reached := first_at_target(records, target, score, higher_is_better):
         summary["rounds_to_target"] = float(reached.round)
         summary["mbit_to_target"] = mbit(reached)
     if change_rounds is not None:
@@ -22,11 +26,14 @@ def summarise(
     return summary
 
 
-def first_at_target(records: Iterable[RoundRecord], target: float | None) -> RoundRecord | None:
-    """Returns the earliest record whose accuracy is at least `target`; None if there is none, or no target."""
+def first_at_target(
+    records: Iterable[RoundRecord], target: float | None, score: str = "accuracy", higher_is_better: bool = True
+) -> RoundRecord | None:
+    """Returns the earliest record that reaches the target; None if there is none, or no target."""
     if target is None:
         return None
-    reached = (record for record in records if record.metrics.get("accuracy", float("-inf")) >= target)
+    sign = 1 if higher_is_better else -1
+    reached = (record for record in records if sign * record.metrics.get(score, -sign * float("inf")) >= sign * target)
     return min(reached, key=lambda record: record.round, default=None)
 
 

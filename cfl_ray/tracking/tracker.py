@@ -7,7 +7,7 @@ artifacts/      files that belong to the result
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -40,8 +40,9 @@ class Tracker(Protocol):
 class FileTracker:
     """Tracker that writes to the run directory only."""
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(self, run_dir: str | Path, of_task: Collection[str] = ()) -> None:
+        """of_task: names of metrics beside METRICS (`score_metrics_of`) that the summary may have."""
+        self.run_dir, self._of_task = Path(run_dir), frozenset(of_task)
         self._last: RoundRecord | None = None
         self._log: BinaryIO | None = None  # open between `start` and `finish`
 
@@ -66,10 +67,14 @@ class FileTracker:
     def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
         os.fsync(self._open_log().fileno())
         if self._last is None:
-            summary_record = RoundRecord(0, summary, read_info(self.run_dir).time_ms)
+            summary_record = RoundRecord(0, summary, read_info(self.run_dir).time_ms, self._of_task)
         else:
-            summary_record = RoundRecord(self._last.round, summary, self._last.time_ms)
-        write_json(self.run_dir / END, asdict(RunEnd(status, summary_record)))
+            summary_record = RoundRecord(self._last.round, summary, self._last.time_ms, self._of_task)
+        end = RunEnd(status, summary_record)
+        write_json(
+            self.run_dir / END,
+            {"status": end.status, "summary": summary_record.to_fields(), "time_ms": end.time_ms},
+        )
         self.close()
 
     def close(self) -> None:
@@ -96,7 +101,7 @@ def read_end(run_dir: Path) -> RunEnd | None:
     fields = read_json(run_dir / END)
     if fields is None:
         return None
-    return RunEnd(**(fields | {"summary": RoundRecord(**fields["summary"])}))
+    return RunEnd(**(fields | {"summary": RoundRecord.from_fields(fields["summary"])}))
 
 
 def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:

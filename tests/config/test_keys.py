@@ -78,3 +78,21 @@ def test_an_unknown_key_names_the_nearest(wrong, nearest):
 def test_an_unknown_key_that_is_near_to_none():
     with pytest.raises(ConfigError, match="unknown key 'zzz'; valid: attack, cohort, data, "):
         keys.find("zzz")
+
+
+def test_meanings_list_every_name_of_a_part():
+    """The sections do not import torch, so that the names are written there by hand."""
+    from cfl_ray.core.metrics import METRICS
+    from cfl_ray.core.optimizers import OPTIMIZERS
+    from cfl_ray.core.schedules import SCHEDULES
+    from cfl_ray.core.tasks import LOSSES, TARGETS, TASKS
+
+    parts = {
+        "task": (*TASKS.builtin, *LOSSES.builtin, *TARGETS),
+        "evaluation.metrics": METRICS.builtin,
+        "local.optimizer": OPTIMIZERS.builtin,
+        "local.schedule": SCHEDULES.builtin,
+    }
+    for key, names in parts.items():
+        words = BY_NAME[key].meaning.replace(",", " ").replace(":", " ").split()
+        assert set(names) <= set(words), f"{key} lacks {set(names) - set(words)}"

@@ -268,7 +268,7 @@ class TestOptions:
         names = [option["name"] for option in FedAC.options()]
         cnt = ["adapt_clusters", "adapt_every", "adapt_after", "rho_low", "rho_high", "max_clusters"]
         training = ["num_clusters", "mu", "lam", "start", "rank", "pca_every", "memory", "sketch", "weights"]
-        assert names == [*cnt, *training, "aggregation"]
+        assert names == [*cnt, *training, "aggregation", "server_optimizer"]
 
 
 def test_a_merge_moves_the_members_and_keeps_the_model_of_the_other_cluster():

@@ -1,0 +1,156 @@
+"""Metrics: numbers that say how good the outputs of a model are on the test samples of one client.
+
+Outputs are (n, C) for classes and labels, (n, d) for real numbers and (n, T, V) for tokens; targets as `core.tasks`
+says. All are computed in float64.
+
+    accuracy          share of the samples whose largest output is that of their class
+    macro_f1          mean of the F1 scores of the classes (or labels) that occur among the true or predicted ones
+    micro_f1          F1 score of all decisions (sample, label) together
+    subset_accuracy   share of the samples with every label right; a label is predicted where its output is above 0
+    mse, mae          mean of the squared, of the absolute, differences
+    r2                1 - sum (y - f)^2 / sum (y - mean y)^2, mean over the d targets that are not constant
+    token_accuracy    share of the tokens whose largest output is theirs
+    perplexity        exp of the mean cross entropy of a token
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.user_code import failure_of, place_of
+
+MetricFunction = Callable[[Tensor, Tensor], Any]  # (outputs, targets) of one client's test samples -> one number
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number per client from the outputs of its model and its test targets; NaN where it is not defined."""
+
+    name: str  # in tables and records, e.g. "f1_of_class_3"
+    function: MetricFunction
+    higher_is_better: bool = True
+    meaning: str = ""
+    targets: tuple[str, ...] = ()  # kinds of targets (`core.tasks`) that it is for; empty: any
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
+        """The value. Raises RunError, with the author's line, for anything but one number."""
+        try:
+            value = self.function(outputs, targets)
+        except Exception as error:
+            raise RunError(f"metric {self.name}: {failure_of(self.function, error)}") from error
+        if isinstance(value, (Tensor, np.ndarray)) and not value.shape:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            what = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{type(value).__name__} {value!r}"
+            raise RunError(f"metric {self.name}: {place_of(self.function)} returns {what[:80]}, expected one number")
+        return float(value)
+
+
+def _confusion(outputs: Tensor, targets: Tensor) -> np.ndarray:
+    """Counts int64 (C, C), true class by predicted class."""
+    count = outputs.shape[1]
+    return torch.bincount(targets * count + outputs.argmax(1), minlength=count**2).reshape(count, count).numpy()
+
+
+def mean_f1(hit_C: np.ndarray, true_C: np.ndarray, predicted_C: np.ndarray) -> float:
+    """Mean F1 score over the classes that occur among the true or predicted ones, as scikit-learn's `f1_score`."""
+    occurs = (true_C + predicted_C) > 0
+    return float((2 * hit_C[occurs] / (true_C + predicted_C)[occurs]).mean()) if occurs.any() else float("nan")
+
+
+def _counts(outputs: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hits, true and predicted ones of each class or label, int64 (C,)."""
+    if targets.is_floating_point():
+        predicted, true = outputs > 0, targets > 0.5
+        return (predicted & true).sum(0).numpy(), true.sum(0).numpy(), predicted.sum(0).numpy()
+    counts_CC = _confusion(outputs, targets)
+    return np.diag(counts_CC), counts_CC.sum(1), counts_CC.sum(0)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the samples whose class is predicted."""
+    return (outputs.argmax(1) == targets).sum().item() / len(targets)
+
+
+def macro_f1(outputs: Tensor, targets: Tensor) -> float:
+    """Mean F1 score of the classes or labels that occur."""
+    return mean_f1(*_counts(outputs, targets))
+
+
+def micro_f1(outputs: Tensor, targets: Tensor) -> float:
+    """F1 score of all decisions together; NaN where no label is true or predicted."""
+    hit_C, true_C, predicted_C = _counts(outputs, targets)
+    total = int(true_C.sum() + predicted_C.sum())
+    return float(2 * hit_C.sum() / total) if total else float("nan")
+
+
+def subset_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the samples with every label right."""
+    return ((outputs > 0) == (targets > 0.5)).all(1).double().mean().item()
+
+
+def mse(outputs: Tensor, targets: Tensor) -> float:
+    """Mean squared error."""
+    return (outputs.double() - targets.double().reshape(outputs.shape)).square().mean().item()
+
+
+def mae(outputs: Tensor, targets: Tensor) -> float:
+    """Mean absolute error."""
+    return (outputs.double() - targets.double().reshape(outputs.shape)).abs().mean().item()
+
+
+def r2(outputs: Tensor, targets: Tensor) -> float:
+    """Coefficient of determination; NaN where every target is constant."""
+    targets = targets.double().reshape(outputs.shape)
+    rest_d = (outputs.double() - targets).square().sum(0)
+    total_d = (targets - targets.mean(0)).square().sum(0)
+    varies_d = total_d > 0
+    return (1 - rest_d[varies_d] / total_d[varies_d]).mean().item()
+
+
+def token_accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Share of the tokens that are predicted."""
+    return (outputs.argmax(-1) == targets).double().mean().item()
+
+
+def perplexity(outputs: Tensor, targets: Tensor) -> float:
+    """Exponential of the mean cross entropy of a token."""
+    return cross_entropy(outputs.double().transpose(1, 2), targets).exp().item()
+
+
+_BUILTIN = (
+    Metric("accuracy", accuracy, True, "share of the samples whose class is predicted", ("class",)),
+    Metric("macro_f1", macro_f1, True, "mean F1 score of the classes or labels that occur", ("class", "binary")),
+    Metric("micro_f1", micro_f1, True, "F1 score of all labels together", ("class", "binary")),
+    Metric("subset_accuracy", subset_accuracy, True, "share of the samples with every label right", ("binary",)),
+    Metric("mse", mse, False, "mean squared error", ("real",)),
+    Metric("mae", mae, False, "mean absolute error", ("real",)),
+    Metric("r2", r2, True, "coefficient of determination", ("real",)),
+    Metric("token_accuracy", token_accuracy, True, "share of the tokens that are predicted", ("tokens",)),
+    Metric("perplexity", perplexity, False, "exp of the mean cross entropy of a token", ("tokens",)),
+)
+METRICS: Registry[Metric | MetricFunction] = Registry(
+    "metric", {metric.name: metric for metric in _BUILTIN}, "cfl_ray.metrics"
+)
+
+
+def resolve_metric(reference: Any, targets: str) -> Metric:
+    """The metric of a name, `file.py:function`, a function or a Metric, for these targets. Raises ConfigError."""
+    found = METRICS.find(reference) if isinstance(reference, str) else reference
+    if isinstance(found, Metric):
+        if found.targets and targets not in found.targets:
+            raise ConfigError(
+                f"metric {found.name} is for targets {' or '.join(found.targets)}, those of the task are {targets}"
+            )
+        return found
+    if not callable(found):
+        raise ConfigError(f"metric {reference!r} is {type(found).__name__}, expected a function or a Metric")
+    name = getattr(found, "__name__", type(found).__name__)
+    return Metric(name, found, getattr(found, "higher_is_better", True), (found.__doc__ or "").split("\n")[0])

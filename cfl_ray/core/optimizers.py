@@ -1,0 +1,87 @@
+"""Local optimisers: what a client does with the gradient of a step.
+
+`sgd` is that of the engines themselves, with `local.momentum` and `local.weight_decay`. All others are classes of
+`torch.optim`, or the user's own; a client begins every round with a fresh one, because its moments are not kept.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.user_code import check_options, failure_of, place_of
+
+OptimizerFactory = Callable[..., optim.Optimizer]  # (parameters, lr=..., **options)
+OPTIMIZERS: Registry[OptimizerFactory] = Registry(
+    "optimizer",
+    {
+        "sgd": optim.SGD,
+        "adam": optim.Adam,
+        "adamw": optim.AdamW,
+        "adamax": optim.Adamax,
+        "nadam": optim.NAdam,
+        "radam": optim.RAdam,
+        "rmsprop": optim.RMSprop,
+        "adagrad": optim.Adagrad,
+        "adadelta": optim.Adadelta,
+        "rprop": optim.Rprop,
+    },
+    "cfl_ray.optimizers",
+)
+# Each of their numbers depends on the numbers in its own column alone: rows of many clients can be one tensor.
+_ELEMENTWISE = tuple(OPTIMIZERS.builtin.values())
+
+
+@dataclass(frozen=True)
+class LocalOptimizer:
+    """Makes the optimiser of a client."""
+
+    factory: OptimizerFactory
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, params: list[Tensor], lr: float) -> optim.Optimizer:
+        """A fresh optimiser of these parameters."""
+        return self.factory(params, lr=lr, **self.options)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a number's update depends on no other number, so that the rows of many clients can be one tensor.
+
+        An optimiser of the user's says so by an attribute `elementwise = True`.
+        """
+        return self.factory in _ELEMENTWISE or getattr(self.factory, "elementwise", False) is True
+
+
+def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer | None:
+    """The optimiser of a name, `file.py:Name` or a class; None for sgd. Raises ConfigError.
+
+    It is made and makes one step, so that wrong options are found before a run.
+    """
+    if value == "sgd":
+        if options:
+            raise ConfigError(
+                f"local.optimizer_options {dict(options)}: sgd has none; set local.momentum and local.weight_decay"
+            )
+        return None
+    factory = OPTIMIZERS.find(value) if isinstance(value, str) else value
+    if not callable(factory):
+        raise ConfigError(f"local.optimizer {value!r} is {type(factory).__name__}, expected a torch.optim class")
+    check_options("local.optimizer_options", factory, 1, {"lr": 0.1, **options})
+    made = LocalOptimizer(factory, dict(options))
+    parameter = torch.zeros(2, requires_grad=True)
+    parameter.grad = torch.ones(2)
+    try:
+        one = made([parameter], 0.1)
+        if isinstance(one, optim.Optimizer):
+            one.step()
+    except Exception as error:
+        raise ConfigError(f"local.optimizer: {failure_of(factory, error)}, with options {dict(options)}") from error
+    if not isinstance(one, optim.Optimizer):
+        raise ConfigError(
+            f"local.optimizer: {place_of(factory)} makes {type(one).__name__}, expected a torch.optim.Optimizer"
+        )
+    return made

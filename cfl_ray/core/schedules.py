@@ -1,0 +1,99 @@
+"""Learning-rate schedules: factors of `local.lr`, functions of the round (or the local step) and the number of all.
+
+With t = 1 .. T:
+
+    constant                1
+    step                    gamma^floor((t - 1) / every)
+    exponential             gamma^(t - 1)
+    linear                  1 at t = 1, falling evenly to `floor` after T
+    cosine                  floor + (1 - floor) (1 + cos(pi (t - 1) / T)) / 2
+    warmup                  t / length up to t = length, then 1
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.user_code import check_options, failure_of, parse_choice, place_of
+
+ScheduleFunction = Callable[..., float]  # (t, T, **options) -> factor
+
+
+def constant(t: int, total: int) -> float:
+    """1."""
+    return 1.0
+
+
+def step(t: int, total: int, every: int = 10, gamma: float = 0.5) -> float:
+    """A factor gamma after every so many."""
+    factor: float = gamma ** ((t - 1) // every)
+    return factor
+
+
+def exponential(t: int, total: int, gamma: float = 0.98) -> float:
+    """A factor gamma each time."""
+    factor: float = gamma ** (t - 1)
+    return factor
+
+
+def linear(t: int, total: int, floor: float = 0.0) -> float:
+    """An even fall to `floor`."""
+    return 1 - (1 - floor) * (t - 1) / total
+
+
+def cosine(t: int, total: int, floor: float = 0.0) -> float:
+    """Half a period of the cosine."""
+    return floor + (1 - floor) * (1 + math.cos(math.pi * (t - 1) / total)) / 2
+
+
+def warmup(t: int, total: int, length: int = 5) -> float:
+    """An even rise over the first `length`."""
+    return min(t / length, 1.0)
+
+
+SCHEDULES: Registry[ScheduleFunction] = Registry(
+    "schedule",
+    {function.__name__: function for function in (constant, step, exponential, linear, cosine, warmup)},
+    "cfl_ray.schedules",
+)
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """A factor of the learning rate: a pure function of t = 1 .. T and T."""
+
+    function: ScheduleFunction
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, t: int, total: int) -> float:
+        """The factor. Raises ConfigError for anything but a finite number >= 0."""
+        try:
+            factor = self.function(t, total, **self.options)
+        except Exception as error:
+            raise ConfigError(f"schedule {failure_of(self.function, error)}") from error
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"schedule {place_of(self.function)} returns {factor!r} at {t} of {total}, expected a number >= 0"
+            )
+        return float(factor)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it leaves the learning rate alone."""
+        return self.function is constant
+
+
+def resolve_schedule(key: str, value: Any) -> RateSchedule:
+    """The schedule of a name, {name: options}, `file.py:function` or a function. Raises ConfigError.
+
+    key: of the config, for messages.
+    """
+    name, options = parse_choice(key, value)
+    function = SCHEDULES.find(name) if isinstance(name, str) else name
+    if not callable(function):
+        raise ConfigError(f"{key} {name!r} is {type(function).__name__}, expected a function of (t, total)")
+    check_options(key, function, 2, options)
+    return RateSchedule(function, options)

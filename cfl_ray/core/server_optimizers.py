@@ -1,0 +1,238 @@
+"""Server optimisers: the mean change of the clients is a gradient for an optimiser on the server.
+
+With Delta the mean of W_i - w over the clients of one model w, and moments that begin with m = 0:
+
+    fedavgm     m <- momentum m + Delta;                                       w <- w + lr m
+    fedadagrad  m <- beta1 m + (1 - beta1) Delta;  v <- v + Delta^2;                    w <- w + lr m / (sqrt(v) + tau)
+    fedadam     m as above;  v <- beta2 v + (1 - beta2) Delta^2;                        w as above
+    fedyogi     m as above;  v <- v - (1 - beta2) Delta^2 sign(v - Delta^2);            w as above
+
+fedavgm: T.-M. H. Hsu, H. Qi, M. Brown, 2019, arXiv:1909.06335. The others: S. J. Reddi et al., Adaptive Federated
+Optimization, ICLR 2021, arXiv:2003.00295, Algorithm 2, with v = tau^2 at first and without bias correction.
+
+They act on trained parameters; buffers (statistics of batch normalisation) are the mean. A model without participants
+stays, and so do its moments.
+
+The moments of a model are found by its values: a model that goes on from one of the round before, bit for bit, has
+its moments. All others begin anew: a new cluster, the two parts of a split, merged clusters. A method that lets a
+merged cluster take over the model of one of its parts says so (`Clients.restart_moments`).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.user_code import check_options, failure_of, parse_choice, place_of
+
+Moments = tuple[Tensor, ...]  # each of the shape of the change
+
+
+class ServerOptimizer(Protocol):
+    """A step of the server, as a pure function of a model's mean change and its moments."""
+
+    def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
+        """The change of the model (trained columns,), and its moments after it.
+
+        moments: None for a model without any.
+        """
+
+
+@dataclass(frozen=True)
+class FedAvgM:
+    """Momentum; with momentum 0 and lr 1, FedAvg."""
+
+    name: ClassVar[str] = "fedavgm"
+    lr: float = 1.0  # eta
+    momentum: float = 0.9  # beta
+
+    def __post_init__(self) -> None:
+        _check("fedavgm", lr=(self.lr, 0, None), momentum=(self.momentum, -1e-300, 1))
+
+    def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
+        m_P = delta_P if moments is None else self.momentum * moments[0] + delta_P
+        return self.lr * m_P, (m_P,)
+
+
+@dataclass(frozen=True)
+class AdaptiveServer:
+    """The common part of the three adaptive optimisers: everything except the second moment."""
+
+    name: ClassVar[str] = "server optimizer"
+    lr: float = 0.01  # eta
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        limits = {"lr": (self.lr, 0, None), "tau": (self.tau, 0, None)}
+        _check(self.name, beta1=(self.beta1, -1e-300, 1), beta2=(self.beta2, -1e-300, 1), **limits)
+
+    def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
+        """V after a change whose square is `square_P`."""
+        raise NotImplementedError
+
+    def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
+        m_P, v_P = moments or (torch.zeros_like(delta_P), torch.full_like(delta_P, self.tau**2))
+        m_P = self.beta1 * m_P + (1 - self.beta1) * delta_P
+        v_P = self.second_moment(v_P, delta_P.square())
+        return self.lr * m_P / (v_P.sqrt() + self.tau), (m_P, v_P)
+
+
+@dataclass(frozen=True)
+class FedAdagrad(AdaptiveServer):
+    """The second moment adds up; `beta2` has no effect."""
+
+    name: ClassVar[str] = "fedadagrad"
+
+    def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
+        return v_P + square_P
+
+
+@dataclass(frozen=True)
+class FedAdam(AdaptiveServer):
+    """The second moment is a moving mean."""
+
+    name: ClassVar[str] = "fedadam"
+
+    def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
+        return self.beta2 * v_P + (1 - self.beta2) * square_P
+
+
+@dataclass(frozen=True)
+class FedYogi(AdaptiveServer):
+    """The second moment moves towards the square by a step that does not depend on its distance."""
+
+    name: ClassVar[str] = "fedyogi"
+
+    def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
+        return v_P - (1 - self.beta2) * square_P * torch.sign(v_P - square_P)
+
+
+def _check(name: str, **limits: tuple[Any, float, float | None]) -> None:
+    for key, (value, low, high) in limits.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low < value < (float("inf") if high is None else high):
+            allowed = "above 0" if high is None else "in 0 .. 1, without 1"
+            raise ValueError(f"{name}.{key} must be {allowed}, got {value!r}")
+
+
+SERVER_OPTIMIZERS: Registry[Callable[..., ServerOptimizer]] = Registry(
+    "server optimizer",
+    {"fedavgm": FedAvgM, "fedadagrad": FedAdagrad, "fedadam": FedAdam, "fedyogi": FedYogi},
+    "cfl_ray.server_optimizers",
+)
+
+
+def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
+    """The server optimiser of a name, {name: {parameter: value}}, `file.py:Class` or an object; None for "none".
+
+    Raises ConfigError for anything else.
+    """
+    name, options = parse_choice("server_optimizer", value)
+    if name in ("none", None):
+        return None
+    factory = SERVER_OPTIMIZERS.find(name) if isinstance(name, str) else name
+    if not isinstance(name, str) and not isinstance(name, type):
+        made = name  # an object made in Python
+    else:
+        if not callable(factory):
+            raise ConfigError(f"server_optimizer {name!r} is {type(factory).__name__}, expected a class")
+        check_options("server_optimizer", factory, 0, options)
+        made = factory(**options)
+    _try(made)
+    return made
+
+
+def _try(optimizer: Any) -> None:
+    """Makes two steps. Raises ConfigError where they do not return what is expected."""
+    moments, delta_P = None, torch.ones(3)
+    for _ in range(2):
+        try:
+            step_P, moments = optimizer(delta_P, moments)
+            valid = step_P.shape == delta_P.shape and all(one.shape == delta_P.shape for one in moments)
+        except Exception as error:
+            raise ConfigError(f"server_optimizer {failure_of(optimizer, error)}") from error
+        if not valid:
+            raise ConfigError(
+                f"server_optimizer {place_of(optimizer)} must return a step and a tuple of moments of the shape of the "
+                f"change {tuple(delta_P.shape)}, got {tuple(step_P.shape)} and {[tuple(one.shape) for one in moments]}"
+            )
+
+
+@dataclass
+class ServerMoments:
+    """The moments of all models that a method averages, between rounds.
+
+    A model is known by the number of its average among those of a round, and the checksum of its values.
+    """
+
+    optimizer: ServerOptimizer
+    moments: dict[tuple[int, bytes], Moments] = field(default_factory=dict)
+    averages: int = 0  # of this round so far
+    before: dict[tuple[int, bytes], Moments] = field(default_factory=dict)  # as the round began
+
+    def begin(self) -> None:
+        """Begins a round."""
+        self.averages, self.before = 0, dict(self.moments)
+
+    def next_average(self) -> int:
+        """The number of an average in this round."""
+        self.averages += 1
+        return self.averages - 1
+
+    def forget(self, models_KP: Tensor) -> None:
+        """Drops the moments of these models."""
+        gone = {_checksum(row_P) for row_P in models_KP}
+        self.moments = {key: value for key, value in self.moments.items() if key[1] not in gone}
+        self.before = {key: value for key, value in self.before.items() if key[1] not in gone}
+
+    def moved(self, average: int, before_RP: Tensor, mean_RP: Tensor, changed: set[int], trained: int) -> Tensor:
+        """The models (R, P) after a step from `before_RP`, whose plain average is `mean_RP`.
+
+        changed: rows that have participants. trained: number of trained columns, the first ones.
+        """
+        after_RP, keys = mean_RP.clone(), [_checksum(row_P) for row_P in before_RP]
+        count = Counter(keys)
+        found: dict[tuple[int, bytes], Moments] = {}
+        for row, key in enumerate(keys):
+            # equal models are parts of one that was split, or new ones with a common start
+            moments = self.before.get((average, key)) if count[key] == 1 else None
+            if row in changed:
+                delta_P = mean_RP[row, :trained] - before_RP[row, :trained]
+                step_P, moments = self.optimizer(delta_P, moments)
+                after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, where the two are equal
+            if moments is not None:
+                found[average, _checksum(after_RP[row])] = moments
+        self.moments = {key: value for key, value in self.moments.items() if key[0] != average} | found
+        return after_RP
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """In the form that a checkpoint stores."""
+        keys = list(self.moments)
+        if not keys:
+            return {}
+        return {
+            "average_E": torch.tensor([average for average, _ in keys]),
+            "checksum_E32": torch.tensor([list(checksum) for _, checksum in keys], dtype=torch.uint8),
+            "moment_EJP": torch.stack([torch.stack(self.moments[key]) for key in keys]),
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what `to_tensors` returned."""
+        self.moments = {}
+        if tensors:
+            rows = zip(
+                tensors["average_E"].tolist(), tensors["checksum_E32"].tolist(), tensors["moment_EJP"], strict=True
+            )
+            self.moments = {(average, bytes(checksum)): tuple(moments_JP) for average, checksum, moments_JP in rows}
+
+
+def _checksum(row_P: Tensor) -> bytes:
+    return sha256(row_P.contiguous().numpy().data).digest()

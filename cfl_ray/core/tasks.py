@@ -1,0 +1,224 @@
+"""Tasks: what clients learn. A task is a loss, the kind of its targets, and the metrics that its models are scored by.
+
+targets    of n samples            outputs of the network    tasks
+class      int64 (n,)              (n, C)                    classification
+real       float32 (n,) or (n, d)  (n, 1) or (n, d)          regression
+binary     float32 (n, C), 0 or 1  (n, C)                    multi_label
+tokens     int64 (n, T)            (n, T, V)                 next_token
+
+cross_entropy        -log softmax(f)_y                                    of a class
+token_cross_entropy  its mean over the T tokens of a sample
+mse, mae, huber      (f - y)^2, |f - y|, or Huber's loss with delta 1, mean over the d targets of a sample
+bce                  -y log s(f) - (1 - y) log (1 - s(f)), s the logistic function, mean over the C labels
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.user_code import failure_of, place_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of n samples -> the loss of each (n,)
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """A kind of targets."""
+
+    dtype: torch.dtype  # of a batch
+    stored: str  # numpy's name of the type in shards
+    metrics: tuple[str, ...]  # by default; the first is the score
+
+
+TARGETS = {
+    "class": TargetKind(torch.int64, "int16", ("accuracy", "macro_f1")),
+    "real": TargetKind(torch.float32, "float32", ("mse", "mae", "r2")),
+    "binary": TargetKind(torch.float32, "uint8", ("subset_accuracy", "micro_f1", "macro_f1")),
+    "tokens": TargetKind(torch.int64, "int32", ("token_accuracy", "perplexity")),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss, the kind of its targets, and metrics.
+
+    loss: a function of outputs and targets of n samples that returns the loss of each, (n,). Its operations must be
+        PyTorch's; the vectorised engine calls it under `torch.func.vmap`, one client at a time.
+    """
+
+    loss: Loss
+    targets: str = "class"  # "class", "real", "binary" or "tokens"
+    # the first is the score that tables show; functions and names become metrics; empty: those of the targets
+    metrics: tuple[Metric, ...] = ()
+    name: str = "own"
+
+    def __post_init__(self) -> None:
+        if self.targets not in TARGETS:
+            raise ConfigError(
+                f"task {self.name}: unknown targets {self.targets!r}{did_you_mean(self.targets, TARGETS)}"
+            )
+        if not callable(self.loss):
+            raise ConfigError(f"task {self.name}: its loss is {type(self.loss).__name__}, expected a function")
+        given = self.metrics or TARGETS[self.targets].metrics
+        object.__setattr__(self, "metrics", tuple(resolve_metric(one, self.targets) for one in given))
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether clients learn classes by cross entropy: what every engine supports."""
+        return self.loss is cross_entropy
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names of the scores of a client: the metrics, then the loss."""
+        return (*(metric.name for metric in self.metrics), "loss")
+
+    @property
+    def by_confusion(self) -> bool:
+        """Whether accuracy and macro-F1, both from counts of classes, are all that is scored."""
+        counted = tuple(METRICS.builtin[name] for name in TARGETS["class"].metrics)
+        return self.is_classification and self.metrics == counted
+
+    def mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of a batch."""
+        return F.cross_entropy(outputs, targets) if self.is_classification else self.loss(outputs, targets).mean()
+
+    def total_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of a batch."""
+        if self.is_classification:
+            return F.cross_entropy(outputs, targets, reduction="sum")
+        return self.loss(outputs, targets).sum()
+
+    def with_metrics(self, references: list[Any]) -> "Task":
+        """This task with further metrics, by name, `file.py:function` or object. Raises ConfigError."""
+        added = tuple(resolve_metric(reference, self.targets) for reference in references)
+        names = [metric.name for metric in (*self.metrics, *added)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(
+                f"metric {twice[0]!r} is measured twice; name it once in task.metrics, evaluation.metrics"
+            )
+        return replace(self, metrics=(*self.metrics, *added))
+
+    def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:
+        """Computes the loss of two samples once. Raises ConfigError, with the author's line, where that fails."""
+        logits = torch.zeros(2, *outputs, requires_grad=True)
+        targets = torch.zeros(2, *target_shape, dtype=TARGETS[self.targets].dtype)
+        try:
+            losses = self.loss(logits, targets)
+        except Exception as error:
+            raise ConfigError(
+                f"task {self.name}: loss {failure_of(self.loss, error)}; it gets outputs {tuple(logits.shape)} and "
+                f"targets {tuple(targets.shape)} of {targets.dtype}"
+            ) from error
+        if not isinstance(losses, Tensor) or losses.shape != (2,) or not losses.requires_grad:
+            got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            more = "" if not isinstance(losses, Tensor) or losses.requires_grad else " without a gradient"
+            raise ConfigError(
+                f"task {self.name}: loss {place_of(self.loss)} returns {got}{more} for 2 samples, expected the loss of "
+                "each, shape (2,)"
+            )
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the class of each sample."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of the tokens of each sample."""
+    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared difference of each sample."""
+    return F.mse_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
+
+
+def mae(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean absolute difference of each sample."""
+    return F.l1_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
+
+
+def huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Huber's loss of each sample."""
+    return F.huber_loss(outputs, targets.reshape(outputs.shape), reduction="none").flatten(1).mean(1)
+
+
+def bce(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean binary cross entropy of the labels of each sample."""
+    return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(1)
+
+
+CLASSIFICATION = Task(cross_entropy, name="classification")
+
+_TARGETS_OF: dict[str, str] = {
+    "cross_entropy": "class",
+    "token_cross_entropy": "tokens",
+    "mse": "real",
+    "mae": "real",
+    "huber": "real",
+    "bce": "binary",
+}
+LOSSES: Registry[Loss] = Registry(
+    "loss",
+    {function.__name__: function for function in (cross_entropy, token_cross_entropy, mse, mae, huber, bce)},
+    "cfl_ray.losses",
+)
+TASKS: Registry[Task | Callable[[], Task]] = Registry(
+    "task",
+    {
+        "classification": CLASSIFICATION,
+        "regression": Task(mse, "real", name="regression"),
+        "multi_label": Task(bce, "binary", name="multi_label"),
+        "next_token": Task(token_cross_entropy, "tokens", name="next_token"),
+    },
+    "cfl_ray.tasks",
+)
+
+
+def resolve_task(value: Any) -> Task:
+    """The task of a name, `file.py:Name`, {loss: ..., targets: ..., metrics: [...]}, a Task or a function.
+
+    A function without arguments returns the Task. Raises ConfigError for anything else.
+    """
+    if isinstance(value, Mapping):
+        return _task_of(value)
+    found = TASKS.find(value) if isinstance(value, str) else value
+    if not isinstance(found, Task) and callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise ConfigError(f"task {value!r}: {failure_of(found, error)}") from error
+    if not isinstance(found, Task):
+        raise ConfigError(
+            f"task {value!r} is {type(found).__name__}, expected a cfl_ray.Task or a function that returns one"
+        )
+    return found
+
+
+def _task_of(value: Mapping[str, Any]) -> Task:
+    keys = ("loss", "targets", "metrics")
+    for key in value:
+        if key not in keys:
+            raise ConfigError(f"task has no key {key!r}{did_you_mean(str(key), keys)}")
+    if "loss" not in value:
+        raise ConfigError(f"task needs a loss: {', '.join(LOSSES.names())} or file.py:function")
+    reference = value["loss"]
+    loss = LOSSES.find(reference) if isinstance(reference, str) else reference
+    if not callable(loss):
+        raise ConfigError(f"task.loss {reference!r} is {type(loss).__name__}, expected a function")
+    targets = value.get("targets", _TARGETS_OF.get(reference) if isinstance(reference, str) else None)
+    if targets not in TARGETS:
+        raise ConfigError(
+            f"task.targets must say what the loss {place_of(loss)} is for: {', '.join(TARGETS)}; got {targets!r}"
+        )
+    metrics = tuple(resolve_metric(one, targets) for one in value.get("metrics") or ())
+    return Task(loss, targets, metrics, name=reference if isinstance(reference, str) else place_of(loss)).with_metrics(
+        []
+    )

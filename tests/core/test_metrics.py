@@ -1,0 +1,92 @@
+"""Metrics equal scikit-learn's; a user's own is called with outputs and targets, and its errors name its line."""
+
+import math
+
+import pytest
+import torch
+from sklearn import metrics as sklearn_metrics
+
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
+
+DRAW = torch.Generator().manual_seed(0)
+
+
+def value(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return METRICS.builtin[name](outputs, targets)
+
+
+def test_of_classes():
+    outputs, y = torch.randn(40, 5, generator=DRAW), torch.randint(4, (40,), generator=DRAW)
+    predicted = outputs.argmax(1)
+    assert value("accuracy", outputs, y) == sklearn_metrics.accuracy_score(y, predicted)
+    for average in ("macro", "micro"):
+        expected = sklearn_metrics.f1_score(y, predicted, average=average)
+        assert value(f"{average}_f1", outputs, y) == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_labels():
+    outputs, y = torch.randn(40, 3, generator=DRAW), torch.randint(2, (40, 3), generator=DRAW).float()
+    predicted = outputs > 0
+    assert value("subset_accuracy", outputs, y) == pytest.approx(sklearn_metrics.accuracy_score(y, predicted))
+    for average in ("macro", "micro"):
+        expected = sklearn_metrics.f1_score(y, predicted, average=average)
+        assert value(f"{average}_f1", outputs, y) == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_real_numbers():
+    outputs, y = torch.randn(40, 2, generator=DRAW), torch.randn(40, 2, generator=DRAW)
+    assert value("mse", outputs, y) == pytest.approx(sklearn_metrics.mean_squared_error(y, outputs))
+    assert value("mae", outputs, y) == pytest.approx(sklearn_metrics.mean_absolute_error(y, outputs))
+    assert value("r2", outputs, y) == pytest.approx(sklearn_metrics.r2_score(y, outputs))
+    assert value("mse", outputs[:, :1], y[:, 0]) == pytest.approx(float(((outputs[:, 0] - y[:, 0]) ** 2).mean()))
+    assert math.isnan(value("r2", outputs[:, :1], torch.ones(40)))
+
+
+def test_of_tokens():
+    outputs, y = torch.randn(6, 4, 5, generator=DRAW), torch.randint(5, (6, 4), generator=DRAW)
+    p = outputs.double().softmax(-1).gather(-1, y[..., None])
+    assert value("perplexity", outputs, y) == pytest.approx(math.exp(-p.log().mean()))
+    assert value("token_accuracy", outputs, y) == pytest.approx(float((outputs.argmax(-1) == y).double().mean()))
+
+
+def test_a_function_becomes_a_metric_with_its_name():
+    def largest(outputs, targets):
+        """The largest output. More text."""
+        return outputs.max()
+
+    metric = resolve_metric(largest, "class")
+    assert (metric.name, metric.higher_is_better, metric.meaning) == ("largest", True, "The largest output. More text.")
+    assert metric(torch.tensor([[1.0, 3.0]]), torch.tensor([0])) == 3
+    largest.higher_is_better = False
+    assert not resolve_metric(largest, "class").higher_is_better
+
+
+@pytest.mark.parametrize(
+    "wrong, text", [("'high'", "returns str 'high'"), ("outputs", r"returns shape \(2, 3\)"), ("None", "NoneType")]
+)
+def test_a_wrong_value_names_the_line(tmp_path, wrong, text):
+    file = tmp_path / "own.py"
+    file.write_text(f"\n\ndef score(outputs, targets):\n    return {wrong}\n")
+    metric = resolve_metric(f"{file}:score", "class")
+    with pytest.raises(
+        RunError, match=rf"metric score: score \(.*own.py, line 3\) {text if 'returns' in text else ''}"
+    ):
+        metric(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+
+
+def test_an_error_inside_names_the_line(tmp_path):
+    file = tmp_path / "failing.py"
+    file.write_text("def score(outputs, targets):\n    return outputs[9, 9]\n")
+    with pytest.raises(RunError, match=r"failing.py, line 1\) failed: IndexError: .* \(line 2\)"):
+        resolve_metric(f"{file}:score", "class")(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+
+
+def test_a_metric_of_other_targets_is_refused():
+    with pytest.raises(ConfigError, match="metric mse is for targets real, those of the task are class"):
+        resolve_metric("mse", "class")
+    with pytest.raises(ConfigError, match="unknown metric 'acuracy'.*did you mean 'accuracy'"):
+        resolve_metric("acuracy", "class")
+    with pytest.raises(ConfigError, match="is int, expected a function or a Metric"):
+        resolve_metric(3, "class")
+    assert isinstance(resolve_metric("r2", "real"), Metric)

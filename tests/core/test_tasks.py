@@ -1,0 +1,85 @@
+"""Tasks: what a loss returns, by formula, and what is refused before a run."""
+
+import pytest
+import torch
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.tasks import CLASSIFICATION, TASKS, Task, resolve_task
+
+DRAW = torch.Generator().manual_seed(0)
+F, G = torch.randn(7, 3, generator=DRAW), torch.randn(7, 3, generator=DRAW)
+
+
+def test_losses_of_each_sample():
+    expected = ((F - G) ** 2).mean(1)
+    assert torch.allclose(TASKS.builtin["regression"].loss(F, G), expected)
+    assert torch.allclose(TASKS.builtin["regression"].loss(F[:, :1], G[:, 0]), (F[:, 0] - G[:, 0]) ** 2)
+    y = (G > 0).float()
+    s = torch.sigmoid(F)
+    assert torch.allclose(
+        TASKS.builtin["multi_label"].loss(F, y), -(y * s.log() + (1 - y) * (1 - s).log()).mean(1), atol=1e-6
+    )
+    logits, tokens = torch.randn(7, 4, 5, generator=DRAW), torch.randint(5, (7, 4), generator=DRAW)
+    p = logits.softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    assert torch.allclose(TASKS.builtin["next_token"].loss(logits, tokens), -p.log().mean(1), atol=1e-6)
+
+
+def test_classification_is_pytorchs_cross_entropy_to_the_last_bit():
+    y = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    assert torch.equal(CLASSIFICATION.mean_loss(F, y), torch.nn.functional.cross_entropy(F, y))
+    total = torch.nn.functional.cross_entropy(F, y, reduction="sum")
+    assert torch.equal(CLASSIFICATION.total_loss(F, y), total)
+
+
+def test_a_mapping_and_a_file(tmp_path):
+    task = resolve_task({"loss": "huber", "metrics": ["mae"]})
+    assert (task.targets, task.score_names, task.is_classification) == ("real", ("mae", "loss"), False)
+    assert resolve_task({"loss": "cross_entropy"}).by_confusion
+    file = tmp_path / "pinball.py"
+    file.write_text(
+        "import cfl_ray\n\n\ndef loss(f, y):\n    d = y.reshape(f.shape) - f\n"
+        "    return (d * 0.9).maximum(d * -0.1).mean(1)\n\n\ntask = cfl_ray.Task(loss, 'real', name='pinball')\n"
+    )
+    own = resolve_task(f"{file}:task")
+    assert (own.name, own.score_names) == ("pinball", ("mse", "mae", "r2", "loss"))
+    assert own.loss(torch.zeros(1, 1), torch.ones(1)).item() == pytest.approx(0.9)
+    assert resolve_task({"loss": f"{file}:loss", "targets": "real"}).loss is own.loss
+    with pytest.raises(ConfigError, match=r"task.targets must say what the loss loss \(.*pinball.py, line 4\) is for"):
+        resolve_task({"loss": f"{file}:loss"})
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        ("regresion", "unknown task 'regresion'.*did you mean 'regression'"),
+        ({"los": "mse"}, "task has no key 'los'.*did you mean 'loss'"),
+        ({"metrics": ["mse"]}, "task needs a loss"),
+        ({"loss": "mse", "metrics": ["accuracy"]}, "metric accuracy is for targets class, those of the task are real"),
+        ({"loss": "mse", "metrics": ["mae", "mae"]}, "metric 'mae' is measured twice"),
+        ({"loss": 3, "targets": "real"}, "task.loss 3 is int, expected a function"),
+        (lambda: 3, "is int, expected a cfl_ray.Task"),
+    ],
+)
+def test_what_is_refused(value, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve_task(value)
+
+
+def test_metrics_of_a_task_may_be_functions_and_names():
+    def accuracy(outputs, targets):
+        return 0.5
+
+    task = Task(CLASSIFICATION.loss, metrics=(accuracy, "macro_f1"))
+    assert task.score_names == CLASSIFICATION.score_names and task.metrics[0](F, G) == 0.5
+    assert CLASSIFICATION.by_confusion and not task.by_confusion, "its accuracy is another one"
+    with pytest.raises(ConfigError, match="its loss is str, expected a function"):
+        Task("mse", "real")
+
+
+def test_a_loss_is_tried_before_a_run():
+    with pytest.raises(ConfigError, match=r"returns a tensor of shape \(\) for 2 samples, expected the loss of each"):
+        Task(lambda f, y: f.mean(), "real").check((1,), ())
+    with pytest.raises(ConfigError, match="without a gradient"):
+        Task(lambda f, y: y, "real").check((1,), ())
+    with pytest.raises(ConfigError, match=r"failed: RuntimeError.*outputs \(2, 1\) and targets \(2,\) of torch.f"):
+        Task(lambda f, y: f @ f, "real").check((1,), ())
