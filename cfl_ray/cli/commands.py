@@ -348,7 +348,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         location = f"{Path(frame.filename).name}, line {frame.lineno}"
-        _fail(f"{type(error).__name__}: {error} ({location}); set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
+        _fail(f"{type(error).__name__}: {error} ({location}){notes}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
 
 
 def _message_of_interruption(error: BaseException | None) -> str | None:

@@ -3,11 +3,11 @@
 Every key has one place, one default and one description; an unknown key is an error that names the nearest valid one.
 """
 
-import dataclasses
 import hashlib
 import json
 import typing
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,9 @@ class Experiment(ConfigSection):
         trace = self.cohort.availability.file
         if trace is not None and Path(trace).expanduser().is_file():
             values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        for section in (values["attack"], values["cohort"]["availability"]):
+            if not section["options"]:  # a key that came later
+                section.pop("options")
         if self.attack.kind == "none":  # the other keys of the section have no effect
             values.pop("attack")
         values["methods"] = [_without_default(entry) for entry in values["methods"]]
@@ -136,7 +139,18 @@ def _read(file: Path) -> dict[str, Any]:
     return values
 
 
-_PATHS = (("data", "root"), ("data", "source"), ("model",), ("model", "name"), ("cohort", "availability", "file"))
+_PATHS = (
+    ("data", "root"),
+    ("data", "source"),
+    ("data", "shift", "kind"),
+    ("data", "partition", "kind"),
+    ("model",),
+    ("model", "name"),
+    ("cohort", "availability", "kind"),
+    ("cohort", "availability", "file"),
+    ("attack", "kind"),
+    ("runtime", "backend"),
+)
 
 
 def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -148,13 +162,21 @@ def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(section, dict) and isinstance(section.get(path[-1]), str):
             section[path[-1]] = _in_folder(section[path[-1]], folder, path[-1] in ("root", "file"))
     if isinstance(values.get("methods"), list):
-        values["methods"] = [
-            {_in_folder(name, folder): options for name, options in entry.items()}
-            if isinstance(entry, dict)
-            else _in_folder(entry, folder)
-            for entry in values["methods"]
-        ]
+        values["methods"] = [_named_in_folder(entry, folder) for entry in values["methods"]]
+        for options in (one for entry in values["methods"] if isinstance(entry, dict) for one in entry.values()):
+            if isinstance(options, dict) and "aggregation" in options:
+                options["aggregation"] = _named_in_folder(options["aggregation"], folder)
+    tracking = values.get("tracking")
+    if isinstance(tracking, dict) and isinstance(tracking.get("trackers"), list):
+        tracking["trackers"] = [_named_in_folder(entry, folder) for entry in tracking["trackers"]]
     return values
+
+
+def _named_in_folder(entry: Any, folder: Path) -> Any:
+    """Returns a name, or a name with its options {name: options}, with a relative path as one in `folder`."""
+    if isinstance(entry, dict):
+        return {_in_folder(name, folder): options for name, options in entry.items()}
+    return _in_folder(entry, folder)
 
 
 def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
@@ -194,9 +216,10 @@ def check_cohort(wanted: int, available: int) -> None:
 def _name_of(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
-    if dataclasses.is_dataclass(value):  # a method or its class: written the way that `methods` accepts
+    if is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        return name if isinstance(value, type) else {name: dataclasses.asdict(value)}
+        options = {} if isinstance(value, type) else {item.name: getattr(value, item.name) for item in fields(value)}
+        return name if isinstance(value, type) else {name: options}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 

@@ -1,11 +1,22 @@
 """The sections of an experiment: every key with its type, default, range and meaning."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
 from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.own_parts import reference_of
+from cfl_ray.core.plugins import entry_points_of
 
 SOURCES = (  # those that are divided among clients are functions of `data/sources.py`, by these names
     "digits",
@@ -34,20 +45,94 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
+class BuiltinKind(NamedTuple):
+    """A kind of this package: its meaning, and the keys of the section that it uses."""
+
+    meaning: str
+    keys: tuple[str, ...] = ()
+
+
+def _kinds(builtin: dict[str, BuiltinKind]) -> str:
+    """The description of a key `kind`."""
+    return " | ".join(f"{name} ({kind.meaning})" for name, kind in builtin.items()) + " | path/to/file.py:Name"
+
+
+class PartConfig(ConfigSection):
+    """A section whose `kind` names a part: of this package, of an installed one, or a user's own."""
+
+    part: ClassVar[str] = ""  # e.g. "shift": for messages
+    group: ClassVar[str] = ""  # entry-point group of installed packages
+    builtin: ClassVar[dict[str, BuiltinKind]] = {}
+
+    kind: Any = Field(None, description="name of the part, or path/to/file.py:Name")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments of a function or class that is not of this package (file.py:Name)"
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the kind is not of this package."""
+        return self.kind not in self.builtin if isinstance(self.kind, str) else True
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in cls.builtin and ":" not in value:
+            names = [*cls.builtin, *entry_points_of(cls.group)]
+            if value not in names:
+                raise ValueError(f"unknown {cls.part} {value!r}{did_you_mean(value, names)}")
+        if not isinstance(value, str) and not callable(value):
+            raise ValueError(f"a {cls.part} is a name, file.py:Name or, in Python, a function or class")
+        return value
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.options and not self.is_own:
+            keys = ", ".join(self.builtin[self.kind].keys) or "none"
+            raise ValueError(f"options are for kinds of your own (file.py:Name); the keys of {self.kind} are: {keys}")
+        return self
+
+    @field_serializer("kind")
+    def _reference(self, value: Any) -> Any:
+        return reference_of(value)
+
+
 # --- data ---------------------------------------------------------------------------------------
 
 
-class ShiftConfig(ConfigSection):
+class ShiftConfig(PartConfig):
     """How the true groups of clients differ (StoCFL, section 5)."""
 
-    kind: Literal["none", "rotated", "shifted", "pathological", "hybrid", "rotated_labels"] = Field(
-        "none",
-        description="how groups differ: none | rotated (rotated images) | shifted (labels moved by an offset) | "
-        "pathological (label sets) | hybrid (two data sets) | rotated_labels (every angle with every label set)",
-    )
-    angles: list[int] = Field(
+    part = "shift"
+    group = "cfl_ray.shifts"
+    builtin = {
+        "none": BuiltinKind("all clients draw from one distribution, or keep the groups that the data came with"),
+        "rotated": BuiltinKind("rotated images", ("angles",)),
+        "shifted": BuiltinKind("labels moved by an offset", ("offsets",)),
+        "pathological": BuiltinKind("label sets", ("label_sets",)),
+        "hybrid": BuiltinKind("two data sets", ("other",)),
+        "rotated_labels": BuiltinKind("every angle with every label set", ("angles", "label_sets")),
+        "noise": BuiltinKind("Gaussian noise on the inputs", ("sigmas",)),
+        "blur": BuiltinKind("Gaussian blur of images", ("radii",)),
+        "brightness": BuiltinKind("inputs times a factor", ("factors",)),
+    }
+
+    kind: Any = Field("none", description=f"how groups differ: {_kinds(builtin)}")
+    groups: int = Field(2, ge=1, description="number of true groups of a shift of your own (file.py:function)")
+    angles: list[int | float] = Field(
         [0, 90, 180, 270],
-        description="rotation of each group in degrees, multiples of 90, counter-clockwise (rotated, rotated_labels)",
+        description="rotation of each group in degrees, counter-clockwise (rotated, rotated_labels); multiples of 90 "
+        "are exact, others bilinear about the centre, with 0 where the image does not reach",
+    )
+    sigmas: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0, 0.1, 0.2, 0.4],
+        description="standard deviation of the noise of each group, in units of the pixel range 0..1 (noise)",
+    )
+    radii: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels (blur)"
+    )
+    factors: list[Annotated[float, Field(ge=0)]] = Field(
+        [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range (brightness)"
     )
     offsets: list[int] = Field(
         [0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C (shifted)"
@@ -57,12 +142,11 @@ class ShiftConfig(ConfigSection):
     )
     other: str = Field("fashion_mnist", description="second data set, that of the second group (hybrid)")
 
-    @model_validator(mode="after")
-    def _check_angles(self) -> Self:
-        bad = [angle for angle in self.angles if angle % 90]
-        if bad:
-            raise ValueError(f"angles must be multiples of 90 degrees, got {bad}")
-        return self
+    @field_validator("angles")
+    @classmethod
+    def _as_whole(cls, angles: list[int | float]) -> list[int | float]:
+        """Whole numbers as such: the hash of a config does not depend on how they are written."""
+        return [int(angle) if angle == int(angle) else angle for angle in angles]
 
 
 class CutConfig(ConfigSection):
@@ -72,13 +156,19 @@ class CutConfig(ConfigSection):
     clients: int = Field(ge=1, description="number of clients to cut, drawn at random; no client is cut twice")
 
 
-class PartitionConfig(ConfigSection):
+class PartitionConfig(PartConfig):
     """How the samples of a group are divided among its clients, and how many of them each client keeps."""
 
-    kind: Literal["iid", "dirichlet", "classes", "writer"] = Field(
-        "iid",
-        description="iid | dirichlet (label skew) | classes (n classes per client) | writer (one client per writer)",
-    )
+    part = "partition"
+    group = "cfl_ray.partitions"
+    builtin = {
+        "iid": BuiltinKind("at random, in equal or given sizes", ("sizes",)),
+        "dirichlet": BuiltinKind("label skew", ("alpha", "capped", "groups", "group_alpha", "min_samples")),
+        "classes": BuiltinKind("n classes per client", ("classes_per_client", "groups", "classes_per_group")),
+        "writer": BuiltinKind("one client per writer", ("min_samples",)),
+    }
+
+    kind: Any = Field("iid", description=_kinds(builtin))
     clients: int | None = Field(
         40, ge=1, description="N, number of clients; null: every writer with at least min_samples samples (writer)"
     )
@@ -259,8 +349,15 @@ class DataConfig(ConfigSection):
         """
         unused: tuple[tuple[str, Any], ...] = (("options", {}), ("vocabulary", None), ("features", None))
         kept = {key: value for key, value in values.items() if (key, value) not in unused}
+        shift = {key: ShiftConfig.model_fields[key].default for key in ("groups", "sigmas", "radii", "factors")}
+        sections = {
+            "columns": unused,
+            "shift": (("options", {}), *shift.items()),
+            "partition": (("options", {}),),
+        }
         return kept | {
-            "columns": {key: value for key, value in values["columns"].items() if (key, value) not in unused}
+            name: {key: value for key, value in values[name].items() if (key, value) not in of_section}
+            for name, of_section in sections.items()
         }
 
     @property
@@ -281,7 +378,7 @@ class DataConfig(ConfigSection):
             return "cluster"
         if has_tests is None:
             has_tests = self.test_files is not None or self.source in WITH_TESTS
-        if self.test.pool or part.kind in ("dirichlet", "writer") or not has_tests:
+        if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_own or not has_tests:
             return "holdout"
         return "label" if part.kind == "classes" or part.sizes or part.cut else "cluster"
 
@@ -289,12 +386,12 @@ class DataConfig(ConfigSection):
     def view_warning(self) -> str | None:
         """Why the given view does not measure clients on their own distribution; None where it does."""
         part = self.partition
-        skewed = part.kind in ("dirichlet", "classes") and self.source not in UNDIVIDED
+        skewed = (part.is_own or part.kind in ("dirichlet", "classes")) and self.source not in UNDIVIDED
         if self.test.view != "cluster" or not skewed:
             return None
         return (
-            f"data.test.view cluster tests clients on all classes alike, but partition.kind {part.kind} gives each "
-            f"client classes of its own; {self._own_view()} tests it on its own distribution"
+            f"data.test.view cluster tests clients on all classes alike, but partition.kind {reference_of(part.kind)} "
+            f"gives each client classes of its own; {self._own_view()} tests it on its own distribution"
         )
 
     @model_validator(mode="after")
@@ -361,14 +458,19 @@ class LocalConfig(ConfigSection):
     )
 
 
-class AvailabilityConfig(ConfigSection):
+class AvailabilityConfig(PartConfig):
     """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
 
-    kind: Literal["always", "bernoulli", "diurnal", "trace"] = Field(
-        "always",
-        description="always | bernoulli (the same chance in every round) | diurnal (day and night) | "
-        "trace (recorded intervals)",
-    )
+    part = "availability"
+    group = "cfl_ray.availability"
+    builtin = {
+        "always": BuiltinKind("every client in every round"),
+        "bernoulli": BuiltinKind("the same chance in every round", ("chance",)),
+        "diurnal": BuiltinKind("day and night", ("chance", "amplitude", "period", "zones")),
+        "trace": BuiltinKind("recorded intervals", ("file", "unit")),
+    }
+
+    kind: Any = Field("always", description=_kinds(builtin))
     chance: float = Field(
         0.5,
         gt=0,

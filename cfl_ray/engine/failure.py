@@ -4,6 +4,8 @@ import traceback
 from types import TracebackType
 from typing import Self
 
+from cfl_ray.core.errors import UserError
+
 
 class ClientFailure(Exception):
     """Work on one client failed. The message names the client and the stage."""
@@ -22,6 +24,8 @@ class naming_client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, ClientFailure):
+            if isinstance(error, UserError):  # it names the place itself
+                raise ClientFailure(f"client {self.client} failed while {self.stage}: {error}") from error
             where = traceback.extract_tb(trace)[-1]
             raise ClientFailure(
                 f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})"

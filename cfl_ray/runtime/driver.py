@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,7 @@ class Driver:
             return RunInfo(f"{experiment.name}, {when}", "", tags, params)
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
-        params |= {f"method.{key}": str(value) for key, value in vars(method).items()}
+        params |= {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
         name = f"{full_label(method)}, {experiment.name}, {when}"
         return RunInfo(name, method.name, tags | {"method": method.name, "label": label}, params)
 

@@ -4,14 +4,25 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core import aggregation
-from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean, aggregate, parse_rule
+from cfl_ray.core.aggregation import (
+    RULES,
+    Mean,
+    Median,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+    aggregate,
+    apply,
+    parse_rule,
+)
+from cfl_ray.core.aggregation.apply import ByColumns, squared_distances
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train
 from cfl_ray.engine.reduce import combine_columns
 
 P = 40
+WEIGHTS = np.ones(1)  # these rules do not look at them
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -56,7 +67,9 @@ class TestFormulas:
     @pytest.mark.parametrize("count", [3, 4, 7, 10])
     def test_median(self, count):
         rows_nP = rows(count)
-        assert np.array_equal(Median()([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0))
+        assert np.array_equal(
+            ByColumns(Median(), WEIGHTS)([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0)
+        )
 
     @pytest.mark.parametrize(
         "count, share, cut", [(10, 0.3, 3), (10, 0.29, 2), (7, 0.2, 1), (4, 0.49, 1), (5, 0.1, 0), (100, 0.29, 29)]
@@ -65,25 +78,25 @@ class TestFormulas:
         """0.29 of 100 is 29, although the product in float64 is a little less."""
         rows_nP = rows(count)
         expected = np.sort(rows_nP.astype(np.float64), 0)[cut : count - cut].mean(0)
-        assert np.allclose(TrimmedMean(share)([rows_nP]), expected, rtol=0, atol=1e-12)
+        assert np.allclose(ByColumns(TrimmedMean(share), WEIGHTS)([rows_nP]), expected, rtol=0, atol=1e-12)
 
     def test_half_the_rows_cannot_move_the_median_beyond_the_others(self):
         rows_nP = rows(9)
         rows_nP[:4] = 1e6
-        found = Median()([rows_nP])
+        found = ByColumns(Median(), WEIGHTS)([rows_nP])
         assert (found <= rows_nP[4:].max(0)).all() and (found >= rows_nP[4:].min(0)).all()
 
     def test_squared_distances(self):
         rows_nP = rows(6)
         expected = ((rows_nP[:, None].astype(np.float64) - rows_nP) ** 2).sum(2)
-        found = MultiKrum.squared_distances([rows_nP[:, :7], rows_nP[:, 7:]])
+        found = squared_distances([rows_nP[:, :7], rows_nP[:, 7:]])
         assert np.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
     def test_squared_distances_of_honest_results_are_exact_however_far_the_others_are(self):
         rows_nP = rows(7) * 1e-2
         expected = ((rows_nP[:5, None].astype(np.float64) - rows_nP[:5]) ** 2).sum(2)
         rows_nP[5:] += 1e6
-        assert np.allclose(MultiKrum.squared_distances([rows_nP])[:5, :5], expected, rtol=1e-4, atol=1e-12)
+        assert np.allclose(squared_distances([rows_nP])[:5, :5], expected, rtol=1e-4, atol=1e-12)
 
     @pytest.mark.parametrize("attackers, suspects", [(2, 2), (0.3, 3), (0, 0), (9, 3), (0.1, 1)])
     def test_multi_krum(self, attackers, suspects):
@@ -98,7 +111,7 @@ class TestFormulas:
     def test_multi_krum_leaves_out_distant_results(self):
         rows_nP = rows(10)
         rows_nP[[2, 5, 7]] += 20
-        assert MultiKrum(0.3).chosen(MultiKrum.squared_distances([rows_nP])).tolist() == [0, 1, 3, 4, 6, 8, 9]
+        assert MultiKrum(0.3).chosen(squared_distances([rows_nP])).tolist() == [0, 1, 3, 4, 6, 8, 9]
 
     def test_on_ties_the_first_are_taken(self):
         assert MultiKrum(2).chosen(np.zeros((7, 7))).tolist() == [0, 1, 2, 3, 4]
@@ -241,7 +254,7 @@ class TestAverages:
 def test_large_rows_are_cut_into_ranges_without_any_effect(monkeypatch):
     rows_nP = rows(8)
     whole = [averaged(rule, rows_nP, np.ones((1, 8)))[0] for rule in (Median(), TrimmedMean(0.2))]
-    monkeypatch.setattr(aggregation, "_RANGE", 30)
+    monkeypatch.setattr(apply, "_RANGE", 30)
     monkeypatch.setattr("cfl_ray.engine.reduce._BLOCK", 24)
     for rule, expected in zip((Median(), TrimmedMean(0.2)), whole):
         found, _, backend = averaged(rule, rows_nP, np.ones((1, 8)))
