@@ -316,7 +316,7 @@ def _command(*parts: object) -> str:
 def _deliver_earlier_results(experiment: "Experiment") -> None:
     from cfl_ray.tracking import deliver_pending, resolve_uri
 
-    if not experiment.tracking.enabled:
+    if not experiment.tracking.uses_mlflow:
         return
     uri = resolve_uri(experiment.tracking, experiment.output)
     for delivered in deliver_pending(experiment.output, uri, warn=_warn):

@@ -86,7 +86,13 @@ class Experiment(ConfigSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
-        return json.loads(json.dumps(self.model_dump() | {"methods": self.methods}, default=_name_of))
+        return json.loads(json.dumps(self._values(), default=_name_of))
+
+    def _values(self) -> dict[str, Any]:
+        """Returns every key with its value; methods and trackers that are objects stay objects."""
+        values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
+        values["tracking"]["trackers"] = self.tracking.trackers
+        return values
 
     def to_yaml(self) -> str:
         """Returns the resolved config; loading it gives an equal experiment."""

@@ -1,5 +1,6 @@
 """The sections of an experiment: every key with its type, default, range and meaning."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -45,6 +46,20 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
+TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # classes of `tracking`, by these names
+BACKENDS = ("ray", "in_process")
+
+
+def _check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
+    """Raises ValueError for a name that is not known, and for a value that can be no part."""
+    if isinstance(value, str) and value not in builtin and ":" not in value:
+        names = [*builtin, *entry_points_of(group)]
+        if value not in names:
+            raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
+    if value is None or isinstance(value, (bool, int, float, dict, list)):
+        raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
+
+
 class BuiltinKind(NamedTuple):
     """A kind of this package: its meaning, and the keys of the section that it uses."""
 
@@ -77,12 +92,7 @@ class PartConfig(ConfigSection):
     @field_validator("kind")
     @classmethod
     def _check_kind(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in cls.builtin and ":" not in value:
-            names = [*cls.builtin, *entry_points_of(cls.group)]
-            if value not in names:
-                raise ValueError(f"unknown {cls.part} {value!r}{did_you_mean(value, names)}")
-        if not isinstance(value, str) and not callable(value):
-            raise ValueError(f"a {cls.part} is a name, file.py:Name or, in Python, a function or class")
+        _check_name(value, cls.part, cls.builtin, cls.group)
         return value
 
     @model_validator(mode="after")
@@ -648,6 +658,11 @@ class RuntimeConfig(ConfigSection):
         "vectorised (together) | span (full-batch shortcut) | auto (the fastest in a short measurement, which is kept "
         "with the runs)",
     )
+    backend: Any = Field(
+        "ray",
+        description="what carries out the work of clients: ray (hosts of a cluster) | in_process (this process, for "
+        "debugging) | path/to/file.py:Class, in this process, or one with its options {file.py:Class: {option: value}}",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU)"
     )
@@ -667,6 +682,19 @@ class RuntimeConfig(ConfigSection):
     checkpoint_every: int = Field(1, ge=1, description="rounds from one checkpoint to the next")
     keep_last: int = Field(3, ge=1, description="number of checkpoints kept")
 
+    backends_group: ClassVar[str] = "cfl_ray.backends"
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, value: Any) -> Any:
+        name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
+        _check_name(name, "backend", BACKENDS, cls.backends_group)
+        return value
+
+    @field_serializer("backend")
+    def _backend_reference(self, value: Any) -> Any:
+        return value if isinstance(value, dict) else reference_of(value)
+
 
 class TrackingConfig(ConfigSection):
     """Where results are recorded."""
@@ -675,4 +703,30 @@ class TrackingConfig(ConfigSection):
         None, description="MLflow tracking URI; null: MLFLOW_TRACKING_URI, or an SQLite store below `output`"
     )
     experiment: str = Field("cfl_ray", description="name of the MLflow experiment")
-    enabled: bool = Field(True, description="record to MLflow; false: only write the files of the run directory")
+    enabled: bool = Field(True, description="use the trackers; false: only write the files of the run directory")
+    trackers: list[Any] = Field(
+        ["mlflow"],
+        description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "
+        "path/to/file.py:Class, or one with its options, e.g. {tensorboard: {folder: tb}}",
+    )
+
+    trackers_group: ClassVar[str] = "cfl_ray.trackers"
+
+    @property
+    def uses_mlflow(self) -> bool:
+        """Whether records go to MLflow."""
+        return self.enabled and "mlflow" in self.trackers
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, entries: list[Any]) -> list[Any]:
+        for entry in entries:
+            if isinstance(entry, dict) and len(entry) != 1:
+                raise ValueError(
+                    f"an entry is one tracker with its options, e.g. {{csv: {{file: m.csv}}}}, got {entry}"
+                )
+            name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+            if name == "mlflow" and options:
+                raise ValueError("mlflow takes no options; its keys are tracking.uri and tracking.experiment")
+            _check_name(name, "tracker", TRACKERS, cls.trackers_group)
+        return entries

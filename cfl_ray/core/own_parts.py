@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from cfl_ray.core.errors import ConfigError, RunError, UserError
 
 
@@ -78,7 +75,7 @@ def call_own(
 
 def described(value: Any) -> str:
     """Type and shape of a value, in words."""
-    if isinstance(value, np.ndarray | Tensor):
+    if hasattr(value, "shape") and hasattr(value, "dtype"):  # an array or a tensor
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} of {len(value)}"

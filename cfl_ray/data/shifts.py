@@ -175,10 +175,9 @@ def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
 def _of_pixels(images: Images, shift: ShiftConfig, seed: int) -> list[Group]:
     """Returns the groups of a shift of pixel values."""
     if images.vocabulary is not None or (shift.kind == "blur" and len(images.shape) != 3):
-        raise DataError(
-            f"data.shift.kind: {shift.kind} needs {'images' if shift.kind == 'blur' else 'real numbers'}, these samples "
-            f"are {'token ids' if images.vocabulary is not None else f'of shape {images.shape}'}; use another kind"
-        )
+        needed = "images" if shift.kind == "blur" else "real numbers"
+        found = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
+        raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {found}; use another kind")
     key, function = {
         "noise": ("sigmas", pixels.with_noise),
         "blur": ("radii", pixels.blurred),

@@ -50,7 +50,7 @@ class FedNova(Method[State], name="fednova"):
         if not isinstance(rule, Mean | ClippingRule):
             raise ValueError(
                 f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: "
-                f"normalisation is a matter of weights, and {getattr(rule, 'name', type(rule).__name__)} has none"
+                f"normalisation is a matter of weights, and {name} has none"
             )
 
     def init(self, start: Start) -> State:

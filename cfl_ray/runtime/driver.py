@@ -28,6 +28,8 @@ from cfl_ray.tracking import (
     RUN_METRICS,
     FileTracker,
     MlflowTracker,
+    Relay,
+    RelayingTracker,
     RoundRecord,
     RunInfo,
     Tracker,
@@ -36,6 +38,7 @@ from cfl_ray.tracking import (
     read_records,
     redact,
     resolve_uri,
+    sinks,
     summarise,
 )
 from cfl_ray.tracking.record import EndStatus
@@ -71,7 +74,7 @@ class Driver:
         self.writer = ThreadPoolExecutor(1, "end-of-method")
         self.ending: Future[None] | None = None  # the end of the method before
         self.uri: str | None = None  # of MLflow; None: results stay in files
-        if self.experiment.tracking.enabled and directory:
+        if self.experiment.tracking.uses_mlflow and directory:
             self.uri = resolve_uri(self.experiment.tracking, self.experiment.output)
 
     def all_methods(self) -> Results:
@@ -221,6 +224,10 @@ class Driver:
             parent = self.directory if label else None
             experiment = self.experiment.tracking.experiment
             tracker = MlflowTracker(directory, self.uri, experiment, parent, warn=self.watcher.warn)
+        relays = [
+            Relay(name, sink, directory, self.watcher.warn) for name, sink in sinks(self.experiment.tracking).items()
+        ]
+        tracker = RelayingTracker(tracker, relays) if relays else tracker
         tracker.start(self._run_info(label))
         return tracker
 

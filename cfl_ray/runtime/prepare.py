@@ -9,34 +9,52 @@ from typing import Any
 import torch
 
 from cfl_ray import data, models
-from cfl_ray.config import Experiment, check_cohort
-from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
+from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, check_cohort
+from cfl_ray.core.availability import (
+    ALWAYS,
+    ARGUMENTS,
+    Availability,
+    Bernoulli,
+    Diurnal,
+    OwnAvailability,
+    Trace,
+)
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.core.own_parts import with_options
 from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.registry import Registry
 from cfl_ray.core.rng import stream
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import autotune
-from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.attack import UPLOAD, Attack, check_own
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.tracking import sinks
+
+ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
+AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builtin, AvailabilityConfig.group)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes."""
+    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes.
+
+    Parts of the user's own files are found once, here, and travel with it.
+    """
 
     experiment: Experiment
     federation: Federation
     recipe: ModelRecipe
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
+    attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
 
     @property
     def local(self) -> LocalSGD:
@@ -67,7 +85,7 @@ class Setup:
         draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
         drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
         clients = frozenset(drawn if wanted.clients is None else wanted.clients)
-        return Attack(wanted.kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
+        return Attack(self.attack_kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -85,13 +103,15 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
     methods = resolve(experiment.methods)
+    sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     _check_schedule(experiment, federation.num_clients)
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if changes := _data_changes(experiment):
         federation = ChangingFederation(federation, changes)
     model, shape = experiment.model, federation.shape
     recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype)
-    setup = Setup(experiment, federation, recipe, methods, _availability(experiment, federation.num_clients))
+    availability = _availability(experiment, federation.num_clients)
+    setup = Setup(experiment, federation, recipe, methods, availability, _attack_kind(experiment.attack))
     _check_attack(setup.attack, federation.num_clients)
     return setup
 
@@ -110,9 +130,24 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
     ]
 
 
+def _attack_kind(given: AttackConfig) -> Any:
+    """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
+    if not given.is_own:
+        return given.kind
+    found = given.kind if callable(given.kind) else ATTACKS.find(given.kind)
+    made = with_options(found, given.options, "attack", UPLOAD)
+    check_own(made)
+    return made
+
+
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
     """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
+    if given.is_own:
+        found = given.kind if callable(given.kind) else AVAILABILITY.find(given.kind)
+        return OwnAvailability(
+            with_options(found, given.options, "availability", ARGUMENTS), num_clients, experiment.seed
+        )
     if given.kind == "trace":
         assert given.file is not None  # the config checks that a trace has one
         return Trace(*read_trace(given.file, num_clients), given.unit)

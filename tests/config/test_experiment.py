@@ -83,7 +83,7 @@ class TestErrors:
             ),
             (
                 {"data": {"shift": {"options": {"a": 1}, "kind": "rotated"}}},
-                r"^data.shift: options are for kinds of your own \(file.py:Name\); the keys of rotated are: angles, got",
+                r"^data.shift: options are for kinds of your own \(file.py:Name\); the keys of rotated are: angles",
             ),
             (
                 {"data": {"partition": {"cut": [{"keep": 1.0, "clients": 3}]}}},
