@@ -245,6 +245,25 @@ def methods(
         tables.describe_method(find(name), out)
 
 
+@app.command(name="list", short_help="List the parts of one kind: methods, models, shifts, trackers ...")
+def list_parts(
+    kind: Annotated[
+        str | None, typer.Argument(help="A kind of part, e.g. models; default: all kinds.", show_default=False)
+    ] = None,
+) -> None:
+    """List the parts of one kind with their parameters and defaults, and how to bring one's own; or the kinds."""
+    from cfl_ray.cli import tables
+    from cfl_ray.core.errors import did_you_mean
+    from cfl_ray.runtime.catalogue import KINDS
+
+    if kind is None:
+        tables.list_kinds(KINDS, out)
+    elif kind in KINDS:
+        tables.list_parts(KINDS[kind], out)
+    else:
+        raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
+
+
 @app.command(short_help="Write a trained model to a file.")
 def export(
     run_dir: RunDir,

@@ -19,23 +19,33 @@ from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.plugins import entry_points_of
 
-SOURCES = (  # those that are divided among clients are functions of `data/sources.py`, by these names
-    "digits",
-    "mnist",
-    "fashion_mnist",
-    "cifar10",
-    "images",
-    "image_folder",
-    "csv",
-    "hf_disk",
-    "femnist",
-    "femnist_leaf",
-    "shakespeare_leaf",
-    "sent140_leaf",
-    "mnist_by_writer",
-    "synthetic",
-    "arrays",
-)
+
+class BuiltinKind(NamedTuple):
+    """A kind of this package: its meaning, and the keys of the section that it uses."""
+
+    meaning: str
+    keys: tuple[str, ...] = ()
+
+
+SOURCES = {  # those that are divided among clients are functions of `data/sources.py`, by these names
+    "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn"),
+    "mnist": BuiltinKind("MNIST of torchvision", ("root", "download")),
+    "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", ("root", "download")),
+    "cifar10": BuiltinKind("CIFAR-10 of torchvision", ("root", "download")),
+    "images": BuiltinKind("images in parquet files", ("root", "train_files", "test_files")),
+    "image_folder": BuiltinKind("images in a folder per class", ("root", "train_files", "test_files")),
+    "csv": BuiltinKind("tables of numbers", ("root", "train_files", "test_files")),
+    "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", ("root", "train_files", "vocabulary")),
+    "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ("root", "train_files")),
+    "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", ("root", "train_files")),
+    "shakespeare_leaf": BuiltinKind("LEAF's Shakespeare: the next of 80 characters", ("root", "train_files")),
+    "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", ("root", "train_files", "vocabulary")),
+    "mnist_by_writer": BuiltinKind("MNIST with its writers", ("root",)),
+    "synthetic": BuiltinKind(
+        "generated samples", ("synthetic_shape", "synthetic_samples", "synthetic_groups", "synthetic_classes")
+    ),
+    "arrays": BuiltinKind("an .npz file with x, y and clients", ("root",)),
+}
 WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "mnist_by_writer")  # always come with a test part
 UNDIVIDED = ("synthetic", "arrays")  # sources whose samples already belong to clients
 
@@ -58,13 +68,6 @@ def _check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> No
             raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
     if value is None or isinstance(value, (bool, int, float, dict, list)):
         raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
-
-
-class BuiltinKind(NamedTuple):
-    """A kind of this package: its meaning, and the keys of the section that it uses."""
-
-    meaning: str
-    keys: tuple[str, ...] = ()
 
 
 def _kinds(builtin: dict[str, BuiltinKind]) -> str:
@@ -342,6 +345,7 @@ class DataConfig(ConfigSection):
     synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first (synthetic)")
     synthetic_samples: int = Field(50, ge=1, description="training samples per client (synthetic)")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups (synthetic)")
+    datasets_group: ClassVar[str] = "cfl_ray.datasets"
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes (synthetic)")
 
     @model_validator(mode="after")
@@ -372,8 +376,8 @@ class DataConfig(ConfigSection):
 
     @property
     def is_function(self) -> bool:
-        """Whether the source is a function in a file of the user."""
-        return ":" in self.source
+        """Whether the source is a function of the user or of an installed package."""
+        return self.source not in SOURCES
 
     def with_view(self, has_tests: bool) -> "DataConfig":
         """This section with a view in the place of null. has_tests: whether the data have a test part."""
@@ -407,8 +411,7 @@ class DataConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         for name in (self.source, self.shift.other):
-            if name not in SOURCES and ":" not in name:
-                raise ValueError(f"unknown data set {name!r}{did_you_mean(name, SOURCES)}")
+            _check_name(name, "data set", SOURCES, self.datasets_group)
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,11 @@ class CheckedDescription:
 
     function: Callable[..., Any]
 
+    @property
+    def floats(self) -> Any:
+        """Numbers that a client uploads, where the function says so by an attribute; for `cfl-ray check`."""
+        return getattr(self.function, "floats", None)
+
     def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
         found = call_own("function", self.function, client, anchor_P, where=" of Clients.describe")
         try:
