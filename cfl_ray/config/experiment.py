@@ -155,7 +155,6 @@ _PATHS = (
     ("cohort", "availability", "kind"),
     ("cohort", "availability", "file"),
     ("attack", "kind"),
-    ("runtime", "backend"),
 )
 
 
@@ -172,7 +171,9 @@ def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         for options in (one for entry in values["methods"] if isinstance(entry, dict) for one in entry.values()):
             if isinstance(options, dict) and "aggregation" in options:
                 options["aggregation"] = _named_in_folder(options["aggregation"], folder)
-    tracking = values.get("tracking")
+    runtime, tracking = values.get("runtime"), values.get("tracking")
+    if isinstance(runtime, dict) and "backend" in runtime:
+        runtime["backend"] = _named_in_folder(runtime["backend"], folder)
     if isinstance(tracking, dict) and isinstance(tracking.get("trackers"), list):
         tracking["trackers"] = [_named_in_folder(entry, folder) for entry in tracking["trackers"]]
     return values

@@ -18,6 +18,7 @@ REGISTRY: dict[str, type[Method[Any]]] = {
 }
 
 
+_FOLDER = re.compile(r"[^\s'{]*/")  # of a file that an option names
 METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
 
 
@@ -96,7 +97,7 @@ def _parse_number(value: Any) -> Any:
 def full_label(method: Method[Any]) -> str:
     """The name with every option that is not at its default."""
     changed = [
-        f"{item.name}={getattr(method, item.name)}"
+        f"{item.name}={_FOLDER.sub('', str(getattr(method, item.name)))}"
         for item in dataclasses.fields(method)
         if getattr(method, item.name) != item.default
     ]
