@@ -60,14 +60,12 @@ def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random
     where = f"data.partition {place_of(function)} returned"
     if not isinstance(result, list | tuple) or len(result) != clients:
         raise DataError(
-            f"{where} {described(result)}, expected a list with one array of positions per client: {clients}"
+            f"{where} {described(result)}, expected a list of {clients} arrays of positions, one per client"
         )
     parts = []
     for client, part in enumerate(map(np.asarray, result)):
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
-            raise DataError(
-                f"{where} {described(part)} for client {client}, expected positions: integers of shape (n,)"
-            )
+            raise DataError(f"{where} {described(part)} for client {client}, expected integers of shape (n,)")
         parts.append(part.astype(np.int64))
     positions = np.concatenate(parts)
     owner = np.repeat(np.arange(clients), [len(part) for part in parts])

@@ -41,7 +41,7 @@ def rotated(x: np.ndarray, y: np.ndarray, group: int, draw: Any, *, amount: floa
     from torchvision.transforms import InterpolationMode, functional
 
     values = torch.from_numpy(np.ascontiguousarray(x)).float()
-    turned = functional.rotate(values, amount, InterpolationMode.BILINEAR, fill=[0.0])
+    turned = functional.rotate(values, amount, InterpolationMode.BILINEAR)
     return _stored(turned.double().numpy(), x, scale), y
 
 

@@ -31,6 +31,10 @@ def sinks(tracking: TrackingConfig) -> dict[str, Sink]:
             continue
         name = str(reference_of(part)).rpartition(":")[2].rpartition(".")[2]
         found = TRACKERS.find(part) if isinstance(part, str) else part
+        if not callable(found):
+            raise ConfigError(
+                f"tracker {place_of(found)} is an object, expected a class: each method of a run has a tracker of its own"
+            )
         sink = with_options(found, options or {}, "tracker")
         if not isinstance(sink, Sink):
             raise ConfigError(

@@ -51,7 +51,11 @@ def test_options_are_bound_to_functions_and_make_objects():
         (halve, {"fator": 1}, r"part halve \(.*\) is called with x, draw, and has the options .*'fator'"),
         (lambda x: x, {}, "too many positional arguments"),
         (Scale, {"fator": 1}, r"part Scale \(.*\) has the options \{'fator': 1\}: .*'fator'"),
-        (Scale, {"factor": -1}, r"part Scale \(.*\): ValueError: factor -1 is negative \(.*test_own_parts.py, line \d+\)"),
+        (
+            Scale,
+            {"factor": -1},
+            r"part Scale \(.*\): ValueError: factor -1 is negative \(.*.py, line \d+\)",
+        ),
         (Scale(), {"factor": 1}, "is an object, which takes no options; got {'factor': 1}"),
     ],
 )
