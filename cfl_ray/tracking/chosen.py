@@ -33,7 +33,7 @@ def sinks(tracking: TrackingConfig) -> dict[str, Sink]:
         found = TRACKERS.find(part) if isinstance(part, str) else part
         if not callable(found):
             raise ConfigError(
-                f"tracker {place_of(found)} is an object, expected a class: each method of a run has a tracker of its own"
+                f"tracker {place_of(found)} is an object, expected a class: every method of a run has its own"
             )
         sink = with_options(found, options or {}, "tracker")
         if not isinstance(sink, Sink):

@@ -199,9 +199,9 @@ class TestConfig:
         assert not TrackingConfig(trackers=["csv"]).uses_mlflow
         assert sinks(TrackingConfig(trackers=["csv"], enabled=False)) == {}
 
-    def test_objects_in_python_are_used_as_they_are(self):
-        sink = Recording()
-        assert sinks(TrackingConfig(trackers=[sink])) == {"Recording": sink}
-        assert Experiment(tracking={"trackers": [Recording]}).to_dict()["tracking"]["trackers"] == [
-            f"{__name__}.Recording"
-        ]
+    def test_classes_in_python_are_recorded_by_name(self):
+        assert isinstance(sinks(TrackingConfig(trackers=[Recording]))["Recording"], Recording)
+        written = Experiment(tracking={"trackers": [Recording]}).to_dict()
+        assert written["tracking"]["trackers"] == [f"{__name__}.Recording"]
+        with pytest.raises(ConfigError, match="is an object, expected a class: every method of a run has its own"):
+            sinks(TrackingConfig(trackers=[Recording()]))
