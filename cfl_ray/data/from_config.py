@@ -155,7 +155,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None) -> dict[s
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
     """Returns the sha256 of the file that a user's part is written in; of its name where there is no file."""
-    part = registry.find(kind) if isinstance(kind, str) else kind
+    part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)
         return sha256(Path(inspect.getsourcefile(source) or ""))

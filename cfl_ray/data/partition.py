@@ -54,8 +54,7 @@ def divide(
 
 def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns the parts of a user's function f(labels, clients, draw). Raises DataError where they are no division."""
-    found = partition.kind if callable(partition.kind) else PARTITIONS.find(partition.kind)
-    function = with_options(found, partition.options, "data.partition", ARGUMENTS)
+    function = with_options(PARTITIONS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_own("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
     where = f"data.partition {place_of(function)} returned"
     if not isinstance(result, list | tuple) or len(result) != clients:

@@ -116,8 +116,7 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
     seed: of the draws of the shift.
     """
     if shift.is_own:
-        found = shift.kind if callable(shift.kind) else SHIFTS.find(shift.kind)
-        function = with_options(found, shift.options, "data.shift", ARGUMENTS)
+        function = with_options(SHIFTS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
         return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
     if shift.kind in ("noise", "blur", "brightness"):
         return _of_pixels(images, shift, seed)

@@ -134,8 +134,7 @@ def _attack_kind(given: AttackConfig) -> Any:
     """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
     if not given.is_own:
         return given.kind
-    found = given.kind if callable(given.kind) else ATTACKS.find(given.kind)
-    made = with_options(found, given.options, "attack", UPLOAD)
+    made = with_options(ATTACKS.resolve(given.kind), given.options, "attack", UPLOAD)
     check_own(made)
     return made
 
@@ -144,10 +143,8 @@ def _availability(experiment: Experiment, num_clients: int) -> Availability:
     """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
     if given.is_own:
-        found = given.kind if callable(given.kind) else AVAILABILITY.find(given.kind)
-        return OwnAvailability(
-            with_options(found, given.options, "availability", ARGUMENTS), num_clients, experiment.seed
-        )
+        function = with_options(AVAILABILITY.resolve(given.kind), given.options, "availability", ARGUMENTS)
+        return OwnAvailability(function, num_clients, experiment.seed)
     if given.kind == "trace":
         assert given.file is not None  # the config checks that a trace has one
         return Trace(*read_trace(given.file, num_clients), given.unit)

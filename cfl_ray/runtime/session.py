@@ -89,7 +89,7 @@ class InProcessSession:
         )
         if part in BACKENDS.builtin:
             return InProcessBackend(self.worker, bool(runtime.clients_per_host))
-        found = BACKENDS.find(part) if isinstance(part, str) else part
+        found = BACKENDS.resolve(part)
         if not isinstance(found, type):
             raise ConfigError(f"backend {place_of(found)} is {type(found).__name__}, expected a class")
         backend = call_own("backend", partial(found, **(options or {})), self.worker, error=ConfigError)

@@ -30,7 +30,7 @@ def sinks(tracking: TrackingConfig) -> dict[str, Sink]:
         if part == "mlflow":
             continue
         name = str(reference_of(part)).rpartition(":")[2].rpartition(".")[2]
-        found = TRACKERS.find(part) if isinstance(part, str) else part
+        found = TRACKERS.resolve(part)
         if not callable(found):
             raise ConfigError(
                 f"tracker {place_of(found)} is an object, expected a class: every method of a run has its own"

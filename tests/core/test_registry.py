@@ -36,3 +36,7 @@ def test_unknown_names_say_the_nearest(parts):
         parts.find("zzz")
     with pytest.raises(ConfigError, match="thing 'broken' of package p cannot be imported"):
         parts.find("broken")
+
+
+def test_an_object_made_in_python_is_the_part_itself(parts):
+    assert parts.resolve("two") == 2 and parts.resolve(7) == 7

@@ -45,31 +45,36 @@ def parse_rule(value: Any) -> AggregationRule:
 
     Raises ValueError, or ConfigError where a user's own rule cannot be used.
     """
-    if isinstance(value, Mean):
-        return value
     name, given = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else (value, {})
-    if isinstance(name, str) and name not in RULES and name in [*AGGREGATION.names(), *([name] if ":" in name else [])]:
+    given = given or {}
+    if isinstance(name, Mean):
+        return name
+    if isinstance(name, str) and name in RULES and isinstance(given, dict):
+        return _builtin(name, given)
+    if isinstance(name, str) and name not in RULES and (":" in name or name in AGGREGATION.names()):
         return _own(AGGREGATION.find(name), given)
-    if not isinstance(name, str | dict | list | int | float | None):
+    if not isinstance(name, str | dict | list | int | float | None):  # made in Python
         return _own(name, given)
-    if not isinstance(name, str) or name not in RULES or not isinstance(given or {}, dict):
-        example = "{trimmed_mean: {share: 0.2}}"
-        names = ", ".join(AGGREGATION.names())
-        raise ValueError(
-            f"aggregation must be one of {names}, or one with its parameters such as {example}, or file.py:Class, "
-            f"got {value!r}"
-        )
+    example, names = "{trimmed_mean: {share: 0.2}}", ", ".join(AGGREGATION.names())
+    raise ValueError(
+        f"aggregation must be one of {names}, or one with its parameters such as {example}, or file.py:Class, "
+        f"got {value!r}"
+    )
+
+
+def _builtin(name: str, given: dict[str, Any]) -> AggregationRule:
+    """A rule of this package. Raises ValueError for an unknown parameter and for a value out of range."""
     valid = [item.name for item in fields(RULES[name])]
-    for key in given or {}:
+    for key in given:
         if key not in valid:
             raise ValueError(f"aggregation {name} has no parameter {key!r}{did_you_mean(key, valid) if valid else ''}")
-    return cast(AggregationRule, RULES[name](**(given or {})))
+    return cast(AggregationRule, RULES[name](**given))
 
 
 def _own(part: Any, given: Any) -> AggregationRule:
     """A rule that is not of this package. Raises ConfigError where it is none, or does not take these parameters."""
-    if given is not None and not isinstance(given, dict):
+    if not isinstance(given, dict):
         raise ValueError(f"parameters of an aggregation rule are names with values, got {given!r}")
-    rule = with_options(part, given or {}, "aggregation rule")
+    rule = with_options(part, given, "aggregation rule")
     check_contract(rule)
     return cast(AggregationRule, rule)
