@@ -76,6 +76,8 @@ def call_own(
 def described(value: Any) -> str:
     """Type and shape of a value, in words."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):  # an array or a tensor
+        if not value.shape:
+            return f"one number, {value}"
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} and shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} of {len(value)}"
@@ -83,7 +85,7 @@ def described(value: Any) -> str:
 
 
 def _explained(error: Exception) -> str:
-    """The error with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """The error with the file and line that raised it, where that is not a call from this module."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

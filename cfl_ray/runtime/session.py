@@ -72,6 +72,7 @@ class InProcessSession:
             ),
         )
         self.worker.engine = self.choice.engine
+        self._backend()  # made anew for each method; here, only what is no backend is found
 
     def begin(self, label: str) -> RoundReport:
         backend = self._backend()

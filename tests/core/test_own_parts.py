@@ -83,4 +83,5 @@ def test_an_exception_names_the_line_that_raised_it():
 def test_values_are_described_by_type_and_shape():
     assert described(np.zeros((2, 3))) == "ndarray of float64 and shape (2, 3)"
     assert described(torch.zeros(4)) == "Tensor of float32 and shape (4,)"
+    assert described(np.float32(0.5)) == "one number, 0.5"
     assert [described(value) for value in ([1, 2], None, 7)] == ["list of 2", "None", "int 7"]

@@ -8,7 +8,7 @@ from torchvision.transforms import functional
 
 from cfl_ray.config import DataConfig, ShiftConfig
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.data.from_config import build
+from cfl_ray.data.from_config import build, describe
 from cfl_ray.data.images import Images
 from cfl_ray.data.shards import _rotation
 from cfl_ray.data.shifts import make_groups
@@ -209,3 +209,14 @@ class TestOwnShift:
             data = DataConfig(shift={"kind": f"{file}:f"}, partition={"clients": 2})
             folders.add(build(data, 0, tmp_path / "shards").uri)
         assert len(folders) == 2
+
+    def test_sizes_are_described_without_pixels(self):
+        """The labels of a group are those that the function gives, here for tests by label."""
+
+        def next_label(x, y, group, draw):
+            return x, (y + group) % 10
+
+        partition = {"kind": "classes", "clients": 4, "classes_per_client": 2}
+        data = DataConfig(shift={"kind": next_label, "groups": 2}, partition=partition, test={"view": "label"})
+        summary = describe(data, 0)
+        assert (summary.clients, summary.groups, summary.test_sets) == (4, 2, 2)
