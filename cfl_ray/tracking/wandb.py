@@ -42,7 +42,7 @@ class Wandb:
                 id=self.info.uid,
                 config=dict(self.info.params),
                 tags=[tag for tag in (self.info.tags.get("dataset"), self.info.method) if tag],
-                dir=str(self.run_dir),
+                dir=str(self.run_dir.absolute()),
                 mode=self.mode,
                 resume="allow",
                 reinit="create_new",  # the end of one method overlaps with the beginning of the next
