@@ -11,6 +11,7 @@ command continues.
 import argparse
 import csv
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -109,7 +110,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     base = load(arguments.config, arguments.overrides)
     entries = [
-        {method.name: {name: value for name, value in vars(method).items() if name != "aggregation"}}
+        {method.name: {item.name: getattr(method, item.name) for item in fields(method) if item.name != "aggregation"}}
         for method in resolve(base.methods).values()
     ]
     entries = [entry for entry in entries if arguments.methods is None or {*entry} & {*arguments.methods}]

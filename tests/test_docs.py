@@ -101,6 +101,7 @@ def test_every_command_of_the_table_exists(capsys):
         "resume",
         "prepare",
         "methods",
+        "list",
         "export",
         "status",
         "join",

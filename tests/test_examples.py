@@ -4,10 +4,13 @@ import copy
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cfl_ray import load, simulate
+from cfl_ray.runtime.prepare import prepare
 
+KINDS = ("method", "aggregation", "shift", "partition", "attack", "availability", "tracker", "backend")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = ("first_run", "own_data_and_method", "compare_over_seeds")
 
@@ -34,7 +37,7 @@ def test_every_example_is_run_below():
         "regression.yaml",
         "learning.py",
         "learning.yaml",
-    }
+    } | {f"own_{kind}.{ending}" for kind in KINDS for ending in ("py", "yaml")}
 
 
 def test_a_transformer_on_token_ids():
@@ -102,3 +105,61 @@ def _kinds(cell) -> list[tuple[str, list[str]]]:
     """Type and formats of each output, but for warnings of libraries."""
     outputs = (one for one in cell.get("outputs", []) if one.get("name") != "stderr")
     return [(one.output_type, sorted(one.get("data", {}))) for one in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_of_each_kind_shows_its_example(kind):
+    page = (EXAMPLES.parent / "docs" / "extend" / f"{kind}.md").read_text()
+    for ending, language in (("py", "python"), ("yaml", "yaml")):
+        name = f"own_{kind}.{ending}"
+        assert f"```{language}\n# {name}\n{(EXAMPLES / name).read_text()}```" in page
+
+
+def test_an_own_method_places_newcomers_by_their_loss():
+    """Models that fit one group give 0.83; one model for groups that disagree about every label less than half."""
+    results = simulate(load(EXAMPLES / "own_method.yaml", ["tracking.enabled=false"]))
+    assert results["best_of"].final["accuracy"] > 0.75 and results["fedavg"].final["accuracy"] < 0.5
+    assert results["best_of"].summary["newcomer_accuracy"] > 0.75
+
+
+def test_an_own_aggregation_withstands_attackers():
+    found = accuracies("own_aggregation.yaml")
+    assert set(found) == {"fedavg", "fedavg-aggregation=-own_aggregation.py-GeometricMedian-steps-8-"}
+    plain, geometric = found["fedavg"], max(found.values())
+    assert plain < 0.3 and geometric > 0.65
+
+
+def test_an_own_shift_makes_two_groups():
+    found = accuracies("own_shift.yaml")
+    assert found["ifca"] > found["fedavg"] + 0.2
+
+
+def test_an_own_partition_gives_sizes_by_a_power_law():
+    """Training samples of client i: four fifths of 5 + (n - 8 * 5) share_i."""
+    setup = prepare(load(EXAMPLES / "own_partition.yaml"))
+    sizes = setup.federation.num_samples_N
+    share = 1 / np.arange(1, 9) ** 1.5
+    expected = 5 + np.floor(share / share.sum() * (1437 - 40))  # 1437: the training part of digits
+    assert setup.federation.view == "holdout" and np.abs(sizes - 0.8 * expected).max() <= 1
+
+
+def test_an_own_attack_and_own_availability():
+    assert (
+        accuracies("own_attack.yaml")["fedavg"]
+        < accuracies("own_attack.yaml", "attack.kind=none", "attack.options={}")["fedavg"]
+    )
+    results = simulate(load(EXAMPLES / "own_availability.yaml", ["tracking.enabled=false"]))
+    assert results["fedavg"].final["trained_share"] > 0.5
+
+
+def test_an_own_tracker_and_an_own_backend():
+    simulate(load(EXAMPLES / "own_tracker.yaml"), run_dir="tracked")
+    lines = Path("tracked/fedavg/accuracy.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
+    assert not list(Path("tracked").rglob("mlflow.json"))
+    plain = accuracies("own_backend.yaml", "runtime.backend=in_process")
+    assert accuracies("own_backend.yaml") == plain
+    assert {line.split()[1] for line in Path("exchanges.txt").read_text().splitlines()} == {
+        "Train",
+        "EvaluateShared",
+    }

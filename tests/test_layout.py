@@ -32,6 +32,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
 FOREIGN = {  # package of others -> the only place that may import it
     "ray": "runtime/on_ray/",
     "mlflow": "tracking/mlflow.py",
+    "wandb": "tracking/wandb.py",
     "matplotlib": "report/",
     "typer": "cli/",
     "rich": "cli/",
@@ -125,9 +126,15 @@ def test_only_one_place_knows():
         assert all(name.startswith(place) for name in users), (package, users)
 
 
+def test_only_one_place_knows_tensorboard():
+    users = {name for name, tree in TREES.items() if "torch.utils.tensorboard" in imports(tree)}
+    assert users == {"tracking/tensorboard.py"}
+    assert not any(found.split(".")[0] == "tensorboard" for tree in TREES.values() for found in imports(tree))
+
+
 def test_tracking_and_reports_need_neither_torch_nor_ray():
     for name, tree in TREES.items():
-        if top(name) in ("tracking", "report"):
+        if top(name) in ("tracking", "report") and name != "tracking/tensorboard.py":
             assert not {found.split(".")[0] for found in imports(tree)} & {"torch", "ray"}, name
 
 

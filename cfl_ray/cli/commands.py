@@ -245,6 +245,25 @@ def methods(
         tables.describe_method(find(name), out)
 
 
+@app.command(name="list", short_help="List the parts of one kind: methods, models, shifts, trackers ...")
+def list_parts(
+    kind: Annotated[
+        str | None, typer.Argument(help="A kind of part, e.g. models; default: all kinds.", show_default=False)
+    ] = None,
+) -> None:
+    """List the parts of one kind with their parameters and defaults, and how to bring one's own; or the kinds."""
+    from cfl_ray.cli import tables
+    from cfl_ray.core.errors import did_you_mean
+    from cfl_ray.runtime.catalogue import KINDS
+
+    if kind is None:
+        tables.list_kinds(KINDS, out)
+    elif kind in KINDS:
+        tables.list_parts(KINDS[kind], out)
+    else:
+        raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
+
+
 @app.command(short_help="Write a trained model to a file.")
 def export(
     run_dir: RunDir,
@@ -316,7 +335,7 @@ def _command(*parts: object) -> str:
 def _deliver_earlier_results(experiment: "Experiment") -> None:
     from cfl_ray.tracking import deliver_pending, resolve_uri
 
-    if not experiment.tracking.enabled:
+    if not experiment.tracking.uses_mlflow:
         return
     uri = resolve_uri(experiment.tracking, experiment.output)
     for delivered in deliver_pending(experiment.output, uri, warn=_warn):
@@ -348,7 +367,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         location = f"{Path(frame.filename).name}, line {frame.lineno}"
-        _fail(f"{type(error).__name__}: {error} ({location}); set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
+        _fail(f"{type(error).__name__}: {error} ({location}){notes}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
 
 
 def _message_of_interruption(error: BaseException | None) -> str | None:

@@ -183,7 +183,7 @@ def check_machine(setup: Setup) -> None:
     No effect where the run joins a cluster: its resources are not known before.
     """
     runtime = setup.experiment.runtime
-    if cluster_address(runtime.address) is not None:
+    if cluster_address(runtime.address) is not None or runtime.backend != "ray":
         return
     from cfl_ray.runtime.on_ray.placement import host_count  # imports ray
 

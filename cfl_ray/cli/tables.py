@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import KeySection
     from cfl_ray.core.method import Method
+    from cfl_ray.runtime.catalogue import PartKind
     from cfl_ray.runtime.live_client import RunStatus
     from cfl_ray.runtime.results import Results
     from cfl_ray.tracking import RoundRecord
@@ -134,6 +135,26 @@ def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) 
         "Options of a method: cfl-ray methods NAME. "
         "In a config: methods: [stocfl, {ifca: {num_clusters: 4}}, my_method.py:MyMethod]",
     )
+
+
+def list_kinds(kinds: "Mapping[str, PartKind]", console: Console) -> None:
+    """Prints the kinds of parts that `cfl-ray list` knows."""
+    table = _folding("kind", "parts", "bring your own")
+    for name, kind in kinds.items():
+        table.add_row(name, escape(", ".join(kind.registry.names())), escape(kind.page))
+    console.print(table)
+    _print(console, "The parts of a kind with their parameters: cfl-ray list KIND")
+
+
+def list_parts(kind: "PartKind", console: Console) -> None:
+    """Prints the parts of one kind with their parameters and defaults, and how to bring one's own."""
+    table = _folding("name", "from", "description", "parameters and defaults")
+    for part in kind.parts():
+        table.add_row(*map(escape, (part.name, part.origin, part.description, part.parameters or "none")))
+    console.print(table)
+    _print(console, f"Your own: {kind.own}")
+    _print(console, f"In a config: {kind.example}")
+    _print(console, f"In an installed package: entry points of the group {kind.registry.group}. More: {kind.page}")
 
 
 def describe_method(cls: "type[Method[Any]]", console: Console) -> None:

@@ -4,6 +4,7 @@ from cfl_ray.config.attack import AttackConfig
 from cfl_ray.config.experiment import Experiment, check_cohort, load
 from cfl_ray.config.sections import (
     AvailabilityConfig,
+    BuiltinKind,
     CohortConfig,
     ColumnsConfig,
     ConfigSection,
@@ -14,6 +15,7 @@ from cfl_ray.config.sections import (
     EventConfig,
     LocalConfig,
     ModelConfig,
+    PartConfig,
     PartitionConfig,
     RuntimeConfig,
     ShiftConfig,
@@ -22,6 +24,8 @@ from cfl_ray.config.sections import (
 )
 
 __all__ = [
+    "BuiltinKind",
+    "PartConfig",
     "AttackConfig",
     "AvailabilityConfig",
     "CohortConfig",

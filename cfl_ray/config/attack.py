@@ -1,20 +1,30 @@
 """The section of an experiment for clients that attack."""
 
-from typing import Literal
+from typing import Any
 
 from pydantic import Field
 
-from cfl_ray.config.sections import ClientIds, ConfigSection
+from cfl_ray.config.sections import BuiltinKind, ClientIds, PartConfig
 
 
-class AttackConfig(ConfigSection):
+class AttackConfig(PartConfig):
     """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
 
-    kind: Literal["none", "label_flip", "sign_flip", "scaled", "gaussian", "colluders"] = Field(
+    part = "attack"
+    group = "cfl_ray.attacks"
+    builtin = {
+        "none": BuiltinKind("all clients are honest"),
+        "label_flip": BuiltinKind("y -> C - 1 - y"),
+        "sign_flip": BuiltinKind("w - scale (W - w)", ("scale",)),
+        "scaled": BuiltinKind("w + scale (W - w)", ("scale",)),
+        "gaussian": BuiltinKind("w + sigma N(0, I)", ("sigma",)),
+        "colluders": BuiltinKind("w + scale |W - w| u, with one direction u for all attackers of a round", ("scale",)),
+    }
+
+    kind: Any = Field(
         "none",
-        description="none | label_flip (y -> C - 1 - y) | sign_flip (w - scale (W - w)) | scaled (w + scale (W - w)) | "
-        "gaussian (w + sigma N(0, I)) | colluders (w + scale |W - w| u, with one direction u for all attackers of a "
-        "round); w is the model that the client received, W the trained one",
+        description=" | ".join(f"{name} ({kind.meaning})" for name, kind in builtin.items())
+        + " | path/to/file.py:Name; w is the model that the client received, W the trained one",
     )
     fraction: float = Field(
         0.1,

@@ -3,11 +3,11 @@
 Every key has one place, one default and one description; an unknown key is an error that names the nearest valid one.
 """
 
-import dataclasses
 import hashlib
 import json
 import typing
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,13 @@ class Experiment(ConfigSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every key with its value in the types of YAML; objects made in Python appear by their names."""
-        return json.loads(json.dumps(self.model_dump() | {"methods": self.methods}, default=_name_of))
+        return json.loads(json.dumps(self._values(), default=_name_of))
+
+    def _values(self) -> dict[str, Any]:
+        """Returns every key with its value; methods and trackers that are objects stay objects."""
+        values = self.model_dump(exclude={"tracking": {"trackers"}}) | {"methods": self.methods}
+        values["tracking"]["trackers"] = self.tracking.trackers
+        return values
 
     def to_yaml(self) -> str:
         """Returns the resolved config; loading it gives an equal experiment."""
@@ -137,6 +143,9 @@ class Experiment(ConfigSection):
         trace = self.cohort.availability.file
         if trace is not None and Path(trace).expanduser().is_file():
             values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        for section in (values["attack"], values["cohort"]["availability"]):
+            if not section["options"]:  # a key that came later
+                section.pop("options")
         if self.attack.kind == "none":  # the other keys of the section have no effect
             values.pop("attack")
         for name, value in (("task", "classification"),):
@@ -177,9 +186,13 @@ def _read(file: Path) -> dict[str, Any]:
 _PATHS = (
     ("data", "root"),
     ("data", "source"),
+    ("data", "shift", "kind"),
+    ("data", "partition", "kind"),
     ("model",),
     ("model", "name"),
+    ("cohort", "availability", "kind"),
     ("cohort", "availability", "file"),
+    ("attack", "kind"),
     ("task",),
     ("task", "loss"),
     ("task", "metrics"),
@@ -206,17 +219,22 @@ def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         section[path[-1]] = _in_folder(value, folder, whole)
     if isinstance(values.get("methods"), list):
         values["methods"] = [_method_in_folder(entry, folder) for entry in values["methods"]]
+    runtime, tracking = values.get("runtime"), values.get("tracking")
+    if isinstance(runtime, dict) and "backend" in runtime:
+        runtime["backend"] = _choice_in_folder(runtime["backend"], folder)
+    if isinstance(tracking, dict) and isinstance(tracking.get("trackers"), list):
+        tracking["trackers"] = [_choice_in_folder(entry, folder) for entry in tracking["trackers"]]
     return values
 
 
 def _method_in_folder(entry: Any, folder: Path) -> Any:
-    """Returns an entry of `methods` with its file, and that of its server optimiser, in `folder`."""
+    """Returns an entry of `methods` with its file, and those of its aggregation and server optimiser, in `folder`."""
     entry = _choice_in_folder(entry, folder)
     if isinstance(entry, dict):
         for name, options in entry.items():
-            if isinstance(options, dict) and "server_optimizer" in options:
-                own = _choice_in_folder(options["server_optimizer"], folder)
-                entry[name] = options | {"server_optimizer": own}
+            if isinstance(options, dict):
+                own = {key: options[key] for key in ("aggregation", "server_optimizer") if key in options}
+                entry[name] = options | {key: _choice_in_folder(value, folder) for key, value in own.items()}
     return entry
 
 
@@ -264,9 +282,9 @@ def check_cohort(wanted: int, available: int) -> None:
 def _name_of(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
-    if dataclasses.is_dataclass(value):  # a method or its class: written the way that `methods` accepts
+    if is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        options = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        options = {} if isinstance(value, type) else {item.name: getattr(value, item.name) for item in fields(value)}
         return name if isinstance(value, type) else {name: options}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
-from cfl_ray.config.sections import ConfigSection
+from cfl_ray.config.sections import ConfigSection, PartConfig
 from cfl_ray.core.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
@@ -54,7 +54,10 @@ def sections(section: type[ConfigSection] = Experiment, name: str = "", meaning:
         full = f"{name}.{field}" if name else field
         nested, is_list = _section_of(info.annotation)
         if nested is None or is_list:
-            keys.append(Key(full, info.description or "", _values(info, nested), _default(info)))
+            choices = (
+                _choices(section) if field == "kind" and issubclass(section, PartConfig) else _values(info, nested)
+            )
+            keys.append(Key(full, info.description or "", choices, _default(info)))
         if nested is not None:
             description = None if is_list else info.description
             inner.append((nested, full + "[]" * is_list, description or _first_line(nested)))
@@ -117,6 +120,10 @@ def _default(info: FieldInfo) -> str | None:
 def as_yaml(value: Any) -> str:
     """Returns a value on one line, as it is written in YAML."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+
+
+def _choices(section: Any) -> str:
+    return " | ".join([*section.builtin, "file.py:Name"])
 
 
 def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:

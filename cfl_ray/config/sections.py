@@ -1,29 +1,51 @@
 """The sections of an experiment: every key with its type, default, range and meaning."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
 from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.own_parts import reference_of
+from cfl_ray.core.plugins import entry_points_of
 
-SOURCES = (  # those that are divided among clients are functions of `data/sources.py`, by these names
-    "digits",
-    "mnist",
-    "fashion_mnist",
-    "cifar10",
-    "images",
-    "image_folder",
-    "csv",
-    "hf_disk",
-    "femnist",
-    "femnist_leaf",
-    "shakespeare_leaf",
-    "sent140_leaf",
-    "mnist_by_writer",
-    "synthetic",
-    "arrays",
-)
+
+class BuiltinKind(NamedTuple):
+    """A kind of this package: its meaning, and the keys of the section that it uses."""
+
+    meaning: str
+    keys: tuple[str, ...] = ()
+
+
+SOURCES = {  # those that are divided among clients are functions of `data/sources.py`, by these names
+    "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn"),
+    "mnist": BuiltinKind("MNIST of torchvision", ("root", "download")),
+    "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", ("root", "download")),
+    "cifar10": BuiltinKind("CIFAR-10 of torchvision", ("root", "download")),
+    "images": BuiltinKind("images in parquet files", ("root", "train_files", "test_files")),
+    "image_folder": BuiltinKind("images in a folder per class", ("root", "train_files", "test_files")),
+    "csv": BuiltinKind("tables of numbers", ("root", "train_files", "test_files")),
+    "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", ("root", "train_files", "vocabulary")),
+    "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ("root", "train_files")),
+    "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", ("root", "train_files")),
+    "shakespeare_leaf": BuiltinKind("LEAF's Shakespeare: the next of 80 characters", ("root", "train_files")),
+    "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", ("root", "train_files", "vocabulary")),
+    "mnist_by_writer": BuiltinKind("MNIST with its writers", ("root",)),
+    "synthetic": BuiltinKind(
+        "generated samples", ("synthetic_shape", "synthetic_samples", "synthetic_groups", "synthetic_classes")
+    ),
+    "arrays": BuiltinKind("an .npz file with x, y and clients", ("root",)),
+}
 WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "mnist_by_writer")  # always come with a test part
 UNDIVIDED = ("synthetic", "arrays")  # sources whose samples already belong to clients
 
@@ -34,20 +56,96 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
+TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # classes of `tracking`, by these names
+BACKENDS = ("ray", "in_process")
+
+
+def _check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
+    """Raises ValueError for a name that is not known, and for a value that can be no part."""
+    if isinstance(value, str) and value not in builtin and ":" not in value:
+        names = [*builtin, *entry_points_of(group)]
+        if value not in names:
+            raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
+    if value is None or isinstance(value, (bool, int, float, dict, list)):
+        raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
+
+
+def _kinds(builtin: dict[str, BuiltinKind]) -> str:
+    """The description of a key `kind`."""
+    return " | ".join(f"{name} ({kind.meaning})" for name, kind in builtin.items()) + " | path/to/file.py:Name"
+
+
+class PartConfig(ConfigSection):
+    """A section whose `kind` names a part: of this package, of an installed one, or a user's own."""
+
+    part: ClassVar[str] = ""  # e.g. "shift": for messages
+    group: ClassVar[str] = ""  # entry-point group of installed packages
+    builtin: ClassVar[dict[str, BuiltinKind]] = {}
+
+    kind: Any = Field(None, description="name of the part, or path/to/file.py:Name")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments of a function or class that is not of this package (file.py:Name)"
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the kind is not of this package."""
+        return self.kind not in self.builtin if isinstance(self.kind, str) else True
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, value: Any) -> Any:
+        _check_name(value, cls.part, cls.builtin, cls.group)
+        return value
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.options and not self.is_own:
+            keys = ", ".join(self.builtin[self.kind].keys) or "none"
+            raise ValueError(f"options are for kinds of your own (file.py:Name); the keys of {self.kind} are: {keys}")
+        return self
+
+    @field_serializer("kind")
+    def _reference(self, value: Any) -> Any:
+        return reference_of(value)
+
+
 # --- data ---------------------------------------------------------------------------------------
 
 
-class ShiftConfig(ConfigSection):
+class ShiftConfig(PartConfig):
     """How the true groups of clients differ (StoCFL, section 5)."""
 
-    kind: Literal["none", "rotated", "shifted", "pathological", "hybrid", "rotated_labels"] = Field(
-        "none",
-        description="how groups differ: none | rotated (rotated images) | shifted (labels moved by an offset) | "
-        "pathological (label sets) | hybrid (two data sets) | rotated_labels (every angle with every label set)",
-    )
-    angles: list[int] = Field(
+    part = "shift"
+    group = "cfl_ray.shifts"
+    builtin = {
+        "none": BuiltinKind("all clients draw from one distribution, or keep the groups that the data came with"),
+        "rotated": BuiltinKind("rotated images", ("angles",)),
+        "shifted": BuiltinKind("labels moved by an offset", ("offsets",)),
+        "pathological": BuiltinKind("label sets", ("label_sets",)),
+        "hybrid": BuiltinKind("two data sets", ("other",)),
+        "rotated_labels": BuiltinKind("every angle with every label set", ("angles", "label_sets")),
+        "noise": BuiltinKind("Gaussian noise on the inputs", ("sigmas",)),
+        "blur": BuiltinKind("Gaussian blur of images", ("radii",)),
+        "brightness": BuiltinKind("inputs times a factor", ("factors",)),
+    }
+
+    kind: Any = Field("none", description=f"how groups differ: {_kinds(builtin)}")
+    groups: int = Field(2, ge=1, description="number of true groups of a shift of your own (file.py:function)")
+    angles: list[int | float] = Field(
         [0, 90, 180, 270],
-        description="rotation of each group in degrees, multiples of 90, counter-clockwise (rotated, rotated_labels)",
+        description="rotation of each group in degrees, counter-clockwise (rotated, rotated_labels); multiples of 90 "
+        "are exact, others bilinear about the centre, with 0 where the image does not reach",
+    )
+    sigmas: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0, 0.1, 0.2, 0.4],
+        description="standard deviation of the noise of each group, in units of the pixel range 0..1 (noise)",
+    )
+    radii: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels (blur)"
+    )
+    factors: list[Annotated[float, Field(ge=0)]] = Field(
+        [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range (brightness)"
     )
     offsets: list[int] = Field(
         [0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C (shifted)"
@@ -57,12 +155,11 @@ class ShiftConfig(ConfigSection):
     )
     other: str = Field("fashion_mnist", description="second data set, that of the second group (hybrid)")
 
-    @model_validator(mode="after")
-    def _check_angles(self) -> Self:
-        bad = [angle for angle in self.angles if angle % 90]
-        if bad:
-            raise ValueError(f"angles must be multiples of 90 degrees, got {bad}")
-        return self
+    @field_validator("angles")
+    @classmethod
+    def _as_whole(cls, angles: list[int | float]) -> list[int | float]:
+        """Whole numbers as such: the hash of a config does not depend on how they are written."""
+        return [int(angle) if angle == int(angle) else angle for angle in angles]
 
 
 class CutConfig(ConfigSection):
@@ -72,13 +169,19 @@ class CutConfig(ConfigSection):
     clients: int = Field(ge=1, description="number of clients to cut, drawn at random; no client is cut twice")
 
 
-class PartitionConfig(ConfigSection):
+class PartitionConfig(PartConfig):
     """How the samples of a group are divided among its clients, and how many of them each client keeps."""
 
-    kind: Literal["iid", "dirichlet", "classes", "writer"] = Field(
-        "iid",
-        description="iid | dirichlet (label skew) | classes (n classes per client) | writer (one client per writer)",
-    )
+    part = "partition"
+    group = "cfl_ray.partitions"
+    builtin = {
+        "iid": BuiltinKind("at random, in equal or given sizes", ("sizes",)),
+        "dirichlet": BuiltinKind("label skew", ("alpha", "capped", "groups", "group_alpha", "min_samples")),
+        "classes": BuiltinKind("n classes per client", ("classes_per_client", "groups", "classes_per_group")),
+        "writer": BuiltinKind("one client per writer", ("min_samples",)),
+    }
+
+    kind: Any = Field("iid", description=_kinds(builtin))
     clients: int | None = Field(
         40, ge=1, description="N, number of clients; null: every writer with at least min_samples samples (writer)"
     )
@@ -246,6 +349,7 @@ class DataConfig(ConfigSection):
     synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first (synthetic)")
     synthetic_samples: int = Field(50, ge=1, description="training samples per client (synthetic)")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups (synthetic)")
+    datasets_group: ClassVar[str] = "cfl_ray.datasets"
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes (synthetic)")
 
     @model_validator(mode="after")
@@ -263,14 +367,21 @@ class DataConfig(ConfigSection):
         """
         unused: tuple[tuple[str, Any], ...] = (("options", {}), ("vocabulary", None), ("features", None))
         kept = {key: value for key, value in values.items() if (key, value) not in unused}
+        shift = {key: ShiftConfig.model_fields[key].default for key in ("groups", "sigmas", "radii", "factors")}
+        sections = {
+            "columns": unused,
+            "shift": (("options", {}), *shift.items()),
+            "partition": (("options", {}),),
+        }
         return kept | {
-            "columns": {key: value for key, value in values["columns"].items() if (key, value) not in unused}
+            name: {key: value for key, value in values[name].items() if (key, value) not in of_section}
+            for name, of_section in sections.items()
         }
 
     @property
     def is_function(self) -> bool:
-        """Whether the source is a function in a file of the user."""
-        return ":" in self.source
+        """Whether the source is a function of the user or of an installed package."""
+        return self.source not in SOURCES
 
     def with_view(self, has_tests: bool) -> "DataConfig":
         """This section with a view in the place of null. has_tests: whether the data have a test part."""
@@ -285,7 +396,7 @@ class DataConfig(ConfigSection):
             return "cluster"
         if has_tests is None:
             has_tests = self.test_files is not None or self.source in WITH_TESTS
-        if self.test.pool or part.kind in ("dirichlet", "writer") or not has_tests:
+        if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_own or not has_tests:
             return "holdout"
         return "label" if part.kind == "classes" or part.sizes or part.cut else "cluster"
 
@@ -293,19 +404,18 @@ class DataConfig(ConfigSection):
     def view_warning(self) -> str | None:
         """Why the given view does not measure clients on their own distribution; None where it does."""
         part = self.partition
-        skewed = part.kind in ("dirichlet", "classes") and self.source not in UNDIVIDED
+        skewed = (part.is_own or part.kind in ("dirichlet", "classes")) and self.source not in UNDIVIDED
         if self.test.view != "cluster" or not skewed:
             return None
         return (
-            f"data.test.view cluster tests clients on all classes alike, but partition.kind {part.kind} gives each "
-            f"client classes of its own; {self._own_view()} tests it on its own distribution"
+            f"data.test.view cluster tests clients on all classes alike, but partition.kind {reference_of(part.kind)} "
+            f"gives each client classes of its own; {self._own_view()} tests it on its own distribution"
         )
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         for name in (self.source, self.shift.other):
-            if name not in SOURCES and ":" not in name:
-                raise ValueError(f"unknown data set {name!r}{did_you_mean(name, SOURCES)}")
+            _check_name(name, "data set", SOURCES, self.datasets_group)
         return self
 
     @model_validator(mode="after")
@@ -398,14 +508,19 @@ class LocalConfig(ConfigSection):
         return self
 
 
-class AvailabilityConfig(ConfigSection):
+class AvailabilityConfig(PartConfig):
     """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
 
-    kind: Literal["always", "bernoulli", "diurnal", "trace"] = Field(
-        "always",
-        description="always | bernoulli (the same chance in every round) | diurnal (day and night) | "
-        "trace (recorded intervals)",
-    )
+    part = "availability"
+    group = "cfl_ray.availability"
+    builtin = {
+        "always": BuiltinKind("every client in every round"),
+        "bernoulli": BuiltinKind("the same chance in every round", ("chance",)),
+        "diurnal": BuiltinKind("day and night", ("chance", "amplitude", "period", "zones")),
+        "trace": BuiltinKind("recorded intervals", ("file", "unit")),
+    }
+
+    kind: Any = Field("always", description=_kinds(builtin))
     chance: float = Field(
         0.5,
         gt=0,
@@ -588,6 +703,11 @@ class RuntimeConfig(ConfigSection):
         "vectorised (together) | span (full-batch shortcut) | auto (the fastest in a short measurement, which is kept "
         "with the runs)",
     )
+    backend: Any = Field(
+        "ray",
+        description="what carries out the work of clients: ray (hosts of a cluster) | in_process (this process, for "
+        "debugging) | path/to/file.py:Class, in this process, or one with its options {file.py:Class: {option: value}}",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU)"
     )
@@ -619,6 +739,19 @@ class RuntimeConfig(ConfigSection):
     )
     keep_last: int = Field(3, ge=1, description="number of checkpoints kept")
 
+    backends_group: ClassVar[str] = "cfl_ray.backends"
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, value: Any) -> Any:
+        name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
+        _check_name(name, "backend", BACKENDS, cls.backends_group)
+        return value
+
+    @field_serializer("backend")
+    def _backend_reference(self, value: Any) -> Any:
+        return value if isinstance(value, dict) else reference_of(value)
+
 
 class TrackingConfig(ConfigSection):
     """Where results are recorded."""
@@ -627,4 +760,30 @@ class TrackingConfig(ConfigSection):
         None, description="MLflow tracking URI; null: MLFLOW_TRACKING_URI, or an SQLite store below `output`"
     )
     experiment: str = Field("cfl_ray", description="name of the MLflow experiment")
-    enabled: bool = Field(True, description="record to MLflow; false: only write the files of the run directory")
+    enabled: bool = Field(True, description="use the trackers; false: only write the files of the run directory")
+    trackers: list[Any] = Field(
+        ["mlflow"],
+        description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "
+        "path/to/file.py:Class, or one with its options, e.g. {tensorboard: {folder: tb}}",
+    )
+
+    trackers_group: ClassVar[str] = "cfl_ray.trackers"
+
+    @property
+    def uses_mlflow(self) -> bool:
+        """Whether records go to MLflow."""
+        return self.enabled and "mlflow" in self.trackers
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, entries: list[Any]) -> list[Any]:
+        for entry in entries:
+            if isinstance(entry, dict) and len(entry) != 1:
+                raise ValueError(
+                    f"an entry is one tracker with its options, e.g. {{csv: {{file: m.csv}}}}, got {entry}"
+                )
+            name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+            if name == "mlflow" and options:
+                raise ValueError("mlflow takes no options; its keys are tracking.uri and tracking.experiment")
+            _check_name(name, "tracker", TRACKERS, cls.trackers_group)
+        return entries

@@ -1,11 +1,17 @@
 """Availability of clients. A model is a function of the round alone, so that a resumed run finds the same clients."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.own_parts import call_own, described, place_of
 from cfl_ray.core.rng import stream
+
+ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
 
 class Availability(ABC):
@@ -24,10 +30,10 @@ class Availability(ABC):
     def expected(self, round: int) -> float:
         """Mean of `chance` over all clients."""
 
-    def named(self, round: int) -> np.ndarray | None:
+    def named(self, round: int, num_clients: int) -> np.ndarray | None:
         """Ids of the reachable clients, int64 and ascending, if the model determines them.
 
-        None: each client is reachable with its `chance`.
+        num_clients: of the federation in this round. None: each client is reachable with its `chance`.
         """
         return None
 
@@ -89,7 +95,7 @@ class Trace(Availability):
     to_I: np.ndarray = field(repr=False)  # float64 (I,)
     unit: float = 1.0  # length of a round in that unit
 
-    def named(self, round: int) -> np.ndarray:
+    def named(self, round: int, num_clients: int = 0) -> np.ndarray:
         now = round * self.unit
         return np.unique(self.client_I[(self.from_I <= now) & (now <= self.to_I)])
 
@@ -99,3 +105,31 @@ class Trace(Availability):
     def expected(self, round: int) -> float:
         known = len(np.unique(self.client_I))
         return len(self.named(round)) / known if known else 0.0
+
+
+@dataclass(frozen=True)
+class OwnAvailability(Availability):
+    """A user's function f(clients, round, draw), which says of each client whether it is reachable in a round."""
+
+    function: Callable[..., Any]
+    num_clients: int  # of the federation at the start
+    seed: int
+
+    def named(self, round: int, num_clients: int = 0) -> np.ndarray:
+        """Raises RunError, with the author's line, where the function does not return a bool for each client."""
+        clients = np.arange(num_clients or self.num_clients)
+        draw = stream(self.seed, round, 0, -1, "own availability")
+        result = call_own("availability", self.function, clients, round, draw)
+        found = np.asarray(result)
+        if found.shape != clients.shape or found.dtype != bool:
+            raise RunError(
+                f"availability {place_of(self.function)} returned {described(result)}, "
+                f"expected a bool for each client: shape ({len(clients)},)"
+            )
+        return np.flatnonzero(found)
+
+    def chance(self, round: int, client: int) -> float:
+        return float(client in self.named(round))
+
+    def expected(self, round: int) -> float:
+        return len(self.named(round)) / self.num_clients

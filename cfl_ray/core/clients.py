@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation import AggregationRule, Mean, NormClipping, aggregate
+from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate
+from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.server_optimizers import ServerMoments
@@ -222,7 +223,7 @@ class Clients:
             self.count_upload(features.columns.count)
         outcome = self._run(work)
         self._note_training(outcome, keep_as_local_model)
-        if self._robust and averaging is not None:
+        if not isinstance(self.aggregation, Mean) and averaging is not None:
             found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
         return self._updates(outcome, averaging, private, work)
@@ -269,7 +270,7 @@ class Clients:
             client_state=client_state,
             features=features,
             defer_aggregation=defer_aggregation or (self._robust and averaging is not None),
-            upload_distances=isinstance(self.aggregation, NormClipping),
+            upload_distances=isinstance(self.aggregation, ClippingRule),
             chained=how.chained,
             local_test_samples=self.local_test_samples if keep_as_local_model else 0,
             tables=tables.as_tuple(),
@@ -282,7 +283,7 @@ class Clients:
         """
         averaging, work = Averaging.of(weight_RM, len(self)), updates.training
         address = self._next_address()
-        if self._robust:
+        if not isinstance(self.aggregation, Mean):
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
             outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
@@ -338,8 +339,9 @@ class Clients:
     ) -> tuple[Tensor, np.ndarray]:
         """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
 
-        function: called as `function(client, anchor_P)` with a `ClientData`. Results of different lengths are padded
-            with zeros.
+        function: called as `function(client, anchor_P)` with a `ClientData` on the host that reads the client's data.
+            It returns a vector of finite numbers, a tensor or an array of any shape, which is flattened. Results of
+            different lengths are padded with zeros.
         anchor: the model that each client passes to the function; None: no model.
         sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
         floats: numbers that a client uploads by the paper's count; None: the length of its result before projection.
@@ -351,7 +353,7 @@ class Clients:
         work = Describe(
             self._next_address(),
             self.ids_M,
-            function=function,
+            function=CheckedDescription(function),
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
             local=local or self.local,

@@ -38,6 +38,6 @@ class RunStopped(UserError):
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
-    valid = sorted(valid)
+    valid = sorted(set(valid))
     close = difflib.get_close_matches(str(word), valid, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else f"; valid: {', '.join(valid)}"

@@ -7,6 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -17,6 +18,7 @@ from cfl_ray.core.clients import Clients
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.rounds import place_by_loss
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
@@ -92,12 +94,12 @@ class Method(ABC, Generic[S]):
     registry = _REGISTRY
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
-    aggregation: str | dict[str, Any] = field(
+    aggregation: Any = field(
         default="mean",
         kw_only=True,
         metadata={
             "doc": "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, "
-            "{multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}",
+            "{multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}, or file.py:Class",
             "source": "every paper; the others against attackers",
             "choices": tuple(RULES),
         },
@@ -151,7 +153,7 @@ class Method(ABC, Generic[S]):
             if _type_name(item.type) in ("int", "int | None") and not isinstance(value, int):
                 raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
 
-    @property
+    @cached_property  # it travels with the method: hosts need not find the file of a user's own rule
     def aggregation_rule(self) -> AggregationRule:
         """The rule that `aggregation` configures. Raises ValueError for an invalid one."""
         try:
@@ -202,9 +204,11 @@ class Method(ABC, Generic[S]):
     def join(self, state: S, clients: Clients) -> S:
         """The state after the newcomers `clients` joined.
 
-        By default it is the same, and they are assigned to a cluster when they first take part.
+        By default each newcomer without a cluster receives all cluster models and joins the one with the least loss on
+        its training samples (`core.rounds.place_by_loss`). With one model, which all clients share, the state is the
+        same.
         """
-        return state
+        return place_by_loss(state, clients)
 
     def drift(self, state: S, clients: Clients) -> S:
         """The state after the data of `clients` changed, if clients report that; by default it is the same."""

@@ -111,7 +111,7 @@ class Population:
         draw = stream(self.seed, round, 0, -1, "cohort")
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
-        if (named := availability.named(round)) is not None:
+        if (named := availability.named(round, self.num_clients)) is not None:
             reachable = named[self.is_online_N[named]]
             return reachable[draw.choice(len(reachable), min(wanted, len(reachable)), replace=False, shuffle=False)]
         # Candidates: twice as many as are needed on average, and some more for small cohorts.

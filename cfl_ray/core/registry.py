@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.plugins import entry_points_of, load_plugin
@@ -32,6 +32,10 @@ class Registry(Generic[Part]):
             names = [*self.builtin, *installed]
             raise ConfigError(f"unknown {self.kind} {reference!r}{did_you_mean(reference, names)}")
         return installed[reference](self.kind)
+
+    def resolve(self, part: Any) -> Part:
+        """The part that a name stands for; an object made in Python is the part itself."""
+        return self.find(part) if isinstance(part, str) else cast(Part, part)
 
     def names(self) -> list[str]:
         """All names, those of this package first."""

@@ -45,6 +45,21 @@ def fedavg_each(state: S, clients: Clients, weights: str, mu: float = 0.0) -> S:
     return state.advance(models_KP=torch.cat(rows))
 
 
+def place_by_loss(state: S, clients: Clients) -> S:
+    """Assigns the clients without a cluster to the cluster whose model has the least loss on their training samples.
+
+    Each of them receives all models and uploads its choice. A client whose data are not valid stays without a cluster,
+    as do all with a single model, which needs no choice.
+    """
+    clients = clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)
+    if state.num_clusters < 2 or not len(clients):
+        return state
+    loss_MK = clients.losses(clients.broadcast(state.models_KP))
+    clients.count_upload(1)
+    valid_M = np.isfinite(loss_MK).any(1)
+    return state.advance(assign_N=state.place(clients.ids_M[valid_M], loss_MK[valid_M].argmin(1)))
+
+
 def with_mean(models_KP: Tensor) -> Tensor:
     """The models and their unweighted mean as a last row, (K + 1, P); the mean is for clients without a cluster."""
     return torch.cat([models_KP, models_KP.mean(0, keepdim=True)])

@@ -1,8 +1,10 @@
 """From an experiment's `data` section to a federation; shards are written once and reused by runs with equal data."""
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,20 @@ import torch
 
 from cfl_ray.config import DataConfig
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import sha256
+from cfl_ray.core.own_parts import reference_of
+from cfl_ray.core.registry import Registry
 from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import load_function
 from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.indexed import Scaling
+from cfl_ray.data.partition import PARTITIONS
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
+from cfl_ray.data.shifts import SHIFTS
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import SyntheticFederation
 
@@ -148,11 +155,24 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
     recipe: dict[str, Any] = {"data": values, "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
+    for name, part in (("shift", data.shift), ("partition", data.partition)):
+        if part.is_own:  # shards of an edited function are not reused
+            recipe[f"{name} code"] = _code_of((SHIFTS if name == "shift" else PARTITIONS), part.kind)
     if sources is not None:
         recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]
         if digests := [source.digest for source in sources if source.digest is not None]:
             recipe["digests"] = digests
     return recipe
+
+
+def _code_of(registry: Registry[Any], kind: Any) -> str:
+    """Returns the sha256 of the file that a user's part is written in; of its name where there is no file."""
+    part = registry.resolve(kind)
+    try:
+        source = inspect.unwrap(part.func if isinstance(part, partial) else part)
+        return sha256(Path(inspect.getsourcefile(source) or ""))
+    except (TypeError, OSError):
+        return str(reference_of(part))
 
 
 def _hash(recipe: dict[str, Any]) -> str:

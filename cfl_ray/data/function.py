@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import DataConfig
+from cfl_ray.config.sections import SOURCES
 from cfl_ray.core.errors import ConfigError, DataError, did_you_mean
-from cfl_ray.core.plugins import load_plugin
+from cfl_ray.core.registry import Registry
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Source
 
 DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of samples without clients
 KEYS = (*DIVIDED, "clients", "test_clients")
+DATASETS: Registry[Any] = Registry("data set", SOURCES, DataConfig.datasets_group)
 
 
 def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federation | Source:
@@ -26,7 +28,7 @@ def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federa
     clients, the samples are divided as `data.partition` says. Raises DataError naming the function
     and its line. targets: kind of y.
     """
-    function = load_plugin(data.source, "data.source")
+    function = DATASETS.find(data.source)
     if not callable(function):
         raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
     try:

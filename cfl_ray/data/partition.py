@@ -1,11 +1,17 @@
 """The division of one group's samples among its clients, or first among true groups that the division itself makes."""
 
+from typing import Any
+
 import numpy as np
 
 from cfl_ray.config import PartitionConfig
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.own_parts import call_own, described, place_of, with_options
+from cfl_ray.core.registry import Registry
 
 MAX_REDRAWS = 1000
+PARTITIONS: Registry[Any] = Registry("partition", PartitionConfig.builtin, PartitionConfig.group)
+ARGUMENTS = ("labels", "clients", "draw")  # of a partition function
 
 
 def even_shares(clients: int, groups: int) -> list[int]:
@@ -28,7 +34,9 @@ def divide(
             f"{clients} clients cannot hold at least {min_samples} samples each of {len(y)} samples; "
             "lower data.partition.clients (or min_samples)"
         )
-    if partition.kind == "iid":
+    if partition.is_own:
+        parts = _own(y, clients, partition, rng)
+    elif partition.kind == "iid":
         parts = _iid(y, clients, partition, rng)
     elif partition.kind == "dirichlet":
         parts = _dirichlet(y, clients, partition, min_samples, rng)
@@ -38,9 +46,41 @@ def divide(
     if sizes.min() < min_samples:
         raise DataError(
             f"client {sizes.argmin()} of {clients} got {sizes.min()} samples, each needs {min_samples}; "
-            "lower data.partition.clients (or min_samples), or raise classes_per_client"
+            "lower data.partition.clients (or min_samples)"
+            + (", or raise classes_per_client" if partition.kind == "classes" else "")
         )
     return [np.sort(part) for part in parts]
+
+
+def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
+    """Returns the parts of a user's function f(labels, clients, draw). Raises DataError where they are no division."""
+    function = with_options(PARTITIONS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
+    result = call_own("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
+    where = f"data.partition {place_of(function)} returned"
+    if not isinstance(result, list | tuple) or len(result) != clients:
+        raise DataError(
+            f"{where} {described(result)}, expected a list of {clients} arrays of positions, one per client"
+        )
+    parts = []
+    for client, part in enumerate(map(np.asarray, result)):
+        if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
+            raise DataError(f"{where} {described(part)} for client {client}, expected integers of shape (n,)")
+        parts.append(part.astype(np.int64))
+    positions = np.concatenate(parts)
+    owner = np.repeat(np.arange(clients), [len(part) for part in parts])
+    if len(bad := np.flatnonzero((positions < 0) | (positions >= len(y)))):
+        raise DataError(
+            f"{where} position {positions[bad[0]]} for client {owner[bad[0]]}; there are {len(y)} samples, "
+            f"0..{len(y) - 1}"
+        )
+    order = np.argsort(positions, kind="stable")
+    if len(twice := np.flatnonzero(np.diff(positions[order]) == 0)):
+        first, second = owner[order[twice[0]]], owner[order[twice[0] + 1]]
+        raise DataError(
+            f"{where} position {positions[order[twice[0]]]} for client {first} and for client {second}; "
+            f"a sample belongs to one client, {len(twice)} of {len(positions)} positions are repeated"
+        )
+    return parts
 
 
 def writers(

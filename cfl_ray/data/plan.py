@@ -7,10 +7,11 @@ import numpy as np
 
 from cfl_ray.config import DataConfig, PartitionConfig
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
-from cfl_ray.data.shifts import Group, Variant, make_groups
+from cfl_ray.data.shifts import Change, Group, Variant, make_groups
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,7 @@ class TestSet:
 
     def labels(self) -> np.ndarray:
         """Returns the int16 labels as the group sees them."""
-        test_y = self.variant.images.test_y
-        assert test_y is not None  # test rows exist only with a test part
-        return self.variant.labels(test_y[self.rows])
+        return self.variant.test_labels(self.rows)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
             "set data.test.view: holdout (or name data.test_files)"
         )
     by_writer = data.partition.kind == "writer"
-    groups = make_groups(images, other, data.shift, natural=not by_writer and data.partition.groups is None)
+    groups = make_groups(images, other, data.shift, not by_writer and data.partition.groups is None, seed)
     divided = _divide_by_writer(groups, data, seed) if by_writer else _divide(groups, data, seed)
     test_sets, test_set_of = ([], {}) if view == "holdout" else _test_sets(groups, divided, data, seed)
     kept_N = _kept_shares(len(divided), data.partition, seed)
@@ -118,7 +117,9 @@ def _pooled(images: Images, source: str) -> Images:
 
 def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:
     if data.partition.clients is None:
-        raise DataError(f"data.partition.clients: null is for kind writer; {data.partition.kind} needs a number")
+        raise DataError(
+            f"data.partition.clients: null is for kind writer; {reference_of(data.partition.kind)} needs a number"
+        )
     least = max(data.partition.min_samples, 2 if data.test.view == "holdout" else 1)
     shares = partition.even_shares(data.partition.clients, len(groups))
     divided: list[ClientRows] = []
@@ -225,7 +226,7 @@ def _test_sets(
 ) -> tuple[list[TestSet], dict[tuple[int, int], int]]:
     """Returns the distinct shared test sets, and the number of the one for each (group, true group)."""
     test_sets: list[TestSet] = []
-    number_by_content: dict[tuple[int, int, int, bytes], int] = {}
+    number_by_content: dict[tuple[int, int, int, Change | None, bytes], int] = {}
     number_by_group: dict[tuple[int, int], int] = {}
     for group, true_group in dict.fromkeys((client.group, client.true_group) for client in divided):
         rows, variant = _test_rows(groups[group], true_group, data, seed), groups[group].variant
@@ -233,7 +234,7 @@ def _test_sets(
             raise DataError(
                 f"no test image for group {max(true_group, group)}; set data.test.view: holdout, or change data.shift"
             )
-        content = (id(variant.images), variant.turns, variant.offset, rows.tobytes())
+        content = (id(variant.images), variant.turns, variant.offset, variant.change, rows.tobytes())
         if content not in number_by_content:
             number_by_content[content] = len(test_sets)
             test_sets.append(TestSet(variant, rows))
@@ -263,7 +264,7 @@ def _tested_labels(clients: list[PlannedClient], test_sets: list[TestSet], num_c
     present_SC = np.array([np.bincount(one.labels(), minlength=num_classes) > 0 for one in test_sets])
     labels_NC = np.zeros((len(clients), num_classes), bool)
     for number, client in enumerate(clients):
-        labels_NC[number, client.variant.labels(client.variant.images.train_y[client.train])] = True
+        labels_NC[number, client.variant.train_labels(client.train)] = True
         if not (labels_NC[number] & present_SC[client.test_set]).any():
             own_labels = np.flatnonzero(labels_NC[number])
             raise DataError(

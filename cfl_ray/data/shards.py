@@ -153,12 +153,12 @@ class ShardFederation(IndexedFederation):
     def group_transform(self, group: int) -> GroupTransform:
         shift = self.recipe.get("data", {}).get("shift", {})
         if shift.get("kind") == "rotated":
-            return GroupTransform(0, turns=shift["angles"][group] // 90 % 4)
+            return _rotation(0, 1, shift["angles"], group)
         if shift.get("kind") == "shifted":
             return GroupTransform(0, offset=shift["offsets"][group] % self.shape.num_classes)
         if shift.get("kind") == "rotated_labels":
             angle, labels = divmod(group, len(shift["label_sets"]))
-            return GroupTransform(labels, turns=shift["angles"][angle] // 90 % 4)
+            return _rotation(labels, len(shift["label_sets"]), shift["angles"], angle)
         return super().group_transform(group)
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
@@ -183,6 +183,13 @@ class ShardFederation(IndexedFederation):
         if verify or self._folder.local is not None:
             for file in (self.manifest.index, *self.manifest.train, *self.manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
+
+
+def _rotation(family: int, families: int, angles: list[float], group: int) -> GroupTransform:
+    """Returns the transform of a rotated group: groups of one family differ by whole quarter turns."""
+    rests = sorted({angle % 90 for angle in angles} | {0})
+    turns = int(angles[group] // 90 % 4)
+    return GroupTransform(family + families * rests.index(angles[group] % 90), turns=turns)
 
 
 def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:

@@ -3,16 +3,59 @@
 A shift consists of rows and a transformation; pixels are computed only when a client's samples are written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cfl_ray.config import ShiftConfig
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.own_parts import call_own, described, place_of, with_options
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.rng import stream
+from cfl_ray.data import pixels
 from cfl_ray.data.images import Images
 
 T = TypeVar("T")
+SHIFTS: Registry[Any] = Registry("shift", ShiftConfig.builtin, ShiftConfig.group)
+ARGUMENTS = ("x", "y", "group", "draw")  # of a shift function
+
+
+@dataclass(frozen=True)
+class Change:
+    """A function f(x, y, group, draw) of the samples of one true group, which returns as many samples."""
+
+    function: Callable[..., Any]
+    group: int
+    seed: int
+    keeps_labels: bool = False  # True: known of this package's own functions
+
+    def __call__(self, images: Images, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the changed samples. Raises DataError, naming the function and its line, where they are no samples.
+
+        draw_of: the samples, in words: the address of the draw.
+        """
+        draw = stream(self.seed, -1, -1, self.group, f"data/shift of {draw_of}")
+        found = call_own("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
+        where = f"data.shift {place_of(self.function)}"
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise DataError(f"{where} returned {described(found)}, expected a pair (x, y)")
+        new_x, new_y = np.asarray(found[0]), np.asarray(found[1])
+        if new_x.shape != x.shape or new_x.dtype != x.dtype:
+            raise DataError(
+                f"{where} returned x as {described(new_x)}, expected {x.dtype} of shape {x.shape} as it was passed; "
+                "round and clip values before they are converted"
+            )
+        if new_y.shape != y.shape or new_y.dtype.kind not in "iu":
+            raise DataError(f"{where} returned y as {described(new_y)}, expected integers of shape {y.shape}")
+        if len(bad := np.flatnonzero((new_y < 0) | (new_y >= images.num_classes))):
+            raise DataError(
+                f"{where} returned label {new_y[bad[0]]}; the data set has {images.num_classes} classes, "
+                f"0..{images.num_classes - 1}"
+            )
+        return new_x, new_y.astype(np.int16)
 
 
 @dataclass(frozen=True)
@@ -22,23 +65,39 @@ class Variant:
     images: Images
     turns: int = 0  # quarter turns counter-clockwise, 0..3, as np.rot90 and torchvision's rotate turn
     offset: int = 0  # s in y -> (y + s) mod C
+    change: Change | None = None
 
-    def labels(self, y: np.ndarray) -> np.ndarray:
-        """Returns these labels as the group sees them."""
-        return (y + self.offset) % self.images.num_classes if self.offset else y
+    def train_labels(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the int16 labels of training samples as the group sees them."""
+        if self.change is None or self.change.keeps_labels:
+            return self._labels(self.images.train_y[rows])
+        return self.train(rows)[1]
+
+    def test_labels(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the int16 labels of test samples as the group sees them."""
+        assert self.images.test_y is not None  # test rows exist only with a test part
+        if self.change is None or self.change.keeps_labels:
+            return self._labels(self.images.test_y[rows])
+        return self.test(rows)[1]
 
     def train(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns training samples: uint8 (n, C, H, W) and int16 (n,)."""
-        return self._rotated(self.images.train_x[rows]), self.labels(self.images.train_y[rows])
+        return self._samples(self.images.train_x, self.images.train_y, rows, "training")
 
     def test(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns test samples, likewise."""
         # test rows exist only with a test part
         assert self.images.test_x is not None and self.images.test_y is not None
-        return self._rotated(self.images.test_x[rows]), self.labels(self.images.test_y[rows])
+        return self._samples(self.images.test_x, self.images.test_y, rows, "test")
 
-    def _rotated(self, x: np.ndarray) -> np.ndarray:
-        return np.rot90(x, self.turns, axes=(-2, -1)) if self.turns else x
+    def _samples(self, x: np.ndarray, y: np.ndarray, rows: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
+        x, y = x[rows], self._labels(y[rows])
+        x = np.rot90(x, self.turns, axes=(-2, -1)) if self.turns else x
+        # the first row is an address of the samples: no other client of the group has it
+        return self.change(self.images, x, y, f"{part} {rows[0]}") if self.change is not None and len(rows) else (x, y)
+
+    def _labels(self, y: np.ndarray) -> np.ndarray:
+        return (y + self.offset) % self.images.num_classes if self.offset else y
 
 
 @dataclass(frozen=True)
@@ -50,16 +109,22 @@ class Group:
     test_rows: np.ndarray | None  # int64, ascending; None where the data set has no test part
 
 
-def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool) -> list[Group]:
+def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool, seed: int = 0) -> list[Group]:
     """Returns the true groups under `shift`. Groups whose label sets overlap share images.
 
     other: the second data set of a hybrid. natural: whether an unshifted data set keeps the groups that it came with.
+    seed: of the draws of the shift.
     """
+    if shift.is_own:
+        function = with_options(SHIFTS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
+        return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
+    if shift.kind in ("noise", "blur", "brightness"):
+        return _of_pixels(images, shift, seed)
     if shift.kind == "none":
         count = images.group.max() + 1 if natural and images.group is not None else 0
         return [_natural(images, group) for group in range(count)] or [_group(Variant(images))]
     if shift.kind == "rotated":
-        return [_group(Variant(images, _turns(angle, images))) for angle in _nonempty(shift.angles, "angles")]
+        return [_group(_rotated(images, angle, seed)) for angle in _nonempty(shift.angles, "angles")]
     if shift.kind == "shifted":
         offsets = [offset % images.num_classes for offset in _nonempty(shift.offsets, "offsets")]
         return [_group(Variant(images, offset=offset)) for offset in offsets]
@@ -67,7 +132,7 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
         return [_group(Variant(images), labels) for labels in _label_sets(shift, images)]
     if shift.kind == "rotated_labels":
         return [
-            _group(Variant(images, _turns(angle, images)), labels)
+            _group(_rotated(images, angle, seed), labels)
             for angle in _nonempty(shift.angles, "angles")
             for labels in _label_sets(shift, images)
         ]
@@ -104,6 +169,34 @@ def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
             f"data.source is {first}, data.shift.other {name!r} is {second}"
         )
     return [_group(Variant(images)), _group(Variant(other))]
+
+
+def _of_pixels(images: Images, shift: ShiftConfig, seed: int) -> list[Group]:
+    """Returns the groups of a shift of pixel values."""
+    if images.vocabulary is not None or (shift.kind == "blur" and len(images.shape) != 3):
+        needed = "images" if shift.kind == "blur" else "real numbers"
+        found = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
+        raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {found}; use another kind")
+    key, function = {
+        "noise": ("sigmas", pixels.with_noise),
+        "blur": ("radii", pixels.blurred),
+        "brightness": ("factors", pixels.brightened),
+    }[shift.kind]
+    amounts = _nonempty(getattr(shift, key), key)
+    changes = [
+        Change(partial(function, amount=amount, scale=images.scale), group, seed, keeps_labels=True)
+        for group, amount in enumerate(amounts)
+    ]
+    return [_group(Variant(images, change=change)) for change in changes]
+
+
+def _rotated(images: Images, angle: float, seed: int) -> Variant:
+    """Returns the data set rotated: exactly by quarter turns, otherwise with bilinear interpolation."""
+    if angle % 90 == 0:
+        return Variant(images, _turns(int(angle), images))
+    _turns(0, images)
+    change = Change(partial(pixels.rotated, amount=angle, scale=images.scale), 0, seed, keeps_labels=True)
+    return Variant(images, change=change)
 
 
 def _turns(angle: int, images: Images) -> int:

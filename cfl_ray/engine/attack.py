@@ -11,19 +11,27 @@ A signature that is not a model is forged in the same way, with w = 0. Client st
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.rng import torch_stream
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.own_parts import call_own, described, place_of
+from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.work import Address
+
+UPLOAD = ("upload_P", "start_P", "draw")  # arguments of a user's attack
 
 
 @dataclass(frozen=True)
 class Attack:
     """Which clients attack, how, and from which round on. The default is no attack."""
 
-    kind: str = "none"  # label_flip, sign_flip, scaled, gaussian or colluders
+    # label_flip, sign_flip, scaled, gaussian, colluders or, of the user, a function f(upload_P, start_P, draw) or an
+    # object with a method `upload` like it, a method `labels(y, num_classes, draw)`, or both
+    kind: Any = "none"
     clients: frozenset[int] = frozenset()
     scale: float = 1.0
     sigma: float = 1.0
@@ -35,12 +43,18 @@ class Attack:
 
     def labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
         """The labels (n,) that this client trains on."""
-        return classes - 1 - y if self.kind == "label_flip" and self.attacks(client, address) else y
+        if not self.attacks(client, address):
+            return y
+        if not isinstance(self.kind, str):
+            return self._own_labels(client, y, classes, address)
+        return classes - 1 - y if self.kind == "label_flip" else y
 
     def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
         """The upload (F,) of this client: `value_F` itself, or its forgery where the client attacks."""
         if not self.attacks(client, address):
             return value_F
+        if not isinstance(self.kind, str):
+            return self._own_upload(client, value_F, sent_F, address)
         sent_F = sent_F.to(value_F.device)
         if self.kind == "sign_flip":
             return sent_F - self.scale * (value_F - sent_F)
@@ -54,3 +68,42 @@ class Attack:
             direction_F = torch.randn(len(value_F), generator=draw).to(value_F.device)
             return sent_F + self.scale * (value_F - sent_F).norm() / direction_F.norm() * direction_F
         return value_F
+
+    def _own_labels(self, client: int, y: Tensor, classes: int, address: Address) -> Tensor:
+        if not hasattr(self.kind, "labels"):
+            return y
+        draw = stream(address.seed, address.round, -1, client, "own attack/labels")
+        found = call_own("attack", self.kind.labels, y.numpy().copy(), classes, draw)
+        labels = np.asarray(found)
+        if labels.shape != tuple(y.shape) or labels.dtype.kind not in "iu":
+            where = f"attack {place_of(self.kind.labels)} returned {described(found)}"
+            raise RunError(f"{where}, expected integer labels of shape {tuple(y.shape)}")
+        if len(bad := labels[(labels < 0) | (labels >= classes)]):
+            raise RunError(f"attack {place_of(self.kind.labels)} returned label {bad[0]}, expected 0..{classes - 1}")
+        return torch.from_numpy(labels.astype(np.int64))
+
+    def _own_upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
+        function = getattr(self.kind, "upload", None) or (self.kind if callable(self.kind) else None)
+        if function is None:
+            return value_F
+        draw = stream(address.seed, address.round, address.exchange, client, "own attack/upload")
+        found = call_own("attack", function, value_F.cpu().clone(), sent_F.cpu().clone(), draw)
+        try:
+            forged_F = torch.as_tensor(found).detach().float()
+        except (TypeError, ValueError, RuntimeError):
+            forged_F = torch.zeros(0)
+        if forged_F.shape != value_F.shape:
+            raise RunError(
+                f"attack {place_of(function)} returned {described(found)}, "
+                f"expected an upload like the one it was passed: numbers of shape {tuple(value_F.shape)}"
+            )
+        return forged_F.to(value_F.device)
+
+
+def check_own(attack: Any) -> None:
+    """Raises ConfigError where a user's attack is neither a function nor an object with `upload` or `labels`."""
+    if not (callable(attack) or hasattr(attack, "upload") or hasattr(attack, "labels")):
+        raise ConfigError(
+            f"attack {place_of(attack)} is no attack: expected a function f({', '.join(UPLOAD)}), or a class with a "
+            f"method upload({', '.join(UPLOAD)}) or labels(y, num_classes, draw)"
+        )

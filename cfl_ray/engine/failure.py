@@ -29,6 +29,8 @@ class naming_client:
         if isinstance(error, UserError):  # it says itself where it happened
             raise ClientFailure(f"{self.what} {self.client} failed while {self.stage}: {error}") from error
         if isinstance(error, Exception) and not isinstance(error, ClientFailure):
+            if isinstance(error, UserError):  # it names the place itself
+                raise ClientFailure(f"client {self.client} failed while {self.stage}: {error}") from error
             where = traceback.extract_tb(trace)[-1]
             raise ClientFailure(
                 f"{self.what} {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})"

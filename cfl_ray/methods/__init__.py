@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.method import Method
-from cfl_ray.core.plugins import load_plugin
+from cfl_ray.core.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -16,6 +16,10 @@ for _module in pkgutil.iter_modules(__path__):
 REGISTRY: dict[str, type[Method[Any]]] = {
     name: cls for name, cls in Method.registry.items() if cls.__module__.startswith(__name__)
 }
+
+
+_FOLDER = re.compile(r"[^\s'{]*/")  # of a file that an option names
+METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
 
 
 def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
@@ -54,14 +58,12 @@ def _method(entry: Any) -> Method[Any]:
 
 
 def find(name: str) -> type[Method[Any]]:
-    """The registered method `name`, or the class that `file.py:Class` names. Raises ConfigError.
+    """The registered method `name`, that of an installed package (group `cfl_ray.methods`), or `file.py:Class`.
 
-    A name may be written as in its paper: FL+HC, FedAvg+.
+    A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError.
     """
     plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
-    found = load_plugin(name, "method") if ":" in name else REGISTRY.get(plain)
-    if found is None:
-        raise ConfigError(f"unknown method {name!r}{did_you_mean(name, REGISTRY)}")
+    found = METHODS.find(plain if plain in REGISTRY else name)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"method {name!r} is a {type(found).__name__}, not a subclass of cfl_ray.Method")
     return _require_name(found)
@@ -95,7 +97,7 @@ def _parse_number(value: Any) -> Any:
 def full_label(method: Method[Any]) -> str:
     """The name with every option that is not at its default."""
     changed = [
-        f"{item.name}={getattr(method, item.name)}"
+        f"{item.name}={_FOLDER.sub('', str(getattr(method, item.name)))}"
         for item in dataclasses.fields(method)
         if getattr(method, item.name) != item.default
     ]

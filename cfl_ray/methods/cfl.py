@@ -29,6 +29,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering import agglomerative
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced, whole_update
+from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
@@ -170,7 +171,7 @@ class CFL(Method[CFLState], name="cfl"):
         super().__post_init__()
         defaults = {"eps1": 0.1, "eps2": 0.6} if self.relative else {"eps1": 0.4, "eps2": 1.6}
         vars(self).update({name: value for name, value in defaults.items() if getattr(self, name) is None})
-        if self.stale_updates == "reapply" and self.aggregation_rule.name != "mean":
+        if self.stale_updates == "reapply" and not isinstance(self.aggregation_rule, Mean):
             raise ValueError(
                 "cfl.aggregation must be mean with stale_updates reapply, whose sums the server makes itself, "
                 f"got {self.aggregation!r}; use drop"

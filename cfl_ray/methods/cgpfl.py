@@ -95,5 +95,9 @@ class CGPFL(Method[State], name="cgpfl"):
         mean_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
         return state.advance(models_KP=torch.lerp(state.models_KP, mean_KP, self.beta), assign_N=assign_N)
 
+    def join(self, state: State, clients: Clients) -> State:
+        """Newcomers start from the mean of all context models, and are clustered in their first round."""
+        return state
+
     def serve(self, state: State, clients: Clients) -> Serving:
         return Serving(with_mean(state.models_KP), row_or_last(state, clients), client_state=PERSONAL)

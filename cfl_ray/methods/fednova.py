@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cfl_ray.core.aggregation import ClippingRule, Mean
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -44,10 +45,12 @@ class FedNova(Method[State], name="fednova"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.aggregation_rule.name not in ("mean", "norm_clipping"):
+        rule = self.aggregation_rule
+        name = getattr(rule, "name", type(rule).__name__)
+        if not isinstance(rule, Mean | ClippingRule):
             raise ValueError(
                 f"fednova.aggregation must be mean or norm_clipping, got {self.aggregation!r}: "
-                f"normalisation is a matter of weights, and {self.aggregation_rule.name} has none"
+                f"normalisation is a matter of weights, and {name} has none"
             )
 
     @property

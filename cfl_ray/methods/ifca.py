@@ -144,6 +144,10 @@ class IFCA(Method[State], name="ifca"):
             spec.base.put(after_RP, spec.base.of(after_RP[-1:]))
         return after_RP[: self.num_clusters]
 
+    def join(self, state: State, clients: Clients) -> State:
+        """Newcomers choose a model whenever they predict, until they have trained."""
+        return state
+
     def serve(self, state: State, clients: Clients) -> Serving:
         if state.phase == "warmup":
             return Serving(state.models_KP, self.warmup_clusters(clients.ids_M, clients.seed))

@@ -117,6 +117,10 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         """c(i) (M,) of each client."""
         return clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples).argmin(1)
 
+    def join(self, state: CAMState, clients: Clients) -> CAMState:
+        """Newcomers choose a model whenever they predict, until they have trained."""
+        return state
+
     def serve(self, state: CAMState, clients: Clients) -> Serving:
         if state.phase == "warmup":
             return Serving(state.global_KP, clients.first_row())

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from cfl_ray.tracking import (
     RUN_METRICS,
     FileTracker,
     MlflowTracker,
+    Relay,
+    RelayingTracker,
     RoundRecord,
     RunInfo,
     Tracker,
@@ -35,6 +37,7 @@ from cfl_ray.tracking import (
     read_records,
     redact,
     resolve_uri,
+    sinks,
     summarise,
 )
 from cfl_ray.tracking.record import EndStatus, primary_of, score_metrics_of
@@ -72,7 +75,7 @@ class Driver:
         self.writer = ThreadPoolExecutor(1, "end-of-method")
         self.ending: Future[None] | None = None  # the end of the method before
         self.uri: str | None = None  # of MLflow; None: results stay in files
-        if self.experiment.tracking.enabled and directory:
+        if self.experiment.tracking.uses_mlflow and directory:
             self.uri = resolve_uri(self.experiment.tracking, self.experiment.output)
 
     def all_methods(self) -> Results:
@@ -236,6 +239,10 @@ class Driver:
             tracker = MlflowTracker(
                 directory, self.uri, experiment, parent, warn=self.watcher.warn, of_task=self.of_task
             )
+        relays = [
+            Relay(name, sink, directory, self.watcher.warn) for name, sink in sinks(self.experiment.tracking).items()
+        ]
+        tracker = RelayingTracker(tracker, relays) if relays else tracker
         tracker.start(self._run_info(label))
         return tracker
 
@@ -257,7 +264,7 @@ class Driver:
             return RunInfo(f"{experiment.name}, {when}", "", tags, params)
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
-        params |= {f"method.{key}": str(value) for key, value in vars(method).items()}
+        params |= {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
         name = f"{full_label(method)}, {experiment.name}, {when}"
         return RunInfo(name, method.name, tags | {"method": method.name, "label": label}, params)
 

@@ -101,7 +101,7 @@ def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | N
         records, end = list(read_records(directory / label)), read_end(directory / label)
         assert end is not None  # it is finished
         methods[label] = MethodResult(label, records, dict(end.summary.metrics))
-    uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.enabled else None
+    uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
     return Results(methods, directory, redact(uri) if uri else None)
 
 
@@ -130,6 +130,9 @@ class _Launch:
     replay: Path | None = None
     directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
     session: Session | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
 
     def run(self) -> Results:
         if self.replay is not None:

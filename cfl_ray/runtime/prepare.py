@@ -9,14 +9,24 @@ from typing import Any
 import torch
 
 from cfl_ray import data, models
-from cfl_ray.config import Experiment, check_cohort
-from cfl_ray.core.availability import ALWAYS, Availability, Bernoulli, Diurnal, Trace
+from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, check_cohort
+from cfl_ray.core.availability import (
+    ALWAYS,
+    ARGUMENTS,
+    Availability,
+    Bernoulli,
+    Diurnal,
+    OwnAvailability,
+    Trace,
+)
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
+from cfl_ray.core.own_parts import with_options
 from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.registry import Registry
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import RateSchedule, constant, resolve_schedule
 from cfl_ray.core.tasks import CLASSIFICATION, Task, resolve_task
@@ -24,12 +34,16 @@ from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import autotune
-from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.attack import UPLOAD, Attack, check_own
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.tracking import sinks
 from cfl_ray.tracking.record import check_score_name
+
+ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
+AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builtin, AvailabilityConfig.group)
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,10 @@ class Learning:
 
 @dataclass(frozen=True)
 class Setup:
-    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes."""
+    """An experiment with its federation, network recipe and methods. Pickles to paths and recipes.
+
+    Parts of the user's own files are found once, here, and travel with it.
+    """
 
     experiment: Experiment
     federation: Federation
@@ -57,6 +74,7 @@ class Setup:
     availability: Availability = ALWAYS
     task: Task = CLASSIFICATION  # with all metrics that are measured
     learning: Learning = Learning()
+    attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
 
     @property
     def local(self) -> LocalSGD:
@@ -98,7 +116,7 @@ class Setup:
         draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
         drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
         clients = frozenset(drawn if wanted.clients is None else wanted.clients)
-        return Attack(wanted.kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
+        return Attack(self.attack_kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -119,6 +137,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     methods = resolve(experiment.methods)
     task, learning = _learning(experiment, methods)
     _check_targets(task, federation)
+    sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     _check_schedule(experiment, federation.num_clients)
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if changes := _data_changes(experiment):
@@ -128,7 +147,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs)
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
-    setup = Setup(experiment, federation, recipe, methods, availability, task, learning)
+    attack_kind = _attack_kind(experiment.attack)
+    setup = Setup(experiment, federation, recipe, methods, availability, task, learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
     return setup
 
@@ -181,9 +201,21 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
     ]
 
 
+def _attack_kind(given: AttackConfig) -> Any:
+    """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
+    if not given.is_own:
+        return given.kind
+    made = with_options(ATTACKS.resolve(given.kind), given.options, "attack", UPLOAD)
+    check_own(made)
+    return made
+
+
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
     """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
+    if given.is_own:
+        function = with_options(AVAILABILITY.resolve(given.kind), given.options, "availability", ARGUMENTS)
+        return OwnAvailability(function, num_clients, experiment.seed)
     if given.kind == "trace":
         assert given.file is not None  # the config checks that a trace has one
         return Trace(*read_trace(given.file, num_clients), given.unit)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.errors import UserError
 from cfl_ray.core.method import Start
@@ -87,6 +88,7 @@ class RoundLoop:
         self.attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.method, self.network, self.store = setup.methods[label], network, store
         self.backend = ReusingBackend(backend, self.federation, self.attackers)
+        self.steps = CheckedMethod(self.method, network.spec.size)
         self.aggregation, step = self.method.aggregation_rule, self.method.server_step
         self.server = None if step is None else ServerMoments(step)
         experiment = self.experiment
@@ -178,7 +180,7 @@ class RoundLoop:
         self._look_at(round)
         self.requests.set_population(self.population)
         if checkpoint is None:
-            self.state = self.method.init(self._start())
+            self.state = self.steps.init(self._start())
         else:
             self._restore(checkpoint)
         return round
@@ -230,7 +232,7 @@ class RoundLoop:
             self.server.begin()
         if len(cohort.ids_M):
             clients = self.clients_of(cohort.ids_M, round, test_locally=self.experiment.evaluation.local)
-            self.state = self.method.round(self.state, clients, Draws(self.experiment.seed, round))
+            self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, round))
         else:
             self.notes.append("no client could be reached: a round without training")
         self._set_local_scores(list(self.stats.local_scores), list(self.stats.local_scores.values()))
@@ -269,17 +271,17 @@ class RoundLoop:
         joined, left = self.population.advance(round)
         self.requests.set_population(self.population)
         if len(left):
-            self.state = self.method.leave(self.state, left)
+            self.state = self.steps.leave(self.state, left)
             self.backend.forget(left)
             self._set_local_scores(left, np.nan)
             self.notes.append(f"left: {_listed(left)}")
         if len(joined):
-            self.state = self.method.join(self.state, self.clients_of(joined, round))
+            self.state = self.steps.join(self.state, self.clients_of(joined, round))
             self.notes.append(f"joined: {_listed(joined)}")
         changed = self.federation.changed(round)
         changed = changed[self.population.is_online_N[changed]]
         if len(changed):
-            self.state = self.method.drift(self.state, self.clients_of(changed, round))
+            self.state = self.steps.drift(self.state, self.clients_of(changed, round))
             self.notes.append(f"data changed: {_listed(changed)}")
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
@@ -309,7 +311,7 @@ class RoundLoop:
             evaluated=True,
             choice_samples=settings.choice_samples,
         )
-        serving = self.method.serve(self.state, clients)
+        serving = self.steps.serve(self.state, clients)
         scores = self.evaluator.scores(serving, clients)
         self.scores_M4 = np.column_stack([scores.ids_M, scores.table_MS])
         self.metrics |= score_metrics(scores, self.task) | cluster_metrics(self.state, online, self.present.group_N)

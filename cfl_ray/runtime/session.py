@@ -2,9 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from cfl_ray.config import BuiltinKind, RuntimeConfig
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.own_parts import call_own, place_of
+from cfl_ray.core.registry import Registry
 from cfl_ray.core.threads import one_thread
 from cfl_ray.engine import autotune
 from cfl_ray.engine.in_process import InProcessBackend
@@ -13,6 +18,16 @@ from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
+
+BACKENDS: Registry[Any] = Registry(
+    "backend",
+    {
+        "ray": BuiltinKind("on the hosts of a Ray cluster", ("runtime.address", "runtime.hosts")),
+        "in_process": BuiltinKind("in this process, for debugging and tests; the figures are the same"),
+    },
+    RuntimeConfig.backends_group,
+)
+BACKEND_METHODS = ("run", "use", "forget", "client_state", "changed", "forgotten", "restore")
 
 
 class Session(Protocol):
@@ -59,14 +74,34 @@ class InProcessSession:
             ),
         )
         self.worker.engine = self.choice.engine
+        self._backend()  # made anew for each method; here, only what is no backend is found
 
     def begin(self, label: str) -> RoundReport:
-        backend = InProcessBackend(self.worker, bool(self.setup.experiment.runtime.clients_per_host))
+        backend = self._backend()
         self.loop = RoundLoop(
             self.setup, label, self.worker.network, backend, checkpoint_store(self.setup, self.run_dir, label)
         )
         self.backend = backend
         return self.loop.advance()
+
+    def _backend(self) -> Any:
+        """A new backend. Raises ConfigError where the user's own is none."""
+        runtime = self.setup.experiment.runtime
+        part, options = (
+            next(iter(runtime.backend.items())) if isinstance(runtime.backend, dict) else (runtime.backend, {})
+        )
+        if part in BACKENDS.builtin:
+            return InProcessBackend(self.worker, bool(runtime.clients_per_host))
+        found = BACKENDS.resolve(part)
+        if not isinstance(found, type):
+            raise ConfigError(f"backend {place_of(found)} is {type(found).__name__}, expected a class")
+        backend = call_own("backend", partial(found, **(options or {})), self.worker, error=ConfigError)
+        if missing := [name for name in BACKEND_METHODS if not hasattr(backend, name)]:
+            raise ConfigError(
+                f"backend {place_of(found)} has no method {missing[0]!r}; a backend has {', '.join(BACKEND_METHODS)} "
+                "(a subclass of cfl_ray.engine.in_process.InProcessBackend has them)"
+            )
+        return backend
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
         method = TrainedMethod(self.setup, self.loop, self.backend)

@@ -174,7 +174,7 @@ class TrainedMethod:
         return self._loop.clients_of(ids, max(self.round, 1), stats=RoundStats())
 
     def _serving(self, ids: np.ndarray) -> Serving:
-        serving = self._loop.method.serve(self.state, self._clients(ids))
+        serving = self._loop.steps.serve(self.state, self._clients(ids))
         return replace(serving, row_M=np.asarray(serving.row_M))
 
     def _tuned(self, client: int, row_P: Tensor, serving: Serving) -> Tensor:

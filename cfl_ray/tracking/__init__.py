@@ -3,6 +3,7 @@
 Importing this package does not import mlflow.
 """
 
+from cfl_ray.tracking.chosen import TRACKERS, sinks
 from cfl_ray.tracking.delivery import Delivered, deliver_pending
 from cfl_ray.tracking.mlflow_tracker import MlflowTracker
 from cfl_ray.tracking.record import (
@@ -15,6 +16,7 @@ from cfl_ray.tracking.record import (
     check_metrics,
     flatten,
 )
+from cfl_ray.tracking.sink import Relay, RelayingTracker, Sink
 from cfl_ray.tracking.summary import summarise
 from cfl_ray.tracking.tracker import ARTIFACTS, FileTracker, Tracker, read_end, read_info, read_records
 from cfl_ray.tracking.uri import redact, resolve_uri
@@ -24,12 +26,16 @@ __all__ = [
     "METRICS",
     "ROUND_METRICS",
     "RUN_METRICS",
+    "TRACKERS",
     "Delivered",
     "FileTracker",
     "MlflowTracker",
+    "Relay",
+    "RelayingTracker",
     "RoundRecord",
     "RunEnd",
     "RunInfo",
+    "Sink",
     "Tracker",
     "check_metrics",
     "deliver_pending",
@@ -39,5 +45,6 @@ __all__ = [
     "read_records",
     "redact",
     "resolve_uri",
+    "sinks",
     "summarise",
 ]

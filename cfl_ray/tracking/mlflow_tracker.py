@@ -19,7 +19,10 @@ _warn_in_log = logging.getLogger(__name__).warning
 
 
 class MlflowTracker:
-    """Writes the run directory as `FileTracker` does; a daemon thread delivers it to MLflow."""
+    """Runs of MLflow (keys tracking.uri, tracking.experiment), delivered by a daemon thread from the run directory.
+
+    The files are those of `FileTracker`.
+    """
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def method_pages() -> dict[str, str]:
         "# Methods\n\n"
         "One page per published method: its paper, the equations that are implemented, where the implementation\n"
         "departs from the paper, and its options. In an experiment a method is a name or a name with options:\n"
-        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Writing a method](../../methods.md) shows how to add one.\n\n"
+        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Writing a method](../../extend/method.md) shows how to add one.\n\n"
         f"| method | name in the config | |\n|---|---|---|\n{rows}\n"
     )
     return pages

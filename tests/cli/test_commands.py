@@ -300,6 +300,19 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert call(capsys, "methods", "stokfl")[0] == 2
 
 
+def test_list_shows_the_parts_of_every_kind_and_how_to_bring_ones_own(capsys):
+    from cfl_ray.runtime.catalogue import KINDS
+
+    status, printed, _ = call(capsys, "list")
+    assert status == 0 and all(kind in printed for kind in KINDS)
+    for name, kind in KINDS.items():
+        status, printed, _ = call(capsys, "list", name)
+        assert status == 0 and all(part in printed for part in kind.registry.names())
+        assert kind.own in printed and kind.page in printed and kind.registry.group in printed
+    status, _, errors = call(capsys, "list", "modls")
+    assert status == 2 and "unknown kind 'modls' (did you mean 'models'?)" in errors
+
+
 def test_config_explains_every_key(capsys):
     status, printed, _ = call(capsys, "config")
     assert status == 0

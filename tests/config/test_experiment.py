@@ -11,7 +11,7 @@ import yaml
 
 import cfl_ray
 from cfl_ray import config
-from cfl_ray.config import ConfigSection, Experiment, load
+from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method
@@ -79,11 +79,11 @@ class TestErrors:
             ({"local": {"epochs": 2.5}}, "^local.epochs: .*integer.*, got 2.5$"),
             (
                 {"data": {"shift": {"kind": "rotate"}}},
-                "^data.shift.kind: .*'none', 'rotated', 'shifted'.*, got 'rotate'$",
+                r"^data.shift.kind: unknown shift 'rotate' \(did you mean 'rotated'\?\), got 'rotate'$",
             ),
             (
-                {"data": {"shift": {"angles": [0, 45]}}},
-                r"^data.shift: angles must be multiples of 90 degrees, got \[45\]",
+                {"data": {"shift": {"options": {"a": 1}, "kind": "rotated"}}},
+                r"^data.shift: options are for kinds of your own \(file.py:Name\); the keys of rotated are: angles",
             ),
             (
                 {"data": {"partition": {"cut": [{"keep": 1.0, "clients": 3}]}}},
@@ -134,7 +134,10 @@ class TestErrors:
                 {"data": {"source": "synthetic", "partition": {"cut": [{"keep": 0.1, "clients": 3}]}}},
                 "^data: partition.cut has no meaning for source synthetic, which is not divided; leave it out",
             ),
-            ({"attack": {"kind": "sign"}}, "^attack.kind: .*'label_flip', 'sign_flip'.*, got 'sign'$"),
+            (
+                {"attack": {"kind": "sign"}},
+                r"^attack.kind: unknown attack 'sign' \(did you mean 'sign_flip'\?\), got 'sign'$",
+            ),
             ({"attack": {"fraction": 1}}, "^attack.fraction: .*less than 1, got 1$"),
             ({"attack": {"clients": []}}, r"^attack.clients: .*at least 1 item.*, got \[\]$"),
             ({"attack": {"clients": [3, -1]}}, "^attack.clients.1: .*greater than or equal to 0, got -1$"),
@@ -575,3 +578,61 @@ def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
     assert (changed.model.name, changed.data.root) == ("my.py:Net", "data")
     (tmp_path / "conf" / "my.py").unlink()
     assert load("conf/mine.yaml").model.name == "my.py:Net"
+
+
+class TestParts:
+    def test_keys_that_came_later_are_in_the_hash_only_where_they_are_used(self):
+        """Runs and shards of earlier configs are recognised."""
+        later = {"shift": {"options", "groups", "sigmas", "radii", "factors"}, "partition": {"options"}}
+        plain = DataConfig.without_defaults(DataConfig().model_dump(mode="json"))
+        for section, keys_of_section in later.items():
+            assert not plain[section].keys() & keys_of_section
+        used = DataConfig(shift={"kind": "noise", "sigmas": [0.5]}).model_dump(mode="json")
+        assert DataConfig.without_defaults(used)["shift"]["sigmas"] == [0.5]
+        hashes = {
+            Experiment(**changes).config_hash
+            for changes in (
+                {},
+                {"data": {"shift": {"kind": "my.py:f"}}},
+                {"data": {"shift": {"kind": "my.py:f", "options": {"a": 1}}}},
+                {"data": {"partition": {"kind": "my.py:f"}}},
+                {"attack": {"kind": "my.py:f"}},
+                {"attack": {"kind": "my.py:f", "options": {"a": 1}}},
+                {"cohort": {"availability": {"kind": "my.py:f"}}},
+                {"methods": [{"fedavg": {"aggregation": "my.py:Rule"}}]},
+            )
+        }
+        assert len(hashes) == 8
+
+    def test_angles_that_are_whole_are_whole_numbers(self):
+        """So that a config has one hash, however they are written."""
+        one, other = (
+            Experiment(data={"shift": {"kind": "rotated", "angles": angles}}) for angles in ([0, 90], [0.0, 90.0])
+        )
+        assert one.config_hash == other.config_hash and one.to_yaml() == other.to_yaml()
+
+    def test_relative_paths_of_parts_are_beside_the_file(self, tmp_path):
+        """Every place of a config that can name a file of the user."""
+        (tmp_path / "own.py").write_text("")
+        (tmp_path / "mine.yaml").write_text(
+            """
+methods: ["own.py:M", {fedavg: {aggregation: {"own.py:R": {a: 1}}}}, {fedavg: {aggregation: "own.py:R"}}]
+data: {source: "own.py:s", shift: {kind: "own.py:f"}, partition: {kind: "own.py:f"}}
+model: {name: "own.py:N"}
+cohort: {availability: {kind: "own.py:f"}}
+attack: {kind: "own.py:f"}
+runtime: {backend: {"own.py:B": {}}}
+tracking: {trackers: ["own.py:T", {"own.py:U": {}}]}
+"""
+        )
+        written = load(tmp_path / "mine.yaml").to_yaml()
+        assert written.count(f"{tmp_path}/own.py:") == written.count("own.py:") == 12
+
+    def test_objects_made_in_python_are_recorded_by_name(self):
+        def shift(x, y, group, draw):
+            return x, y
+
+        experiment = Experiment(data={"shift": {"kind": shift}})
+        assert experiment.to_dict()["data"]["shift"]["kind"] == f"{__name__}.{shift.__qualname__}"
+        with pytest.raises(ConfigError, match="data.shift.kind: a shift is a name, file.py:Name or, in Python"):
+            Experiment(data={"shift": {"kind": 5}})

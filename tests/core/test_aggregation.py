@@ -1,17 +1,33 @@
 """Aggregation rules against numpy on random rows: their formulas, ties, few results, and private columns."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core import aggregation
-from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean, aggregate, parse_rule
+from cfl_ray.config import Experiment
+from cfl_ray.core.aggregation import (
+    RULES,
+    Mean,
+    Median,
+    MultiKrum,
+    NormClipping,
+    TrimmedMean,
+    aggregate,
+    apply,
+    parse_rule,
+)
+from cfl_ray.core.aggregation.apply import ByColumns, squared_distances
+from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train
 from cfl_ray.engine.reduce import combine_columns
+from cfl_ray.methods.fedavg import FedAvg
 
 P = 40
+WEIGHTS = np.ones(1)  # these rules do not look at them
 
 
 def rows(count: int, seed: int = 0) -> np.ndarray:
@@ -56,7 +72,9 @@ class TestFormulas:
     @pytest.mark.parametrize("count", [3, 4, 7, 10])
     def test_median(self, count):
         rows_nP = rows(count)
-        assert np.array_equal(Median()([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0))
+        assert np.array_equal(
+            ByColumns(Median(), WEIGHTS)([rows_nP[:, :9], rows_nP[:, 9:]]), np.median(rows_nP.astype(np.float64), 0)
+        )
 
     @pytest.mark.parametrize(
         "count, share, cut", [(10, 0.3, 3), (10, 0.29, 2), (7, 0.2, 1), (4, 0.49, 1), (5, 0.1, 0), (100, 0.29, 29)]
@@ -65,25 +83,25 @@ class TestFormulas:
         """0.29 of 100 is 29, although the product in float64 is a little less."""
         rows_nP = rows(count)
         expected = np.sort(rows_nP.astype(np.float64), 0)[cut : count - cut].mean(0)
-        assert np.allclose(TrimmedMean(share)([rows_nP]), expected, rtol=0, atol=1e-12)
+        assert np.allclose(ByColumns(TrimmedMean(share), WEIGHTS)([rows_nP]), expected, rtol=0, atol=1e-12)
 
     def test_half_the_rows_cannot_move_the_median_beyond_the_others(self):
         rows_nP = rows(9)
         rows_nP[:4] = 1e6
-        found = Median()([rows_nP])
+        found = ByColumns(Median(), WEIGHTS)([rows_nP])
         assert (found <= rows_nP[4:].max(0)).all() and (found >= rows_nP[4:].min(0)).all()
 
     def test_squared_distances(self):
         rows_nP = rows(6)
         expected = ((rows_nP[:, None].astype(np.float64) - rows_nP) ** 2).sum(2)
-        found = MultiKrum.squared_distances([rows_nP[:, :7], rows_nP[:, 7:]])
+        found = squared_distances([rows_nP[:, :7], rows_nP[:, 7:]])
         assert np.allclose(found, expected, rtol=1e-6, atol=1e-9)
 
     def test_squared_distances_of_honest_results_are_exact_however_far_the_others_are(self):
         rows_nP = rows(7) * 1e-2
         expected = ((rows_nP[:5, None].astype(np.float64) - rows_nP[:5]) ** 2).sum(2)
         rows_nP[5:] += 1e6
-        assert np.allclose(MultiKrum.squared_distances([rows_nP])[:5, :5], expected, rtol=1e-4, atol=1e-12)
+        assert np.allclose(squared_distances([rows_nP])[:5, :5], expected, rtol=1e-4, atol=1e-12)
 
     @pytest.mark.parametrize("attackers, suspects", [(2, 2), (0.3, 3), (0, 0), (9, 3), (0.1, 1)])
     def test_multi_krum(self, attackers, suspects):
@@ -98,7 +116,7 @@ class TestFormulas:
     def test_multi_krum_leaves_out_distant_results(self):
         rows_nP = rows(10)
         rows_nP[[2, 5, 7]] += 20
-        assert MultiKrum(0.3).chosen(MultiKrum.squared_distances([rows_nP])).tolist() == [0, 1, 3, 4, 6, 8, 9]
+        assert MultiKrum(0.3).chosen(squared_distances([rows_nP])).tolist() == [0, 1, 3, 4, 6, 8, 9]
 
     def test_on_ties_the_first_are_taken(self):
         assert MultiKrum(2).chosen(np.zeros((7, 7))).tolist() == [0, 1, 2, 3, 4]
@@ -241,8 +259,143 @@ class TestAverages:
 def test_large_rows_are_cut_into_ranges_without_any_effect(monkeypatch):
     rows_nP = rows(8)
     whole = [averaged(rule, rows_nP, np.ones((1, 8)))[0] for rule in (Median(), TrimmedMean(0.2))]
-    monkeypatch.setattr(aggregation, "_RANGE", 30)
+    monkeypatch.setattr(apply, "_RANGE", 30)
     monkeypatch.setattr("cfl_ray.engine.reduce._BLOCK", 24)
     for rule, expected in zip((Median(), TrimmedMean(0.2)), whole):
         found, _, backend = averaged(rule, rows_nP, np.ones((1, 8)))
         assert len(backend.works[0].ids_M) > 5 and np.array_equal(found, expected)
+
+
+OWN = """class Rule:
+    def __init__(self, a=1):
+        self.a = a
+
+    def weigh(self, squared_nn, weight_n):
+        return weight_n
+"""
+
+
+class Halving:
+    """Half of the sum: by columns."""
+
+    def combine(self, values_nF, weight_n):
+        return values_nF.sum(0) / 2
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The `keep` results nearest to all others: by weights of any scale."""
+
+    keep: int = 1
+
+    def weigh(self, squared_nn, weight_n):
+        found_n = np.zeros(len(weight_n))
+        found_n[np.argsort(squared_nn.sum(1))[: self.keep]] = 7.0
+        return found_n
+
+
+class Shrinking:
+    """Every change is cut to a quarter."""
+
+    def scale(self, distance_n, weight_n):
+        return np.full(len(distance_n), 0.25)
+
+
+def returning(method: str, value):
+    return type("Returning", (), {method: lambda self, values, weight_n: value})()
+
+
+class TestOwnRules:
+    def test_by_columns(self):
+        rows_nP = rows(5)
+        found, _, _ = averaged(Halving(), rows_nP, np.ones((1, 5)))
+        assert np.allclose(found[0], rows_nP.astype(np.float64).sum(0) / 2, rtol=0, atol=1e-6)
+
+    def test_by_weights_of_any_scale(self):
+        rows_nP = rows(6)
+        sums = ((rows_nP[:, None].astype(np.float64) - rows_nP) ** 2).sum((1, 2))
+        found, _, _ = averaged(Nearest(2), rows_nP, np.ones((1, 6)))
+        assert np.allclose(found[0], rows_nP[np.argsort(sums)[:2]].mean(0), rtol=0, atol=1e-6)
+
+    def test_by_factors_of_the_changes(self):
+        """w + 1/4 (mean of W - w), with the weights of the method."""
+        rows_nP, sent_P = rows(4), rows(1, seed=5)[0]
+        weights = np.array([[1.0, 2, 3, 4]])
+        found, _, _ = averaged(Shrinking(), rows_nP, weights, sent_P=sent_P)
+        expected = sent_P + (weights[0] / 10 @ (rows_nP - sent_P)) / 4
+        assert np.allclose(found[0], expected, rtol=0, atol=1e-5)
+
+    def test_weights_of_the_method_are_passed_and_add_up_to_1(self):
+        seen = []
+
+        class Seeing:
+            def weigh(self, squared_nn, weight_n):
+                seen.append(weight_n)
+                return weight_n
+
+        rows_nP = rows(4)
+        found, _, _ = averaged(Seeing(), rows_nP, np.array([[1.0, 2, 3, 0]]))
+        assert np.allclose(seen[0], [1 / 6, 2 / 6, 3 / 6], rtol=0, atol=1e-12)
+        assert np.allclose(found[0], np.array([1, 2, 3]) / 6 @ rows_nP[:3], rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "rule, message",
+        [
+            (
+                returning("combine", np.zeros((1, P))),
+                rf"returned ndarray of float64 and shape \(1, {P}\), expected {P} ",
+            ),
+            (returning("combine", None), f"returned None, expected {P} numbers"),
+            (returning("combine", np.full(P, np.nan)), f"returned nan at position 0 of {P}, expected finite numbers"),
+            (returning("weigh", [1, 1]), r"returned list of 2, expected 5 numbers, shape \(5,\)"),
+            (returning("weigh", [1, 1, -1, 1, 1]), "returned -1 at position 2 of 5, expected weights >= 0"),
+            (returning("weigh", np.zeros(5)), "returned 0 for all 5 results"),
+            (returning("scale", np.full(5, 1.5)), "returned 1.5 at position 0 of 5, expected factors in 0 .. 1"),
+        ],
+    )
+    def test_wrong_results_name_the_authors_line(self, rule, message):
+        with pytest.raises(RunError, match=rf"aggregation rule .*test_aggregation.py, line \d+\) {message}"):
+            averaged(rule, rows(5), np.ones((1, 5)))
+
+    def test_an_exception_names_the_authors_line(self):
+        class Dividing:
+            def weigh(self, squared_nn, weight_n):
+                return [1 // 0]
+
+        with pytest.raises(RunError, match=r"Dividing.weigh \(.*\) failed: ZeroDivisionError: .*.py, line"):
+            averaged(Dividing(), rows(5), np.ones((1, 5)))
+
+    def test_are_named_by_file_with_their_parameters(self, tmp_path):
+        (tmp_path / "own.py").write_text(OWN)
+        name = f"{tmp_path}/own.py:Rule"
+        assert parse_rule(name).a == 1 and parse_rule({name: {"a": 5}}).a == 5 and parse_rule({name: None}).a == 1
+        with pytest.raises(ConfigError, match=r"aggregation rule Rule \(.*own.py, line 1\) has the options \{'b': 1\}"):
+            parse_rule({name: {"b": 1}})
+        with pytest.raises(ValueError, match="parameters of an aggregation rule are names with values, got 5"):
+            parse_rule({name: 5})
+
+    def test_are_objects_and_classes_in_python(self):
+        rule = Nearest(3)
+        assert parse_rule(rule) is rule and parse_rule(Nearest) == Nearest(1)
+
+    def test_must_keep_exactly_one_contract(self):
+        with pytest.raises(ConfigError, match="has no method of a rule; expected one of combine"):
+            parse_rule(object())
+        both = type("Both", (Halving, Shrinking), {})
+        with pytest.raises(ConfigError, match="has combine and scale; expected one of"):
+            parse_rule(both)
+
+    def test_travel_with_their_method(self, tmp_path):
+        """A host that does not have the file has the rule all the same."""
+        file = tmp_path / "gone.py"
+        file.write_text("class Rule:\n    def weigh(self, squared_nn, weight_n): return weight_n\n")
+        method = FedAvg(aggregation={f"{file}:Rule": {}})
+        file.unlink()
+        assert type(method.aggregation_rule).__name__ == "Rule"
+
+    def test_are_recorded_by_reference(self):
+        experiment = Experiment(methods=[FedAvg(aggregation=Nearest(3))])
+        assert experiment.to_dict()["methods"] == [
+            {"fedavg": {"aggregation": {"Nearest": {"keep": 3}}, "weights": "samples"}}
+        ]
+        assert experiment.config_hash != Experiment(methods=[FedAvg(aggregation=Nearest(2))]).config_hash

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, Trace
+from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, OwnAvailability, Trace
+from cfl_ray.core.errors import RunError
 from cfl_ray.core.population import Population, PopulationChange
 
 
@@ -80,3 +81,37 @@ class TestTrace:
             assert len(ids) == 4
             count[ids] += 1
         assert not count[10:].any() and np.abs(count[:10] - 400).max() < 5 * np.sqrt(1000 * 0.4 * 0.6)
+
+
+class TestOwn:
+    def own(self, function, clients=6):
+        return OwnAvailability(function, clients, seed=0)
+
+    def test_names_the_clients_for_which_it_is_true(self):
+        model = self.own(lambda clients, round, draw: clients % 3 == round % 3)
+        assert [model.named(t).tolist() for t in (1, 2, 3)] == [[1, 4], [2, 5], [0, 3]]
+        assert model.expected(1) == 1 / 3 and model.chance(1, 4) == 1 and model.chance(1, 0) == 0
+        assert cohort(Population(6, (), 0), 2, model).tolist() == [2, 5]
+
+    def test_draws_are_of_the_round(self):
+        model = self.own(lambda clients, round, draw: draw.random(len(clients)) < 0.5, clients=50)
+        assert model.named(1).tolist() == model.named(1).tolist() != model.named(2).tolist()
+
+    def test_a_federation_that_grew_is_asked_for_whole(self):
+        """Client 6 came with its own shards: population of 7."""
+        model = self.own(lambda clients, round, draw: np.ones(len(clients), bool))
+        population = Population(6, (), 0)
+        population.add(PopulationChange(2, (6,)), 7)
+        assert cohort(population, 2, model).tolist() == list(range(7))
+
+    @pytest.mark.parametrize(
+        "found, came",
+        [
+            (np.ones(6), r"ndarray of float64 and shape \(6,\)"),
+            (np.ones(5, bool), r"and shape \(5,\)"),
+            (True, "bool True"),
+        ],
+    )
+    def test_other_results_name_the_authors_line(self, found, came):
+        with pytest.raises(RunError, match=rf"availability .*<lambda> \(.*\) returned .*{came}, expected"):
+            self.own(lambda clients, round, draw: found).named(1)

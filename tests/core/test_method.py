@@ -136,3 +136,19 @@ def test_a_users_method_is_rebuilt_from_a_pickle_with_its_name():
     code = f"{load}; print(type(again).__name__, again.name, again.step)"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(Mine(step=0.25)), capture_output=True)
     assert done.stdout.split() == [b"Mine", b"mine", b"0.25"], done.stderr.decode()
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_entry_point(monkeypatch):
+    @dataclass(frozen=True)
+    class Theirs(Plain, Method, name="theirs"):
+        """For tests."""
+
+    points = {"theirs": lambda kind: Theirs, "wrong": lambda kind: 3}
+    monkeypatch.setattr(
+        "cfl_ray.core.registry.entry_points_of", lambda group: points if group == "cfl_ray.methods" else {}
+    )
+    assert isinstance(resolve(["theirs"])["theirs"], Theirs)
+    with pytest.raises(ConfigError, match="method 'wrong' is a int, not a subclass of cfl_ray.Method"):
+        resolve(["wrong"])
+    with pytest.raises(ConfigError, match=r"unknown method 'their' \(did you mean 'theirs'\?\)"):
+        resolve(["their"])

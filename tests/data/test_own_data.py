@@ -326,3 +326,17 @@ def test_every_source_is_a_function_of_its_name():
     from cfl_ray.data import sources
 
     assert all(callable(getattr(sources, name)) for name in SOURCES if name not in UNDIVIDED)
+
+
+def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch):
+    def theirs(samples=20):
+        x = np.random.default_rng(0).normal(size=(samples, 3)).astype(np.float32)
+        return x, (x[:, 0] > 0).astype(int)
+
+    points = {"theirs": lambda kind: theirs}
+    for module in ("cfl_ray.core.registry", "cfl_ray.config.sections"):
+        monkeypatch.setattr(f"{module}.entry_points_of", lambda group: points if group == "cfl_ray.datasets" else {})
+    data = DataConfig(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
+    assert describe(data, 0).clients == 3
+    with pytest.raises(ValueError, match=r"unknown data set 'their' \(did you mean 'theirs'\?\)"):
+        DataConfig(source="their")

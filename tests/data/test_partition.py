@@ -227,3 +227,41 @@ class TestWriters:
     def test_data_without_writers_are_an_error_that_names_data_with_writers(self):
         with pytest.raises(DataError, match="which 'mnist' does not name; use femnist"):
             writers(None, PartitionConfig(kind="writer"), "mnist", np.random.default_rng(0))
+
+
+class TestOwnPartition:
+    def test_is_passed_labels_clients_and_draw(self):
+        seen = {}
+
+        def halves(labels, clients, draw, first=0.5):
+            seen.update(labels=labels, clients=clients)
+            rows = draw.permutation(len(labels))
+            return np.split(rows, [int(first * len(labels))])
+
+        parts = draw(clients=2, kind=halves, options={"first": 0.25})
+        assert [len(part) for part in parts] == [250, 753] and all((np.diff(part) > 0).all() for part in parts)
+        assert np.array_equal(seen["labels"], LABELS) and seen["labels"].dtype == np.int64 and seen["clients"] == 2
+
+    @pytest.mark.parametrize(
+        "result, message",
+        [
+            (None, "returned None, expected a list of 2 arrays of positions"),
+            ([np.arange(5)], "returned list of 1, expected a list of 2 arrays"),
+            (
+                [np.arange(5), np.zeros((2, 2), int)],
+                r"and shape \(2, 2\) for client 1, expected integers of shape \(n,\)",
+            ),
+            ([np.arange(5), np.array([0.5])], "float64 and shape .* for client 1, expected integers"),
+            ([np.arange(5), np.array([7, 1003])], "position 1003 for client 1; there are 1003 samples, 0..1002"),
+            ([np.arange(5), np.array([-1])], "position -1 for client 1"),
+            ([np.arange(5), np.arange(4, 9)], "position 4 for client 0 and for client 1; .*, 1 of 10 positions"),
+            ([np.array([3, 3]), np.arange(5, 9)], "position 3 for client 0 and for client 0"),
+        ],
+    )
+    def test_results_that_are_no_division_name_the_function(self, result, message):
+        with pytest.raises(DataError, match=rf"data.partition .*<lambda> \(.*.py, line \d+\) .*{message}"):
+            draw(clients=2, kind=lambda labels, clients, draw: result)
+
+    def test_too_few_samples_for_a_client(self):
+        with pytest.raises(DataError, match=r"client 1 of 2 got 3 samples, each needs 5; lower data.partition.clients"):
+            draw(clients=2, min_samples=5, kind=lambda labels, clients, draw: [np.arange(9), np.arange(9, 12)])

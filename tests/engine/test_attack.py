@@ -209,3 +209,70 @@ class TestExperiments:
     def test_refuse_attackers_that_cannot_be(self, attack, message):
         with pytest.raises(ConfigError, match=message):
             self.run(kind="sign_flip", **attack)
+
+
+class Both:
+    """Labels become 0, and the upload is the received model with one number per draw."""
+
+    def labels(self, y, num_classes, draw):
+        return np.zeros_like(y)
+
+    def upload(self, upload_P, start_P, draw):
+        return start_P + draw.random()
+
+
+class TestOwnAttacks:
+    def test_forge_the_upload_of_attackers_alone(self):
+        honest = uploads(stage())
+        found = uploads(stage(lambda upload_P, start_P, draw: 2 * upload_P - start_P))
+        sent_P = stage().model().double().numpy()
+        assert np.allclose(found[BAD], 2 * honest[BAD] - sent_P, rtol=0, atol=1e-6)
+        others = np.setdiff1d(np.arange(6), BAD)
+        assert np.array_equal(found[others], honest[others])
+
+    def test_draws_are_of_the_client_and_the_round(self):
+        sent_P = stage().model().double().numpy()
+
+        def draws(number):
+            return (uploads(stage(Both()), number)[BAD] - sent_P).mean(1)
+
+        assert np.allclose(draws(1), draws(1), rtol=0, atol=0) and len({*draws(1).round(6), *draws(2).round(6)}) == 4
+
+    def test_labels_are_those_that_the_attacker_trains_on(self):
+        class Zeros:
+            def labels(self, y, num_classes, draw):
+                return np.zeros_like(y)
+
+        found, honest = uploads(stage(Zeros())), stage()
+        train = honest.federation.train
+        honest.federation.train = lambda client: (train(client)[0], train(client)[1] * (client not in BAD))
+        assert np.array_equal(found, uploads(honest))
+
+    @pytest.mark.parametrize(
+        "own, message",
+        [
+            (lambda upload_P, start_P, draw: None, r"returned None, expected an upload .* of shape \(68,\)"),
+            (
+                lambda upload_P, start_P, draw: upload_P[None],
+                r"returned Tensor of float32 and shape \(1, 68\)",
+            ),
+            (lambda upload_P, start_P, draw: 1 // 0, "failed: ZeroDivisionError"),
+            (type("L", (), {"labels": lambda self, y, c, draw: y + 9})(), "returned label .*, expected 0..3"),
+            (type("L", (), {"labels": lambda self, y, c, draw: y[:1]})(), "expected integer labels of shape"),
+        ],
+    )
+    def test_wrong_results_name_the_authors_line(self, own, message):
+        with pytest.raises(Exception, match=rf"attack .*<lambda> \(.*test_attack.py, line \d+\) .*{message}"):
+            uploads(stage(own))
+
+    def test_are_chosen_by_the_config(self, tmp_path):
+        file = tmp_path / "own.py"
+        file.write_text(
+            "class Rider:\n    def __init__(self, by=0.0): self.by = by\n"
+            "    def upload(self, upload_P, start_P, draw): return start_P + self.by\n"
+        )
+        experiment = TestExperiments().experiment(kind=f"{file}:Rider", options={"by": 0.5}, fraction=0.3)
+        assert prepare(experiment).attack.kind.by == 0.5
+        with pytest.raises(ConfigError, match="is no attack: expected a function f"):
+            prepare(TestExperiments().experiment(kind=type("Empty", (), {})))
+        assert experiment.to_dict()["attack"]["kind"] == f"{file}:Rider"

@@ -1,0 +1,181 @@
+"""The application of an aggregation rule other than the mean, to results that wait on the hosts."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.aggregation.median import Median
+from cfl_ray.core.aggregation.multi_krum import MultiKrum
+from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_array
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.own_parts import call_own, place_of
+from cfl_ray.core.params import Columns
+from cfl_ray.core.work import AverageDeferred, Averaging, Backend, CombineColumns, Outcome, Train
+
+# An output row is cut into at most _RANGES ranges of columns, with at least _RANGE values each.
+_RANGES, _RANGE = 16, 1 << 20
+
+
+@dataclass(frozen=True)
+class ByColumns:
+    """A column rule as hosts apply it: to blocks (n, f) of columns of the results, one after another."""
+
+    rule: ColumnRule
+    weight_n: np.ndarray
+
+    def __call__(self, blocks: Iterable[np.ndarray]) -> np.ndarray:
+        """The aggregate of all columns in their order, float64 (F,)."""
+        return np.concatenate([self._one(values_nF) for values_nF in blocks])
+
+    def _one(self, values_nF: np.ndarray) -> np.ndarray:
+        found = call_own("aggregation rule", self.rule.combine, values_nF, self.weight_n)
+        return checked_array(self.rule, "combine", found, values_nF.shape[1], "")
+
+
+def squared_distances(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """Squared distances between n results, float64 (n, n), from blocks (n, f) of their columns."""
+    return sum(map(_squared_distances, blocks), start=np.zeros(()))
+
+
+def aggregate(
+    rule: ColumnRule | WeightRule | ClippingRule,
+    backend: Backend,
+    training: Train,
+    found: Outcome,
+    ids_M: np.ndarray,
+    averaging: Averaging,
+) -> Outcome:
+    """Averages deferred results of the clients `ids_M` by a rule other than the mean.
+
+    training: the exchange that left the results on the hosts. found: its outcome.
+    Returns the outcome that an `AverageDeferred` has for the mean.
+    """
+    valid_M = np.isin(ids_M, training.ids_M[found.arrays["valid"]])
+    averaging = averaging.subset(valid_M[averaging.client_E])
+    if isinstance(rule, ClippingRule):
+        return _clipped_mean(rule, backend, training, found, ids_M, averaging, valid_M)
+    columns = _uploaded_columns(training)
+    chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
+    means: dict[int, Tensor] = {}
+    for out in np.unique(averaging.out_E).tolist():
+        member_n, weight_n = _members(averaging, out)
+        few = len(member_n) < 5  # where Krum allows no attacker
+        applied = Median() if isinstance(rule, MultiKrum) and rule.attackers and few else rule
+        result_n = np.full(len(member_n), 1 / len(member_n))
+        if len(member_n) >= 3 and columns.count:
+            if isinstance(applied, ColumnRule):
+                function = ByColumns(applied, weight_n)
+                values, cuts = _combined(function, backend, training, ids_M[member_n], columns)
+                parts = [part[: stop - start] for part, (start, stop) in zip(values, cuts, strict=True)]
+                means[out] = _whole_row(parts, columns, training.tables[training.start.table].shape[1])
+                continue
+            values, _ = _combined(squared_distances, backend, training, ids_M[member_n], columns)
+            result_n = _weights(applied, sum(values, start=np.zeros(())), weight_n)
+        chosen += [(out, *pair) for pair in zip(member_n.tolist(), result_n.tolist(), strict=True) if pair[1] > 0]
+    arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
+    if chosen:
+        out_E, client_E, weight_E = (np.array(values) for values in zip(*chosen, strict=True))
+        plain = Averaging(averaging.num_rows, out_E, client_E, weight_E, averaging.total_R)
+        means |= backend.run(AverageDeferred.of(training, training.address, ids_M, plain)).means
+    return Outcome({"valid": valid_M}, means, arrived_R)
+
+
+def _members(averaging: Averaging, out: int) -> tuple[np.ndarray, np.ndarray]:
+    """The members of an output row, ascending, and their weights, which add up to 1."""
+    mine = np.flatnonzero(averaging.out_E == out)
+    mine = mine[np.argsort(averaging.client_E[mine])]
+    weight_n = averaging.weight_E[mine]
+    return averaging.client_E[mine], weight_n / weight_n.sum()
+
+
+def _weights(rule: WeightRule, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+    """The weights that a rule gives, which add up to 1."""
+    found = call_own("aggregation rule", rule.weigh, squared_nn, weight_n)
+    result_n = checked_array(rule, "weigh", found, len(weight_n), "weights >= 0")
+    total = result_n.sum()
+    if not total:
+        raise RunError(f"aggregation rule {place_of(rule.weigh)} returned 0 for all {len(weight_n)} results")
+    return result_n if abs(total - 1) < 1e-9 else result_n / total
+
+
+def _combined(
+    function: Callable[[Iterable[np.ndarray]], np.ndarray],
+    backend: Backend,
+    training: Train,
+    ids_n: np.ndarray,
+    columns: Columns,
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Values (ranges, ...) of a function for every range of these columns, in their order, and the (start, stop)."""
+    ranges = min(_RANGES, max(1, columns.count * len(ids_n) // _RANGE))
+    longest = -(-columns.count // ranges)
+    cuts = [(at, min(at + longest, stop)) for start, stop in columns.ranges for at in range(start, stop, longest)]
+    start_M, stop_M = np.array(cuts).T
+    work = CombineColumns(
+        training.address,
+        start_M,
+        (),
+        stop_M=stop_M,
+        members=ids_n,
+        function=function,
+        deferred_from=training.address.exchange,
+    )
+    return backend.run(work).arrays["combined"], cuts
+
+
+def _whole_row(parts: list[np.ndarray], columns: Columns, size: int) -> Tensor:
+    """A row of `size` columns from parts of the uploaded ones, float64; `Updates` fills in the private columns."""
+    row_P = torch.zeros(size, dtype=torch.float64)
+    columns.put(row_P, torch.from_numpy(np.concatenate(parts)))
+    return row_P
+
+
+def _clipped_mean(
+    rule: ClippingRule,
+    backend: Backend,
+    training: Train,
+    found: Outcome,
+    ids_M: np.ndarray,
+    averaging: Averaging,
+    valid_M: np.ndarray,
+) -> Outcome:
+    """The mean of w + s (W - w) with weights p: of W with weights p s, from the hosts, and of w with p (1 - s)."""
+    position = {client: at for at, client in enumerate(training.ids_M.tolist())}
+    at_E = np.array([position[client] for client in ids_M[averaging.client_E].tolist()], np.int64)
+    distance_E, scale_E = found.arrays["upload_distance"][at_E], np.ones(len(at_E))
+    for out in np.unique(averaging.out_E):
+        mine = averaging.out_E == out
+        weight_n = averaging.weight_E[mine] / averaging.weight_E[mine].sum()
+        scales = call_own("aggregation rule", rule.scale, distance_E[mine], weight_n)
+        scale_E[mine] = checked_array(rule, "scale", scales, int(mine.sum()), "factors in 0 .. 1", 1.0)
+    scaled = replace(averaging, weight_E=averaging.weight_E * scale_E)
+    plain = backend.run(AverageDeferred.of(training, training.address, ids_M, scaled))
+    assert plain.arrived_R is not None
+    sums = {out: mean_P.double() * plain.arrived_R[out] for out, mean_P in plain.means.items()}
+    rest_E, row_E = averaging.weight_E * (1 - scale_E), training.start.row_M[at_E]
+    for out, row in np.unique(np.stack([averaging.out_E, row_E])[:, rest_E > 0], axis=1).T.tolist():
+        rest = rest_E[(averaging.out_E == out) & (row_E == row)].sum()
+        sums[out] = sums.get(out, 0.0) + rest * training.tables[training.start.table][row].double()
+    arrived_R = plain.arrived_R + np.bincount(averaging.out_E, rest_E, averaging.num_rows)
+    means = {out: sum_P / arrived_R[out] for out, sum_P in sums.items()}
+    return Outcome({"valid": valid_M}, means, arrived_R)
+
+
+def _uploaded_columns(training: Train) -> Columns:
+    """All columns except the private ones."""
+    size, state = training.tables[training.start.table].shape[1], training.client_state
+    if state is None or not state.private:
+        return Columns(((0, size),))
+    private = state.columns.ranges if state.columns is not None else ((0, size),)
+    edges = [0, *(edge for pair in private for edge in pair), size]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return Columns(tuple((start, stop) for start, stop in pairs if start < stop))
+
+
+def _squared_distances(rows_nF: np.ndarray) -> np.ndarray:
+    # Centred at the median, so that squares of honest results stay small and exact, however far the others are.
+    centred_nF = torch.from_numpy(rows_nF - np.median(rows_nF, 0)).double()
+    gram_nn = (centred_nF @ centred_nF.T).numpy()
+    return np.maximum(np.diag(gram_nn)[:, None] + np.diag(gram_nn) - 2 * gram_nn, 0)

@@ -1,0 +1,80 @@
+"""The three contracts of an aggregation rule, for one output row of an average with n valid results.
+
+A rule has one of the methods `combine`, `weigh` and `scale`. Results are the clients' uploads, without private columns.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.own_parts import described, place_of
+
+
+@runtime_checkable
+class ColumnRule(Protocol):
+    """Combines the results column by column."""
+
+    def combine(self, values_nF: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """The aggregate, float64 (F,), of F columns of n results, float32 (n, F).
+
+        It is called for some of the columns at a time, so each column must be combined by itself.
+
+        weight_n: the method's weights of the clients, float64; they add up to 1.
+        """
+
+
+@runtime_checkable
+class WeightRule(Protocol):
+    """Weighs the results by their distances to each other; the aggregate is their weighted mean."""
+
+    def weigh(self, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """The weights (n,) of the results, >= 0 and of any scale; 0 leaves a result out.
+
+        squared_nn: squared Euclidean distances between the results, float64 (n, n). weight_n: as in `ColumnRule`.
+        """
+
+
+@runtime_checkable
+class ClippingRule(Protocol):
+    """Shortens the changes W - w, with w the model that the client was sent; the aggregate is their weighted mean."""
+
+    def scale(self, distance_n: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+        """Factors (n,) in 0 .. 1 of the changes.
+
+        distance_n: Euclidean norms of the changes, float64. weight_n: as in `ColumnRule`; the mean keeps these weights.
+        """
+
+
+_CONTRACTS = {"combine": ColumnRule, "weigh": WeightRule, "scale": ClippingRule}
+
+
+def check_contract(rule: Any) -> None:
+    """Raises ConfigError where an object has not exactly one of the three methods."""
+    found = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"aggregation rule {place_of(rule)} has {' and '.join(found) or 'no method of a rule'}; expected one of "
+            "combine(values_nF, weight_n), weigh(squared_nn, weight_n), scale(distance_n, weight_n)"
+        )
+
+
+def checked_array(rule: Any, method: str, value: Any, count: int, allowed: str, high: float = np.inf) -> np.ndarray:
+    """The numbers that a rule returned, float64 (count,). Raises RunError for others, naming the author's line.
+
+    allowed: the range in words, from 0 to `high`; empty for any finite values.
+    """
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        array = np.zeros(0)
+    where = f"aggregation rule {place_of(getattr(type(rule), method))}"
+    if array.shape != (count,):
+        raise RunError(f"{where} returned {described(value)}, expected {count} numbers, shape ({count},)")
+    if not np.isfinite(array).all():
+        at = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise RunError(f"{where} returned {array[at]} at position {at} of {count}, expected finite numbers")
+    if allowed and not ((array >= 0) & (array <= high)).all():
+        at = int(np.flatnonzero((array < 0) | (array > high))[0])
+        raise RunError(f"{where} returned {array[at]:g} at position {at} of {count}, expected {allowed}")
+    return array

@@ -1,0 +1,71 @@
+"""A method's steps, with their results checked as they are returned."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.contract import check_serving, check_state
+from cfl_ray.core.method import Method, Start
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+
+
+@dataclass(frozen=True)
+class CheckedMethod:
+    """Calls the steps of a method. Raises RunError, with the author's line, for a result that is not as agreed.
+
+    columns: P, the length of a model's row.
+    """
+
+    method: Method[Any]
+    columns: int
+
+    def init(self, start: Start) -> State:
+        return self._checked(self.method.init, start.num_clients, start)
+
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        return self._checked(self.method.round, len(state.assign_N), state, clients, rng)
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        found: Serving = _noting(self.method.serve, state, clients)
+        check_serving(found, self.method.serve, len(clients), self.columns)
+        return found
+
+    def join(self, state: State, clients: Clients) -> State:
+        return self._checked(self.method.join, len(state.assign_N), state, clients)
+
+    def drift(self, state: State, clients: Clients) -> State:
+        return self._checked(self.method.drift, len(state.assign_N), state, clients)
+
+    def leave(self, state: State, ids: np.ndarray) -> State:
+        return self._checked(self.method.leave, len(state.assign_N), state, ids)
+
+    def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
+        found: State = _noting(hook, *arguments)
+        check_state(found, hook, self.method.state_type, num_clients, self.columns)
+        return found
+
+
+def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of the step. Its exceptions go on as they are, with a note that names the author's line."""
+    try:
+        return hook(*arguments)
+    except Exception as error:
+        lines = _lines_in(hook, error)
+        if lines:
+            error.add_note(f"in {hook.__qualname__}, {hook.__code__.co_filename}, line {lines[-1]}")
+        raise
+
+
+def _lines_in(hook: Callable[..., Any], error: Exception) -> list[int]:
+    """The lines of the file of the step that led to the error."""
+    file, lines, trace = getattr(getattr(hook, "__code__", None), "co_filename", None), [], error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return lines

@@ -1,0 +1,52 @@
+"""Transformations of pixel values, for shifts: functions f(x, y, group, draw, amount, scale) of n samples."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+Samples = tuple[np.ndarray, np.ndarray]
+
+
+def with_noise(
+    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: int
+) -> Samples:
+    """Adds Gaussian noise with standard deviation `amount` times the pixel range."""
+    return (_stored(x + amount * scale * draw.standard_normal(x.shape), x, scale), y) if amount else (x, y)
+
+
+def blurred(
+    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: int
+) -> Samples:
+    """Blurs images (n, C, H, W) by a Gaussian of `amount` pixels; beyond its edge an image has the edge's values."""
+    from scipy.ndimage import gaussian_filter  # a second that other shifts do not wait for
+
+    if not amount:
+        return x, y
+    return _stored(gaussian_filter(x.astype(np.float64), (0, 0, amount, amount), mode="nearest"), x, scale), y
+
+
+def brightened(
+    x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: int
+) -> Samples:
+    """Multiplies values by `amount`."""
+    return _stored(x.astype(np.float64) * amount, x, scale), y
+
+
+def rotated(x: np.ndarray, y: np.ndarray, group: int, draw: Any, *, amount: float, scale: int) -> Samples:
+    """Rotates images (n, C, H, W) by `amount` degrees counter-clockwise about their centre.
+
+    Bilinear between pixels, on the same canvas, with 0 where the image does not reach.
+    """
+    from torchvision.transforms import InterpolationMode, functional
+
+    values = torch.from_numpy(np.ascontiguousarray(x)).float()
+    turned = functional.rotate(values, amount, InterpolationMode.BILINEAR)
+    return _stored(turned.double().numpy(), x, scale), y
+
+
+def _stored(values: np.ndarray, x: np.ndarray, scale: int) -> np.ndarray:
+    """The values in the type of x; whole numbers are rounded, and stay in 0..scale."""
+    if x.dtype.kind == "f":
+        return values.astype(x.dtype)
+    return np.clip(np.rint(values), 0, scale).astype(x.dtype)

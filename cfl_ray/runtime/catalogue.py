@@ -1,0 +1,227 @@
+"""The kinds of parts that an experiment is made of, as `cfl-ray list` shows them."""
+
+import dataclasses
+import importlib.metadata
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cfl_ray.config import (
+    AttackConfig,
+    AvailabilityConfig,
+    BuiltinKind,
+    ConfigSection,
+    DataConfig,
+    PartitionConfig,
+    ShiftConfig,
+)
+from cfl_ray.config.keys import as_yaml
+from cfl_ray.core.aggregation import AGGREGATION
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.method import Method
+from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.core.optimizers import OPTIMIZERS
+from cfl_ray.core.registry import Registry
+from cfl_ray.core.schedules import SCHEDULES
+from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS
+from cfl_ray.core.tasks import LOSSES, TASKS, Task
+from cfl_ray.data.function import DATASETS
+from cfl_ray.data.partition import PARTITIONS
+from cfl_ray.data.shifts import SHIFTS
+from cfl_ray.methods import METHODS
+from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
+from cfl_ray.runtime.prepare import ATTACKS, AVAILABILITY
+from cfl_ray.runtime.session import BACKENDS
+from cfl_ray.tracking import TRACKERS, MlflowTracker
+
+
+@dataclass(frozen=True)
+class ListedPart:
+    """One part, in words."""
+
+    name: str
+    origin: str  # "cfl_ray", or the package that it is installed with
+    description: str  # one line
+    parameters: str  # with their defaults; empty: none
+
+
+@dataclass(frozen=True)
+class PartKind:
+    """A kind of part.
+
+    section: of the config, whose keys are the parameters of this package's own parts; None: they have their own.
+    given: parameters that a part is passed, and that no config sets.
+    """
+
+    registry: Registry[Any]
+    own: str  # how to bring one's own, in words
+    example: str  # in a config
+    page: str  # of the documentation
+    section: type[ConfigSection] | None = None
+    given: tuple[str, ...] = ()
+
+    def parts(self) -> Iterator[ListedPart]:
+        """All parts, those of this package first."""
+        packages = {
+            point.name: point.dist.name if point.dist is not None else "?"
+            for point in importlib.metadata.entry_points(group=self.registry.group)
+        }
+        for name in self.registry.names():
+            if name in self.registry.builtin:
+                part = self.registry.builtin[name]
+                yield ListedPart(name, "cfl_ray", _first_line(part), self._parameters(part))
+                continue
+            try:
+                part = self.registry.find(name)
+                yield ListedPart(name, packages[name], _first_line(part), self._parameters(part))
+            except ConfigError as error:
+                yield ListedPart(name, packages[name], str(error), "")
+
+    def _parameters(self, part: Any) -> str:
+        if isinstance(part, BuiltinKind):
+            return ", ".join(f"{key}: {self._default(key)}" if self._default(key) else key for key in part.keys)
+        if isinstance(part, type) and issubclass(part, Method):
+            return ", ".join(f"{option['name']}: {as_yaml(option['default'])}" for option in part.options())
+        if isinstance(part, Task | Metric):  # an object, ready for use
+            return ""
+        if dataclasses.is_dataclass(part):
+            return ", ".join(f"{item.name}: {_shown(item.default)}" for item in dataclasses.fields(part))
+        try:
+            parameters = inspect.signature(part).parameters.values()
+        except (TypeError, ValueError):
+            return ""
+        return ", ".join(
+            item.name if item.default is item.empty else f"{item.name}: {_shown(item.default)}"
+            for item in parameters
+            if item.name not in self.given and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+        )
+
+    def _default(self, key: str) -> str:
+        """The default of a key of the section; empty: it is a key of another section."""
+        fields = self.section.model_fields if self.section is not None else {}
+        return as_yaml(fields[key].get_default(call_default_factory=True)) if key in fields else ""
+
+
+def _first_line(part: Any) -> str:
+    if isinstance(part, BuiltinKind):
+        return part.meaning
+    if isinstance(part, Metric):
+        return part.meaning
+    if isinstance(part, Task):
+        measured = ", ".join(metric.name for metric in part.metrics)
+        return f"loss {part.loss.__name__}, targets {part.targets}, metrics {measured}"
+    return (inspect.getdoc(part) or "").split("\n")[0]
+
+
+def _shown(default: Any) -> str:
+    default = list(default) if isinstance(default, tuple) else default
+    return as_yaml(default) if isinstance(default, (str, int, float, bool, list, dict, type(None))) else repr(default)
+
+
+# One line per kind: everything else about a kind is in its registry.
+KINDS: Mapping[str, PartKind] = {
+    "methods": PartKind(METHODS, "a subclass of cfl_ray.Method", "methods: [my.py:MyMethod]", "docs/extend/method.md"),
+    "models": PartKind(
+        MODELS,
+        "a function or class that returns a torch.nn.Module",
+        "model: {name: my.py:Net}",
+        "docs/extend/model.md",
+        given=(*INPUT_NAMES, *CLASS_NAMES),
+    ),
+    "datasets": PartKind(
+        DATASETS,
+        "a function that returns arrays or a Federation",
+        "data: {source: my.py:load}",
+        "docs/extend/data.md",
+        DataConfig,
+    ),
+    "tasks": PartKind(
+        TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "docs/extend/task.md"
+    ),
+    "losses": PartKind(
+        LOSSES,
+        "a function f(outputs, targets) of the loss of each sample",
+        "task: {loss: my.py:f, targets: real, metrics: [mae]}",
+        "docs/extend/task.md",
+        given=("outputs", "targets"),
+    ),
+    "metrics": PartKind(
+        METRICS,
+        "a function f(outputs, targets) of a client",
+        "evaluation: {metrics: [my.py:f]}",
+        "docs/extend/metric.md",
+    ),
+    "optimizers": PartKind(
+        OPTIMIZERS,
+        "a class of torch.optim.Optimizer's form",
+        "local: {optimizer: my.py:Sign}",
+        "docs/extend/optimizer.md",
+        given=("params", "lr"),
+    ),
+    "schedules": PartKind(
+        SCHEDULES,
+        "a function f(t, total), the factor of the learning rate",
+        "local: {schedule: my.py:f}",
+        "docs/extend/optimizer.md",
+        given=("t", "total"),
+    ),
+    "server_optimizers": PartKind(
+        SERVER_OPTIMIZERS,
+        "a class with `begin` and `step`, as those of core/server_optimizers.py",
+        "methods: [{fedavg: {server_optimizer: my.py:Class}}]",
+        "docs/extend/optimizer.md",
+    ),
+    "aggregation": PartKind(
+        AGGREGATION,
+        "a class with combine, weigh or scale",
+        "methods: [{fedavg: {aggregation: my.py:Rule}}]",
+        "docs/extend/aggregation.md",
+    ),
+    "shifts": PartKind(
+        SHIFTS,
+        "a function f(x, y, group, draw)",
+        "data: {shift: {kind: my.py:f, groups: 2}}",
+        "docs/extend/shift.md",
+        ShiftConfig,
+        ("x", "y", "group", "draw"),
+    ),
+    "partitions": PartKind(
+        PARTITIONS,
+        "a function f(labels, clients, draw)",
+        "data: {partition: {kind: my.py:f}}",
+        "docs/extend/partition.md",
+        PartitionConfig,
+        ("labels", "clients", "draw"),
+    ),
+    "attacks": PartKind(
+        ATTACKS,
+        "a function f(upload_P, start_P, draw), or a class",
+        "attack: {kind: my.py:f}",
+        "docs/extend/attack.md",
+        AttackConfig,
+        ("upload_P", "start_P", "draw"),
+    ),
+    "availability": PartKind(
+        AVAILABILITY,
+        "a function f(clients, round, draw)",
+        "cohort: {availability: {kind: my.py:f}}",
+        "docs/extend/availability.md",
+        AvailabilityConfig,
+        ("clients", "round", "draw"),
+    ),
+    "trackers": PartKind(
+        TRACKERS,
+        "a class with open, log and close",
+        "tracking: {trackers: [csv, my.py:Tracker]}",
+        "docs/extend/tracker.md",
+        given=tuple(inspect.signature(MlflowTracker).parameters),
+    ),
+    "backends": PartKind(
+        BACKENDS,
+        "a class, e.g. a subclass of InProcessBackend",
+        "runtime: {backend: my.py:Backend}",
+        "docs/extend/backend.md",
+        given=("worker",),
+    ),
+}

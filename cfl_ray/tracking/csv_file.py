@@ -1,0 +1,46 @@
+"""Tracker that writes the metrics of a run as a table."""
+
+import csv
+from pathlib import Path
+
+from cfl_ray.core.files import write_text
+from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
+
+
+class CsvFile:
+    """A CSV file in the directory of each method: round, time_ms and a column for every metric of a round."""
+
+    def __init__(self, file: str = "metrics.csv") -> None:
+        self.name = file
+
+    def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
+        self.path = run_dir / self.name
+        self.columns, self.last = ["round", "time_ms", *ROUND_METRICS], 0
+        if self.path.is_file():
+            rows = list(csv.DictReader(self.path.read_text().splitlines()))
+            self.columns = list(rows[0]) if rows else self.columns
+            self.last = int(rows[-1]["round"]) if rows else 0
+
+    def log(self, record: RoundRecord) -> None:
+        if record.round <= self.last:  # written before its cursor was
+            return
+        if new := [name for name in record.metrics if name not in self.columns]:
+            self._add_columns(new)
+        is_new = not self.path.is_file()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            if is_new:
+                writer.writeheader()
+            writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
+        self.last = record.round
+
+    def close(self, end: RunEnd | None) -> None:
+        """Nothing is open between rounds."""
+
+    def _add_columns(self, names: list[str]) -> None:
+        self.columns += names
+        if self.path.is_file():
+            header, rows = self.path.read_text().split("\n", 1)
+            short = "," * len(names)
+            lines = [line.rstrip("\r") + short for line in rows.splitlines()]
+            write_text(self.path, "\r\n".join([",".join([header.rstrip("\r"), *names]), *lines, ""]))

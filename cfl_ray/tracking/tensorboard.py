@@ -1,0 +1,44 @@
+"""Tracker that writes event files of TensorBoard; the only place that imports it."""
+
+from pathlib import Path
+from typing import Any
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+
+
+class Tensorboard:
+    """TensorBoard event files, one scalar per metric with the round as its step: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(f"tracker tensorboard: {error}; pip install 'cfl-ray[tensorboard]'") from error
+        self.folder, self.make = folder, SummaryWriter
+        self.writer: Any = None
+
+    def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
+        self.path, self.after, self.writer = run_dir / self.folder, after, None
+
+    def log(self, record: RoundRecord) -> None:
+        writer = self._open_writer()
+        for name, value in record.metrics.items():
+            writer.add_scalar(name, value, record.round, walltime=record.time_ms / 1000)
+        writer.flush()
+
+    def close(self, end: RunEnd | None) -> None:
+        if end is not None and self.writer is not None:
+            for name, value in end.summary.metrics.items():
+                self.writer.add_scalar(name, value, end.summary.round, walltime=end.summary.time_ms / 1000)
+        if self.writer is not None:
+            self.writer.close()
+
+    def _open_writer(self) -> Any:
+        """The writer, made for the first record: the parent of a comparison has none.
+
+        Of a resumed run, TensorBoard drops what was written after the last delivered round.
+        """
+        if self.writer is None:
+            self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)
+        return self.writer

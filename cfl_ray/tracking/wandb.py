@@ -1,0 +1,50 @@
+"""Tracker that writes runs of Weights & Biases; the only place that imports it."""
+
+from pathlib import Path
+from typing import Any
+
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+
+
+class Wandb:
+    """Runs of Weights & Biases, offline unless `mode` says otherwise; `wandb sync` uploads them."""
+
+    def __init__(self, project: str = "cfl_ray", mode: str = "offline") -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(f"tracker wandb: {error}; pip install 'cfl-ray[wandb]'") from error
+        if mode not in ("offline", "online", "disabled"):
+            raise ConfigError(f"tracker wandb: mode must be offline, online or disabled, got {mode!r}")
+        self.wandb, self.project, self.mode = wandb, project, mode
+        self.run: Any = None
+
+    def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
+        self.run_dir, self.info, self.run = run_dir, info, None
+
+    def log(self, record: RoundRecord) -> None:
+        self._open_run().log(dict(record.metrics), step=record.round)  # a step that it has already is ignored
+
+    def close(self, end: RunEnd | None) -> None:
+        if self.run is None:
+            return
+        if end is not None:
+            self.run.summary.update(dict(end.summary.metrics))
+        self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
+
+    def _open_run(self) -> Any:
+        """The run, made for the first record: the parent of a comparison has none. A resumed one goes on."""
+        if self.run is None:
+            self.run = self.wandb.init(
+                project=self.project,
+                name=self.info.name,
+                id=self.info.uid,
+                config=dict(self.info.params),
+                tags=[tag for tag in (self.info.tags.get("dataset"), self.info.method) if tag],
+                dir=str(self.run_dir.absolute()),
+                mode=self.mode,
+                resume="allow",
+                reinit="create_new",  # the end of one method overlaps with the beginning of the next
+            )
+        return self.run

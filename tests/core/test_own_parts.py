@@ -1,0 +1,87 @@
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray.core.errors import ConfigError, DataError, RunError
+from cfl_ray.core.own_parts import call_own, described, place_of, reference_of, with_options
+
+
+def halve(x, draw, factor=0.5):
+    return x * factor
+
+
+class Scale:
+    def __init__(self, factor=2.0):
+        if factor < 0:
+            raise ValueError(f"factor {factor} is negative")
+        self.factor = factor
+
+    def __call__(self, x, draw):
+        return x * self.factor
+
+
+def line(source) -> int:
+    return source.__code__.co_firstlineno
+
+
+def test_places_name_file_and_line():
+    assert place_of(halve) == f"halve ({__file__}, line {line(halve)})"
+    assert place_of(partial(halve, factor=1)) == place_of(halve)
+    assert place_of(Scale().__call__) == f"Scale.__call__ ({__file__}, line {line(Scale.__call__)})"
+    assert place_of(Scale()).startswith("Scale (") and place_of(len) == "len"
+
+
+def test_references_are_names():
+    assert reference_of("my.py:f") == "my.py:f"
+    assert reference_of(halve) == f"{__name__}.halve" and reference_of(Scale(3.0)) == f"{__name__}.Scale"
+
+
+def test_options_are_bound_to_functions_and_make_objects():
+    assert with_options(halve, {"factor": 0.25}, "part", ("x", "draw"))(8, None) == 2
+    assert with_options(Scale, {"factor": 3.0}, "part", ("x", "draw"))(8, None) == 24
+    made = Scale(5.0)
+    assert with_options(made, {}, "part") is made and with_options(halve, {}, "part", ("x", "draw")) is halve
+
+
+@pytest.mark.parametrize(
+    "part, options, message",
+    [
+        (halve, {"fator": 1}, r"part halve \(.*\) is called with x, draw, and has the options .*'fator'"),
+        (lambda x: x, {}, "too many positional arguments"),
+        (Scale, {"fator": 1}, r"part Scale \(.*\) has the options \{'fator': 1\}: .*'fator'"),
+        (
+            Scale,
+            {"factor": -1},
+            r"part Scale \(.*\): ValueError: factor -1 is negative \(.*.py, line \d+\)",
+        ),
+        (Scale(), {"factor": 1}, "is an object, which takes no options; got {'factor': 1}"),
+    ],
+)
+def test_what_a_part_does_not_take_is_an_error_before_the_run(part, options, message):
+    with pytest.raises(ConfigError, match=message):
+        with_options(part, options, "part", ("x", "draw"))
+
+
+def test_an_exception_names_the_line_that_raised_it():
+    def broken(x):
+        return x / 0
+
+    with pytest.raises(DataError) as error:
+        call_own("part", broken, 1, error=DataError, where=" of the test")
+    expected = f"part broken ({__file__}, line {line(broken)}) of the test failed: ZeroDivisionError: division by zero"
+    assert str(error.value) == f"{expected} ({__file__}, line {line(broken) + 1})"
+
+    def refusing(x):
+        raise RunError("as it is")
+
+    with pytest.raises(RunError, match="^as it is$"):
+        call_own("part", refusing, 1, error=DataError)
+
+
+def test_values_are_described_by_type_and_shape():
+    assert described(np.zeros((2, 3))) == "ndarray of float64 and shape (2, 3)"
+    assert described(torch.zeros(4)) == "Tensor of float32 and shape (4,)"
+    assert described(np.float32(0.5)) == "one number, 0.5"
+    assert [described(value) for value in ([1, 2], None, 7)] == ["list of 2", "None", "int 7"]

@@ -1,0 +1,100 @@
+"""A user's file is read where a run starts; hosts do its work without it, and the figures are those of one process."""
+
+import pytest
+
+from cfl_ray import run, simulate
+from cfl_ray.core.errors import RunError
+
+FILE = '''
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cfl_ray import Method, Serving, State, global_weights
+
+
+@dataclass(frozen=True)
+class Described(Method[State], name="described_by_labels"):
+    """FedAvg over the clients that have more than one label."""
+
+    def init(self, start):
+        return start.one_model()
+
+    def round(self, state, clients, rng):
+        labels_M1, valid_M = clients.describe(number_of_labels)
+        weight_M = clients.num_samples_M * (labels_M1[:, 0].numpy() > 1)
+        updates = clients.train(clients.send(state.models_KP), average=global_weights(weight_M))
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+    def serve(self, state, clients):
+        return Serving(state.models_KP, clients.first_row())
+
+
+def number_of_labels(client, anchor_P):
+    return torch.tensor([len(client.y.unique())])
+
+
+class Middle:
+    def combine(self, values_nF, weight_n):
+        return np.median(values_nF, 0)
+
+
+class Even:
+    def weigh(self, squared_nn, weight_n):
+        return np.ones(len(weight_n))
+
+
+class Half:
+    def scale(self, distance_n, weight_n):
+        return np.full(len(weight_n), 0.5)
+
+
+def rider(upload_P, start_P, draw, sigma):
+    return start_P + sigma * draw.standard_normal(len(start_P))
+
+
+def turns(clients, round, draw):
+    return (clients + round) % 2 == 0
+
+
+class Wrong:
+    def combine(self, values_nF, weight_n):
+        return values_nF
+'''
+
+
+@pytest.fixture
+def own(tmp_path, experiment):
+    file = tmp_path / "own.py"
+    file.write_text(FILE)
+
+    def made(**changes):
+        aggregations = [{"fedavg": {"aggregation": f"{file}:{name}"}} for name in ("Middle", "Even", "Half")]
+        return experiment(
+            **{
+                "methods": [f"{file}:Described", *aggregations],
+                "rounds": 2,
+                "cohort": {"fraction": 1.0, "availability": {"kind": f"{file}:turns"}},
+                "attack": {"kind": f"{file}:rider", "fraction": 0.2, "options": {"sigma": 0.1}},
+                **changes,
+            }
+        )
+
+    return made, file
+
+
+def test_own_parts_travel_to_hosts(own, figures, cluster):
+    made, _ = own
+    expected = figures(simulate(made()))
+    assert len(expected) == 4 and len({str(one) for one in expected.values()}) == 4
+    assert figures(run(made(runtime={"hosts": 2}))) == expected
+
+
+def test_a_wrong_result_on_a_host_names_the_authors_line(own, cluster):
+    made, file = own
+    wrong = made(methods=[{"fedavg": {"aggregation": f"{file}:Wrong"}}], runtime={"hosts": 2})
+    with pytest.raises(
+        RunError, match=rf"aggregation rule Wrong.combine \({file}, line \d+\) returned ndarray of float32"
+    ):
+        run(wrong)

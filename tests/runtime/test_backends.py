@@ -1,0 +1,71 @@
+"""Backends that a config chooses: the figures are those of any other."""
+
+import pytest
+
+import cfl_ray
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.engine.in_process import InProcessBackend
+
+
+class Counting(InProcessBackend):
+    """Counts exchanges."""
+
+    exchanges = 0
+
+    def run(self, work):
+        Counting.exchanges += 1
+        return super().run(work)
+
+
+def experiment(**runtime):
+    return cfl_ray.Experiment(
+        rounds=2,
+        methods=["fedper"],
+        data={"source": "synthetic", "synthetic_shape": [6], "partition": {"clients": 6}},
+        model={"options": {"hidden": 4}},
+        runtime={"engine": "sequential", **runtime},
+        tracking={"enabled": False},
+    )
+
+
+def figures(results) -> list:
+    return [(one.round, one.metrics["accuracy"], one.metrics["train_loss"]) for one in results["fedper"].records]
+
+
+def test_an_own_backend_carries_out_the_exchanges():
+    expected = figures(cfl_ray.simulate(experiment()))
+    Counting.exchanges = 0
+    assert figures(cfl_ray.simulate(experiment(backend=Counting))) == expected
+    assert Counting.exchanges >= 2 * 2  # training and test of two rounds
+
+
+def test_run_without_ray_where_the_config_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("cfl_ray.runtime.launch._Launch._session", _not_on_ray(cfl_ray.runtime.launch._Launch._session))
+    results = cfl_ray.run(experiment(backend="in_process"), tmp_path / "run")
+    assert results.facts["hosts"] == "this process"
+
+
+def _not_on_ray(session):
+    def checked(self, setup):
+        assert not self.on_ray
+        return session(self, setup)
+
+    return checked
+
+
+@pytest.mark.parametrize(
+    "backend, message",
+    [
+        ("rya", r"runtime.backend: unknown backend 'rya' \(did you mean 'ray'\?\)"),
+        (dict, r"backend dict has no method 'run'|backend dict failed"),
+        (len, "backend len is builtin_function_or_method, expected a class"),
+    ],
+)
+def test_others_are_refused(backend, message):
+    with pytest.raises(ConfigError, match=message):
+        cfl_ray.simulate(experiment(backend=backend))
+
+
+def test_a_backend_is_no_part_of_the_hash_and_is_recorded_by_reference():
+    assert experiment(backend=Counting).config_hash == experiment().config_hash
+    assert experiment(backend=Counting).to_dict()["runtime"]["backend"] == f"{__name__}.Counting"
