@@ -8,17 +8,29 @@ form.
                                                                         `start: global`: from Phi and its own last layer
     M-step: Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k
     E-step: r(i) <- argmax_k cos(z_i, z_k)                              z = M^T (omega - mean)
-    PCA: M <- q leading principal components of up to 100 uploads       in the first round, then every 100 rounds
+    PCA: M <- q leading principal components of the latest uploads      in the first round, then every 100 rounds
     CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre;
          split if > rho_hi, merge if < rho_lo                           the adaptation of the number of clusters
 
 In the first round clients train from one w_0 and k-means of z gives the centres.
 
 Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that
-M is never sent. CNT takes one step in 10 rounds, after round 20. It splits no cluster with fewer than 4 remembered
-members, nor one of whose halves has no participant, and merges none with 4 members: the further clusters are apart, the
-lower is rho. The E-step after a split is that of the next round. A client that never took part trains from Phi and the
+M is never sent. CNT takes one step in 10 rounds, after round 20. A client that never took part trains from Phi and the
 mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
+
+The paper says that CNT finds the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does not:
+two centres in one group are near each other, so their rho is high and they split; a lone cluster has no other to be
+compared with and never splits. By default (`adaptation: significance`) two clusters merge if the cosine of their means
+of z, centred anew, is at least `merge_cosine`. A cluster splits into the parts that its members form by a test of one
+cluster against two on the directions of z (`clustering/significance.py`). A step takes all merges, or else all splits.
+The test cannot tell when to merge: members of two clusters of one group differ by more than their spread, since each is
+drawn to its own Omega_k. For the same reason clusters of data without any groups stay as many as they were at first.
+`adaptation: rho` is the rule above, one split or one merge at most in a step. It splits no cluster with fewer than 4
+remembered members and merges none with 4 members: the further clusters are apart, the lower is rho. Neither rule splits
+a cluster if a part of it has no participant. The E-step after a split is that of the next round.
+
+`similarity: l2` is the paper's ablation: uploads and cluster models are compared by their Euclidean distance, without
+PCA.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +42,9 @@ from torch.nn.functional import normalize
 
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signatures import SignatureState, sketch_option
+from cfl_ray.clustering.significance import significant_parts
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
@@ -49,11 +63,12 @@ class FedACState(SignatureState):
 
     global_KP: Tensor  # Phi in a whole row (1, P)
     mean_F: Tensor  # of the uploads from which M was made
-    basis_FQ: Tensor  # M
+    basis_FQ: Tensor | None  # M; None: uploads are compared whole
 
     def z(self, feature_MF: Tensor) -> Tensor:
-        """Low-rank representation (M, q)."""
-        return (feature_MF - self.mean_F) @ self.basis_FQ
+        """Low-rank representation (M, q); without M, the centred uploads themselves."""
+        centred_MF = feature_MF - self.mean_F
+        return centred_MF if self.basis_FQ is None else centred_MF @ self.basis_FQ
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,22 @@ class FedAC(Method[FedACState], name="fedac"):
         10, "rounds between two steps of CNT, each one split or one merge at most", source="ours: lost", low=1
     )
     adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: lost", low=0)
+    adaptation: str = option(
+        "significance",
+        "rule of CNT: a test whether clusters are one or several, or rho",
+        source="ours; rho: FedAC",
+        choices=("significance", "rho"),
+    )
+    level: float = option(
+        0.05, "p-value up to which the members of a cluster split (significance)", source="ours", low=0.01, high=0.5
+    )
+    merge_cosine: float = option(
+        0.75,
+        "cosine of two clusters' means of z from which on they merge (significance)",
+        source="ours",
+        low=-1,
+        high=1,
+    )
     rho_low: float = option(
         0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", source="ours: lost", low=0
     )
@@ -85,7 +116,13 @@ class FedAC(Method[FedACState], name="fedac"):
     )
     rank: int = option(20, "q: principal components", source="ours: lost", low=1)
     pca_every: int = option(100, "rounds between two PCAs", source="paper", low=1)
-    memory: int = option(100, "latest uploads that PCA and CNT see", source="paper: 50 to 100", low=4)
+    similarity: str = option(
+        "low_rank_cosine",
+        "how uploads are compared with cluster models; l2: the Euclidean distance of whole uploads, the ablation",
+        source="FedAC",
+        choices=("low_rank_cosine", "l2"),
+    )
+    memory: int = option(100, "latest uploads that PCA and CNT see", source="ours", low=4)
     sketch: int = sketch_option()
     weights: str = weights_option("uniform")
 
@@ -136,7 +173,7 @@ class FedAC(Method[FedACState], name="fedac"):
             state = self.principal_components(state)
         # First clusters: k-means of z
         if state.phase == "cluster":
-            cluster_M, centre_KQ = kmeans(state.z(upload_MF), self.num_clusters, rng.seed, cosine=True)
+            cluster_M, centre_KQ = kmeans(state.z(upload_MF), self.num_clusters, rng.seed, cosine=self.by_cosine)
             models_KP, assign_N = state.models_KP.repeat(len(centre_KQ), 1), state.place(ids_M, cluster_M)
             state = state.advance(models_KP=models_KP, assign_N=assign_N, phase="federate")
         # M-step: Omega_k
@@ -145,7 +182,11 @@ class FedAC(Method[FedACState], name="fedac"):
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
         # CNT
-        return self.adapt(state, clients, updates) if self.adapts_in(clients.round) else state
+        return self.adapt(state, clients, updates, rng) if self.adapts_in(clients.round) else state
+
+    @property
+    def by_cosine(self) -> bool:
+        return self.similarity == "low_rank_cosine"
 
     def contexts(self, state: FedACState, spec: ParamSpec) -> Tensor:
         """(K + 1, P): Omega_1 .. Omega_K and, last, Phi with the mean head, for clients that never took part."""
@@ -180,6 +221,8 @@ class FedAC(Method[FedACState], name="fedac"):
         from sklearn.decomposition import PCA  # here: loading it takes hosts a second, and only the server needs it
 
         uploads_SF = state.signature_SF
+        if not self.by_cosine:
+            return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=None)
         rank = max(min(self.rank, len(uploads_SF) - 1, len(state.mean_F)), 1)
         pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
         basis_FQ = torch.from_numpy(pca.components_.T.copy()).float()
@@ -191,21 +234,47 @@ class FedAC(Method[FedACState], name="fedac"):
 
     def e_step(self, state: FedACState, clients: Clients, ids_M: np.ndarray, upload_MF: Tensor) -> FedACState:
         """r(i) <- argmax_k cos(z_i, z_k)"""
-        cluster_M, _ = nearest_centre(state.z(upload_MF), self.centres(state, clients), "cosine")
+        metric = "cosine" if self.by_cosine else "l2"
+        cluster_M, _ = nearest_centre(state.z(upload_MF), self.centres(state, clients), metric)
         return state.advance(assign_N=state.place(ids_M, cluster_M))
 
     def adapts_in(self, round: int) -> bool:
         """Whether CNT takes a step at the end of this round."""
         return self.adapt_clusters and round > self.adapt_after and round % self.adapt_every == 0
 
-    def adapt(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
-        """The state after a step of CNT: one split or one merge at most."""
+    def adapt(self, state: FedACState, clients: Clients, updates: Updates, rng: Draws) -> FedACState:
+        """The state after a step of CNT."""
+        if self.adaptation == "rho":
+            return self.adapt_by_rho(state, clients, updates)
+        z_SQ, z_MQ = self.compared(state, state.signature_SF), self.compared(state, updates.valid_features_MF)
+        draw, before = rng.stream("significance"), state.num_clusters
+        while pair := most_similar_pair(state.z(state.signature_SF), state.cluster_S, self.merge_cosine):
+            larger, smaller = sorted(pair, key=lambda k: (-state.members_K[k], k))
+            clients.restart_moments(state.models_KP[larger][None])
+            state = merge_cluster(state, smaller, larger)
+        if state.num_clusters < before:  # members that were drawn apart come together in the rounds that follow
+            return state
+        for k in range(before):
+            part_s = significant_parts(z_SQ[torch.from_numpy(state.cluster_S == k)], draw, self.level)
+            if 0 < part_s.max(initial=0) <= self.max_clusters - state.num_clusters:
+                state = split_cluster(state, k, part_s, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
+        return state
+
+    def compared(self, state: FedACState, upload_SF: Tensor) -> Tensor:
+        """The vectors that CNT compares: z, or their directions."""
+        z_SQ = state.z(upload_SF)
+        return normalize(z_SQ, dim=1) if self.by_cosine else z_SQ
+
+    def adapt_by_rho(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
+        """The state after a step of CNT by rho: one split or one merge at most."""
         z_SQ = state.z(state.signature_SF)
         rho_K, nearest_K, remembered_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
         split, merge = self.choose_adaptation(rho_K, remembered_K, state.members_K)
         if split is not None:
-            z_MQ = state.z(updates.valid_features_MF)
-            return split_cluster(state, split, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
+            unit_SQ, unit_MQ = normalize(z_SQ, dim=1), normalize(state.z(updates.valid_features_MF), dim=1)
+            half_s, _ = kmeans(unit_SQ[torch.from_numpy(state.cluster_S == split)], 2, clients.seed)
+            weight_M = clients.weights(self.weights)
+            return split_cluster(state, split, half_s, unit_SQ, unit_MQ, clients, updates, weight_M)
         if merge is None:
             return state
         clients.restart_moments(state.models_KP[nearest_K[merge]][None])
@@ -245,6 +314,22 @@ class FedAC(Method[FedACState], name="fedac"):
         return Serving(self.start_models(state, spec), row_or_last(state, clients), client_state=self.personal(spec))
 
 
+def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tuple[int, int] | None:
+    """The clusters whose means, seen from the mean of all, have the highest cosine, if that is at least `cosine`.
+
+    Rows of cluster -1 are in none. Centring anew leaves out what all clusters have moved since the last PCA.
+    """
+    member_S = cluster_S >= 0
+    numbers, cluster_s = np.unique(cluster_S[member_S], return_inverse=True)
+    mean_KQ, _ = cluster_means(z_SQ[torch.from_numpy(member_S)], cluster_s, len(numbers))
+    unit_KQ = normalize(mean_KQ - z_SQ[torch.from_numpy(member_S)].mean(0), dim=1)
+    cosine_KK = np.triu((unit_KQ @ unit_KQ.T).numpy(), 1) - 2 * np.tri(len(numbers))
+    if len(numbers) < 2 or cosine_KK.max() < cosine:
+        return None
+    one, other = np.unravel_index(cosine_KK.argmax(), cosine_KK.shape)
+    return int(numbers[one]), int(numbers[other])
+
+
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each cluster (K,): rho of CNT, the nearest other centre, and the number of members.
 
@@ -268,27 +353,35 @@ def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple
 
 
 def split_cluster(
-    state: FedACState, k: int, z_SQ: Tensor, z_MQ: Tensor, clients: Clients, updates: Updates, weight_M: np.ndarray
+    state: FedACState,
+    k: int,
+    part_s: np.ndarray,
+    z_SQ: Tensor,
+    z_MQ: Tensor,
+    clients: Clients,
+    updates: Updates,
+    weight_M: np.ndarray,
 ) -> FedACState:
-    """The state with cluster k as two, by cosine 2-means of its remembered members.
+    """The state with the parts of cluster k as clusters: part 0 as k, the others as new ones.
 
-    The models of the halves are means of this round's participants; without a valid one in each half nothing is split.
+    Their models are means of this round's participants; without a valid one in each part nothing is split.
 
-    z_SQ: of the remembered uploads. z_MQ: of this round's valid participants, remembered or not.
+    part_s: of the remembered members of k. z_SQ: of all remembered uploads. z_MQ: of this round's valid participants;
+        those that are not remembered go to the part with the nearest mean.
     updates: of a `train(..., defer_aggregation=True)` of the round.
     """
-    new, ids_M = state.num_clusters, clients.ids_M[updates.valid_M]
+    ids_M, parts = clients.ids_M[updates.valid_M], int(part_s.max()) + 1
+    number_K = np.concatenate([[k], state.num_clusters + np.arange(parts - 1)])  # of the clusters that the parts become
     member_S, member_M = state.cluster_S == k, state.assign_N[ids_M] == k
-    half_S, centre_2Q = kmeans(z_SQ[torch.from_numpy(member_S)], 2, clients.seed, cosine=True)
-    half_M, _ = nearest_centre(normalize(z_MQ[torch.from_numpy(member_M)], dim=1), centre_2Q, "l2")
-    members, half = np.concatenate([state.seen_S[member_S], ids_M[member_M]]), np.concatenate([half_S, half_M])
-    assign_N = state.place(members, np.where(half, new, k))
+    centre_KQ, _ = cluster_means(z_SQ[torch.from_numpy(member_S)], part_s, parts)
+    part_m, _ = nearest_centre(z_MQ[torch.from_numpy(member_M)], centre_KQ, "l2")
+    members, part = np.concatenate([ids_M[member_M], state.seen_S[member_S]]), np.concatenate([part_m, part_s])
+    assign_N = state.place(members, number_K[part])
     assign_M = assign_N[clients.ids_M]
-    counted_M = updates.valid_M & np.isin(assign_M, [k, new])
-    assign_M = np.where(counted_M, assign_M, UNASSIGNED)
-    if not {k, new} <= {*assign_M.tolist()}:
+    assign_M = np.where(updates.valid_M & np.isin(assign_M, number_K), assign_M, UNASSIGNED)
+    if not {*number_K.tolist()} <= {*assign_M.tolist()}:
         return state
-    before_KP = torch.cat([state.models_KP, state.models_KP[k : k + 1]])
+    before_KP = torch.cat([state.models_KP, state.models_KP[k].expand(parts - 1, -1)])
     averages = clients.average(updates, cluster_weights(assign_M, weight_M, len(before_KP)))
     return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
 

@@ -1,6 +1,7 @@
 """FedAC: personal models with two proximal terms by the formulas, the low-rank space, and CNT."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch import nn
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Population
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.methods.fedac import FedAC, compactness, merge_cluster
 from cfl_ray.methods.local import Local
@@ -266,9 +268,10 @@ class TestOptions:
     def test_those_of_cnt_come_first(self):
         """Labels and tables list options in this order."""
         names = [option["name"] for option in FedAC.options()]
-        cnt = ["adapt_clusters", "adapt_every", "adapt_after", "rho_low", "rho_high", "max_clusters"]
-        training = ["num_clusters", "mu", "lam", "start", "rank", "pca_every", "memory", "sketch", "weights"]
-        assert names == [*cnt, *training, "aggregation", "server_optimizer"]
+        cnt = ["adapt_clusters", "adapt_every", "adapt_after", "adaptation", "level", "merge_cosine"]
+        cnt += ["rho_low", "rho_high", "max_clusters"]
+        training = ["num_clusters", "mu", "lam", "start", "rank", "pca_every", "similarity", "memory", "sketch"]
+        assert names == [*cnt, *training, "weights", "aggregation", "server_optimizer"]
 
 
 def test_a_merge_moves_the_members_and_keeps_the_model_of_the_other_cluster():
@@ -280,9 +283,9 @@ def test_a_merge_moves_the_members_and_keeps_the_model_of_the_other_cluster():
 
 
 class TestAdaptation:
-    """CNT in every round after the first."""
+    """CNT by rho in every round after the first."""
 
-    OFTEN = {"adapt_after": 1, "adapt_every": 1, "mu": MU, "lam": LAM}
+    OFTEN = {"adaptation": "rho", "adapt_after": 1, "adapt_every": 1, "mu": MU, "lam": LAM}
 
     @pytest.mark.parametrize("memory", [100, 5])
     def test_a_loose_cluster_splits_into_the_planted_groups(self, memory):
@@ -338,12 +341,12 @@ class TestAdaptation:
             mean_F=torch.zeros(P),
             basis_FQ=basis,
         )
-        merged = method.adapt(state, one.clients(round=2), None)
+        merged = method.adapt(state, one.clients(round=2), None, Draws(0, 2))
         assert merged.assign_N.tolist() == [1, 1, 1, 1, 1, 0, 0, 0], (
             "the most compact is the one of one member, and its nearest is that at 20 degrees"
         )
         assert torch.equal(merged.models_KP, state.models_KP[[0, 2]])
-        again = method.adapt(merged, one.clients(round=3), None)
+        again = method.adapt(merged, one.clients(round=3), None, Draws(0, 3))
         assert again.num_clusters == 2, "3 members between 20 and 180 degrees are not compact"
 
     def test_clusters_that_are_far_apart_stay(self):
@@ -386,6 +389,87 @@ class TestAdaptation:
     def test_can_be_turned_off(self):
         state = groups().play(FedAC(num_clusters=5, adapt_clusters=False, adapt_after=0, adapt_every=1), *[None] * 4)
         assert state.num_clusters == 5
+
+
+class TestSignificance:
+    """CNT by significance: K moves to the number of planted groups from both sides."""
+
+    @pytest.mark.parametrize("participation", [1.0, 0.5])
+    @pytest.mark.parametrize("first", [1, 2, 8, 12])
+    def test_the_number_of_planted_groups_is_reached(self, first, participation):
+        one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        population = Population(32, (), 0)
+        drawn = [population.draw(number, participation).ids_M for number in range(1, 31)]
+        method = FedAC(num_clusters=first, adapt_after=9, adapt_every=5)
+        state = one.play(method, *drawn)
+        assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
+
+    def test_one_group_stays_one_cluster(self):
+        one = Stage(planted(24, 1), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        assert one.play(FedAC(num_clusters=1, adapt_after=1, adapt_every=1), *[None] * 8).num_clusters == 1
+
+    @pytest.mark.parametrize("most", [2, 3])
+    def test_there_are_never_more_than_max_clusters(self, most):
+        one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        method = FedAC(num_clusters=1, max_clusters=most, adapt_after=1, adapt_every=1)
+        assert one.play(method, *[None] * 4).num_clusters <= most
+
+    def test_parts_get_the_means_of_their_participants_and_keep_the_absent_members(self):
+        one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1)
+        cohort = list(range(16))
+        state = one.play(method, None, cohort)
+        assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
+        for k in range(4):
+            mine = [one.client_states["personal", client] for client in cohort if state.assign_N[client] == k]
+            assert torch.allclose(state.models_KP[k], torch.stack(mine).mean(0), rtol=0, atol=1e-6)
+
+    def test_nothing_splits_without_a_participant_in_every_part(self):
+        one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        group_N = one.federation.group_N
+        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1)
+        assert one.play(method, None, np.flatnonzero(group_N < 3)).num_clusters == 1
+
+    def test_the_larger_cluster_s_model_stays_when_two_merge(self):
+        """Clusters of 5, 2 and 3 members; the first two lie 20 degrees apart, seen from the mean of all."""
+        one = groups()
+        angle = torch.deg2rad(torch.tensor([0.0] * 2 + [20.0] * 3 + [180.0] * 3))
+        plane = torch.zeros(8, P)
+        plane[:, 0], plane[:, 1] = angle.cos(), angle.sin()
+        method = FedAC(num_clusters=3)
+        state = one.play(method, None).advance(
+            signature_SF=plane,
+            seen_S=np.arange(8),
+            assign_N=np.array([0] * 2 + [1] * 3 + [2] * 3, np.int32),
+            models_KP=plane[[0, 2, 5]],
+            mean_F=torch.zeros(P),
+            basis_FQ=torch.eye(P)[:, :2],
+        )
+        merged = method.adapt(state, one.clients(round=2), SimpleNamespace(valid_features_MF=plane), Draws(0, 2))
+        assert merged.assign_N.tolist() == [0] * 5 + [1] * 3
+        assert torch.equal(merged.models_KP, state.models_KP[[1, 2]])
+
+
+class TestEuclideanDistance:
+    """The ablation `similarity: l2`."""
+
+    def test_there_is_no_projection(self):
+        one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        state = one.play(FedAC(num_clusters=3, similarity="l2"), None)
+        assert state.basis_FQ is None and torch.equal(state.z(state.signature_SF), state.signature_SF - state.mean_F)
+
+    def test_clients_join_the_nearest_model(self):
+        one = Stage(planted(12, 3), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        method = FedAC(num_clusters=3, similarity="l2")
+        state = one.play(method, *[None] * 3)
+        upload_SF = state.signature_SF
+        models_KF = method.update_features(one.network.spec).of_rows(state.models_KP, 0)
+        nearest_S = torch.cdist(upload_SF, models_KF).argmin(1).numpy()
+        assert np.array_equal(state.assign_N[state.seen_S], nearest_S)
+        assert agreement(one.federation.group_N, state.assign_N)["ari"] == 1
+
+    def test_continues_from_a_checkpoint(self, tmp_path):
+        assert_survives_an_interruption(groups, FedAC(num_clusters=2, similarity="l2"), [None] * 3, tmp_path)
 
 
 @pytest.mark.parametrize("clients, participation, rounds", [(12, 1.0, 3), (30, 0.3, 10)])

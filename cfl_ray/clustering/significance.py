@@ -1,0 +1,120 @@
+"""Whether vectors form two clusters rather than one, as a test of significance.
+
+Y. Liu, D. Hayes, A. Nobel, J. Marron. Statistical Significance of Clustering for High-Dimension, Low-Sample Size Data.
+Journal of the American Statistical Association 103(483), 2008. The null distribution is one Gaussian with the principal
+variances of the vectors; the statistic is the share of their spread that two centres leave unexplained.
+"""
+
+from itertools import combinations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.clustering.agglomerative import by_lowest_member
+from cfl_ray.clustering.kmeans import kmeans
+
+_DIRECTIONS = 3  # principal directions whose two sides are tried as a start of 2-means
+_ITERATIONS = 30
+_FEWEST = 4  # rows of a pair of clusters that a test can tell apart
+
+
+def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99) -> tuple[float, np.ndarray]:
+    """The p-value of one cluster against two, and the half, 0 or 1, of each row (S,).
+
+    feature_SF: float (S, F), finite. draws: of the null distribution; the least p-value is 1 / (draws + 1). Fewer than
+    3 rows, and rows that are all equal, are one cluster: 1.0.
+    """
+    one = 1.0, np.zeros(len(feature_SF), np.int64)
+    if len(feature_SF) < 3:
+        return one
+    centred_SF = feature_SF.double() - feature_SF.double().mean(0)
+    left_SQ, spread_Q, _ = torch.linalg.svd(centred_SF, full_matrices=False)
+    coordinate_SQ = (left_SQ * spread_Q)[:, spread_Q > 1e-9 * max(float(spread_Q.max()), 1e-30)].numpy()
+    if not coordinate_SQ.size:
+        return one
+    deviation_Q = coordinate_SQ.std(0)
+    null_RSQ = draw.normal(size=(draws, *coordinate_SQ.shape)) * deviation_Q
+    half_1S, index_1 = _two_means(coordinate_SQ[None])
+    _, index_R = _two_means(_principal(null_RSQ))
+    return (1 + int((index_R <= index_1[0]).sum())) / (draws + 1), half_1S[0]
+
+
+def _principal(rows_RSQ: np.ndarray) -> np.ndarray:
+    """The same rows, centred, along their own principal directions."""
+    rows_RSQ = rows_RSQ - rows_RSQ.mean(1, keepdims=True)
+    left_RSQ, spread_RQ, _ = np.linalg.svd(rows_RSQ, full_matrices=False)
+    principal_RSQ: np.ndarray = left_RSQ * spread_RQ[:, None]
+    return principal_RSQ
+
+
+def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """2-means of R samples at once: the half of each row, int64 (R, S), and the cluster index (R,).
+
+    The cluster index is the sum of squares around two centres over that around one. rows_RSQ: centred, along principal
+    directions. The best of the starts from the two sides of the first directions.
+    """
+    total_R = (rows_RSQ**2).sum((1, 2))
+    best_R, half_RS = np.full(len(rows_RSQ), np.inf), np.zeros(rows_RSQ.shape[:2], np.int64)
+    for direction in range(min(_DIRECTIONS, rows_RSQ.shape[2])):
+        second_RS = rows_RSQ[:, :, direction] > 0
+        for _ in range(_ITERATIONS):
+            before_RS = second_RS
+            first_RQ, second_RQ = _mean(rows_RSQ, ~second_RS), _mean(rows_RSQ, second_RS)
+            # nearer to the second centre: (x - (a + b) / 2) . (b - a) > 0
+            axis_RQ, middle_RQ = second_RQ - first_RQ, (first_RQ + second_RQ) / 2
+            second_RS = np.einsum("rsq,rq->rs", rows_RSQ - middle_RQ[:, None], axis_RQ) > 0
+            if np.array_equal(second_RS, before_RS):
+                break
+        # around one centre: W + m1 m2 / m ||b - a||^2
+        sizes_R = second_RS.sum(1) * (~second_RS).sum(1) / rows_RSQ.shape[1]
+        apart_R = ((_mean(rows_RSQ, second_RS) - _mean(rows_RSQ, ~second_RS)) ** 2).sum(1)
+        index_R = 1 - sizes_R * apart_R / np.maximum(total_R, 1e-300)
+        better_R = index_R < best_R
+        best_R = np.where(better_R, index_R, best_R)
+        half_RS = np.where(better_R[:, None], second_RS, half_RS)
+    return half_RS.astype(np.int64), best_R
+
+
+def _mean(rows_RSQ: np.ndarray, chosen_RS: np.ndarray) -> np.ndarray:
+    """Mean (R, Q) of the chosen rows; 0 where there are none."""
+    counts_R = np.maximum(chosen_RS.sum(1), 1)
+    mean_RQ: np.ndarray = np.einsum("rsq,rs->rq", rows_RSQ, chosen_RS.astype(np.float64)) / counts_R[:, None]
+    return mean_RQ
+
+
+def merge_insignificant(
+    feature_SF: Tensor, cluster_S: np.ndarray, draw: np.random.Generator, level: float
+) -> np.ndarray:
+    """Clusters, int64 (S,), after merging the pair that is most like one cluster while its p-value is above `level`.
+
+    A merged pair has the lower number; the numbers of the others stay. Rows of cluster -1 stay where they are. Pairs of
+    fewer than 4 rows are not merged: they look like one cluster wherever they are.
+    """
+    cluster_S = cluster_S.copy()
+
+    def one_cluster(pair: tuple[int, int]) -> float:
+        of_pair_S = np.isin(cluster_S, pair)
+        return two_clusters(feature_SF[torch.from_numpy(of_pair_S)], draw)[0] if of_pair_S.sum() >= _FEWEST else 0.0
+
+    numbers = np.unique(cluster_S[cluster_S >= 0]).tolist()
+    p_of = {pair: one_cluster(pair) for pair in combinations(numbers, 2)}
+    while p_of and max(p_of.values()) > level:
+        kept, gone = max(p_of, key=lambda pair: (p_of[pair], -pair[0], -pair[1]))
+        cluster_S[cluster_S == gone] = kept
+        numbers.remove(gone)
+        p_of = {pair: p for pair, p in p_of.items() if gone not in pair and kept not in pair}
+        p_of |= {pair: one_cluster(pair) for pair in combinations(numbers, 2) if kept in pair}
+    return cluster_S
+
+
+def significant_parts(feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8) -> np.ndarray:
+    """The clusters that the rows form, int64 (S,), numbered from 0: k-means into more parts than there may be, merged.
+
+    A test of one cluster against two has little power where there are four; between two of the four it has.
+    """
+    parts = min(most, len(feature_SF) // 3)
+    if parts < 2:
+        return np.zeros(len(feature_SF), np.int64)
+    part_S, _ = kmeans(feature_SF, parts, int(draw.integers(2**31)))
+    return by_lowest_member(merge_insignificant(feature_SF, part_S, draw, level))
