@@ -61,6 +61,7 @@ class RayBackend:
         self.client_states.begin(work)
         exchange = Exchange(self, work, number)
         outcome = exchange.run()
+        self.pool.finished += 1
         seconds = sum(result.seconds for result in exchange.results)
         self._seconds_of_cost[type(work)] = seconds / max(exchange.cost, 1e-9)
         return outcome
@@ -289,7 +290,6 @@ class Exchange:
 
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds the sums of all hosts. The pieces of a host that dies before are to be done again."""
-        timeout = self.setup.experiment.runtime.round_deadline
         done, dispatch.done = dispatch.done, {}
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
@@ -298,14 +298,14 @@ class Exchange:
         collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
         if collected.use_tree and not self.sums.totals:
             try:
-                sums = collected.by_tree(timeout)
+                sums = collected.by_tree()
                 self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
                 return
             except (GetTimeoutError, RayTaskError, *HOST_LOST):
                 pass  # found out below which host it was
         for position, (host, _) in enumerate(collected.rows_of):
             try:
-                totals = collected.of_host(position, timeout)
+                totals = collected.of_host(position)
                 self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
             except (GetTimeoutError, *HOST_LOST) as error:
                 dispatch.done[host.number] = done[host.number]

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from cfl_ray.core.errors import RunError
 from cfl_ray.data.federation import Federation
@@ -21,6 +21,7 @@ from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup, engine_choice
 
 _START_SECONDS = 300
+_MEASURE_SECONDS = 600  # for a host to measure its engines
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
 HOST_LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or its results, are gone
 
@@ -50,7 +51,8 @@ class Pool:
     choice: EngineChoice | None = None
     device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
-    exchanges: int = 0
+    exchanges: int = 0  # begun
+    finished: int = 0  # exchanges
     changes: int = 0  # grows whenever a host is added, becomes ready or is lost
     written_off: int = 0  # hosts given up although their node is alive
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
@@ -83,9 +85,9 @@ class Pool:
         while True:
             host = self.ready()[0]
             try:
-                choice: EngineChoice = ray.get(host.actor.measure_engine.remote())
+                choice: EngineChoice = ray.get(host.actor.measure_engine.remote(), timeout=_MEASURE_SECONDS)
                 return choice
-            except HOST_LOST as error:
+            except (GetTimeoutError, *HOST_LOST) as error:
                 self.lost(host, error)
             except RayTaskError as error:
                 raise as_user_error(error) from error
@@ -173,7 +175,7 @@ class Pool:
 
     def lost(self, host: Host, error: Exception) -> None:
         """Restarts a host that died, or goes on without it."""
-        decision = host.retry.decide()
+        decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
             self.written_off += not host.node or alive(host.node)
             self._give_up(host, f"died after {decision.limit} restarts ({short_reason(error)})")

@@ -39,7 +39,8 @@ class ServerActor:
         started = [start_host(runtime, packed[0]) for _ in range(hosts)]
         from cfl_ray.runtime.on_ray.server_process import ServerProcess
 
-        self.process = ServerProcess(packed, started, run_dir, session, fault)
+        self.process = ServerProcess(packed, run_dir, session, fault)
+        self.process.start(started, packed[0])
 
     def begin(self, label: str) -> RoundReport:
         return self._ready().begin(label)

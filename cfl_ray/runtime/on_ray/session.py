@@ -123,10 +123,12 @@ class RaySession:
         cause = short_reason(error)
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
-        decision = self.retry.decide()
+        methods, rounds = list(self.setup.methods), self.setup.experiment.rounds
+        before = methods.index(self.label) * rounds if self.label else 0  # rounds of the methods that are finished
+        decision = self.retry.decide(progress=before + saved)
         now = next_state(Starting(), Lost(cause, saved, decision.left), self.plan)
         if isinstance(now, Failed):
-            raise RunError(f"the server died after round {now.from_round} ({now.cause})")
+            raise RunError(f"the server died after round {now.from_round}, the last one saved ({now.cause}); {decision}")
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
