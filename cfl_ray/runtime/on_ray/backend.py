@@ -98,7 +98,10 @@ class RayBackend:
         self.client_states.forget(ids)
 
     def stored_values(self, work: Work) -> dict[int, StoredValue]:
-        """Places of the values that clients of `work` keep, by position. Those of a checkpoint are put when they are first used."""
+        """Places of the values that clients of `work` keep, by position.
+
+        Those of a checkpoint are put when they are first used.
+        """
         found = self.client_states.of(work)
         saved = [i for i, value in found.items() if isinstance(value, SavedState)]
         if saved:

@@ -90,7 +90,9 @@ class Dispatch:
     def _all_free(self) -> list[Host]:
         """All hosts that are ready, in the order of their number of calls; waits for one where none has a call."""
         hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
-        self._known, self._hosts = self.pool.changes, [host.number for host in self.pool.hosts]
+        # hosts that were added later may wait for room for hours: they are no home of any piece yet
+        expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
+        self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
         return sorted(hosts, key=self._calls_of)
 

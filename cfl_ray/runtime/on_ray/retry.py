@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# of life, after which a process whose run advanced has all retries again: on spot machines a run of days loses many hosts
+# of life, after which a process has all retries again if the run advanced: on spot machines a long run loses many hosts
 FORGIVEN_SECONDS = 600
 
 

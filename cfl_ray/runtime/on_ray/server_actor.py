@@ -59,6 +59,11 @@ class ServerActor:
             raise RunError(_STARTING)
         return process.ask(verb, *arguments)
 
+    @ray.method(concurrency_group=_REQUESTS)
+    def waiting(self) -> str:
+        """What the run waits for while it has no client host; empty where it does not."""
+        return self.process.pool.waiting if self.process else ""
+
     def _ready(self) -> ServerProcess:
         if self.process is None:
             raise RunError(_STARTING)

@@ -51,7 +51,7 @@ class ServerProcess:
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.loop: RoundLoop | None = None
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
-        self.pool = Pool(self.setup)
+        self.pool = Pool(self.setup, had_hosts=fault is not None, stop_asked=self._stop_asked)
         self.network = self.setup.network()
 
     def start(self, started: list[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
@@ -106,6 +106,9 @@ class ServerProcess:
         hosts = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
         return {"hosts": hosts, "device": self.pool.device, "engine": choice.reason}
 
+    def _stop_asked(self) -> bool:
+        return self.loop is not None and self.loop.requests.stop_after is not None
+
     def _loop(self) -> RoundLoop:
         assert self.loop is not None, "the driver begins a method first"
         return self.loop
@@ -130,14 +133,17 @@ class ServerProcess:
                 "leave": requests.leave,
                 "stop": requests.stop,
             }
-            return grants[verb](*arguments)  # type: ignore[operator]
+            answer = grants[verb](*arguments)  # type: ignore[operator]
+        if verb == "stop" and self.pool.waiting:
+            return f"{self.label}: the run ends now, for it waits for client hosts; every saved round is kept"
+        return answer
 
     def _status(self) -> dict[str, Any]:
         loop, hosts = self._loop(), list(self.pool.hosts)
         population, ready = loop.requests.population, [host for host in hosts if not host.starting]
         return {
             "method": loop.requests.label,
-            "state": type(loop.now).__name__.lower(),
+            "state": type(loop.now).__name__.lower() + (f": {self.pool.waiting}" if self.pool.waiting else ""),
             "round": loop.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

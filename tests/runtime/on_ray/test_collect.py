@@ -114,7 +114,7 @@ def test_what_a_dead_host_has_returned_is_not_done_again(backends, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_that_dies_or_hangs_while_the_tree_is_built(fault, backends, by_tree, monkeypatch):
-    """The other host's totals are kept; what this one did is done again. The limit is not `round_deadline`: none is set."""
+    """The other host's totals are kept; what this one did is done again. `round_deadline` has no part in it."""
     monkeypatch.setattr(collect, "_WAIT_SECONDS", 3)
     in_process, on_ray = backends
     work = training(in_process.worker.network)
