@@ -1,12 +1,39 @@
-"""Errors in a user's data, model or method, with the client at which they occurred. They end the run."""
+"""Errors in the work on a client, with the client at which they occurred, and whose errors they are.
 
+These may be of the machine, so on Ray the work is tried again elsewhere, a bounded number of times: files that cannot
+be read or are damaged (OSError, pyarrow's errors, DataError), memory, also of the GPU, and errors of CUDA and cuDNN.
+
+All others are of the user's making and end the run: exceptions in a method, a model or data, such as TypeError,
+ValueError and shapes that do not fit; ConfigError and RunError.
+"""
+
+import re
 import traceback
 from types import TracebackType
 from typing import Self
 
+import pyarrow as pa
+import torch
+
+from cfl_ray.core.errors import DataError
+
+_MACHINE = (OSError, MemoryError, DataError, pa.ArrowException, torch.OutOfMemoryError, torch.AcceleratorError)
+_IN_TEXT = re.compile(
+    r"CUDA error|CUDA out of memory|cuDNN error|CUBLAS_STATUS|can't allocate memory"
+)  # of RuntimeError
+
 
 class ClientFailure(Exception):
     """Work on one client failed. The message names the client and the stage."""
+
+    may_be_machine = False  # see `may_be_machine`; an attribute, since causes are lost on the way to another process
+
+
+def may_be_machine(error: BaseException | None) -> bool:
+    """Whether an error may be due to the machine, so that the same work may succeed on another one."""
+    if isinstance(error, ClientFailure):
+        return error.may_be_machine
+    return isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and bool(_IN_TEXT.search(str(error))))
 
 
 class naming_client:
@@ -23,6 +50,8 @@ class naming_client:
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, ClientFailure):
             where = traceback.extract_tb(trace)[-1]
-            raise ClientFailure(
+            failure = ClientFailure(
                 f"client {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})"
-            ) from error
+            )
+            failure.may_be_machine = may_be_machine(error)
+            raise failure from error

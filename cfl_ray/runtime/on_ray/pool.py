@@ -9,19 +9,12 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-)
+from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.core.errors import RunError, RunStopped
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
-from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
+from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -34,7 +27,6 @@ _STEP_SECONDS = 1.0  # of a wait for hosts
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
-HOST_LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or its results, are gone
 
 
 @dataclass
@@ -69,6 +61,7 @@ class Pool:
     written_off: int = 0  # hosts given up although their node is alive
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
+    not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
     had_hosts: bool = False  # whether the run has had a host that was ready
     waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
@@ -102,10 +95,12 @@ class Pool:
             try:
                 choice: EngineChoice = ray.get(host.actor.measure_engine.remote(), timeout=_MEASURE_SECONDS)
                 return choice
-            except (GetTimeoutError, *HOST_LOST) as error:
-                self.lost(host, error)
             except RayTaskError as error:
-                raise as_user_error(error) from error
+                if not may_be_host(error):
+                    raise as_user_error(error) from error
+                self.failed(host, as_user_error(error))
+            except RayError as error:
+                self.lost(host, error)
 
     def _start_another(self) -> StartedHost:
         engine = self.choice.engine if self.choice else "sequential"
@@ -166,7 +161,7 @@ class Pool:
         return (
             f"no client host is ready after {waited:.0f} s: {len(self.hosts)} of {runtime.cpus_per_host:g} CPU{gpus} "
             f"each wait for room on the cluster or start (free: {free()}); the run waits {until} "
-            "(runtime.wait_for_hosts)"
+            "(runtime.wait_for_hosts)" + (f"; the last fault: {self.last_fault[1]}" if self.last_fault else "")
         )
 
     def nodes(self, seconds: float = 30) -> int:
@@ -198,11 +193,17 @@ class Pool:
         assert ref is not None
         try:
             about = ray.get(ref)
-        except HOST_LOST as error:
+        except RayTaskError as error:
+            failed_to_start = as_user_error(error)
+            self.not_started.add(host.number)
+            nowhere = not self.had_hosts and all(other.number in self.not_started for other in self.hosts)
+            if nowhere or not may_be_host(error):
+                raise failed_to_start from error
+            self.failed(host, failed_to_start)
+            return
+        except RayError as error:
             self.lost(host, error)
             return
-        except RayTaskError as error:
-            raise as_user_error(error) from error
         host.starting, host.node, host.pid, self.device = None, about["node"], about["pid"], about["device"]
         self.had_hosts = True
         if host.added:
@@ -245,17 +246,21 @@ class Pool:
     def host(self, number: int) -> Host:
         return next(host for host in self.hosts if host.number == number)
 
-    def lost(self, host: Host, error: Exception) -> None:
+    def failed(self, host: Host, error: Exception) -> None:
+        """Replaces a host on which work failed that may succeed elsewhere, or goes on without it."""
+        self.lost(host, error, "failed")
+
+    def lost(self, host: Host, error: Exception, what: str = "died") -> None:
         """Restarts a host that died, or goes on without it."""
         decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
             node_lost = bool(host.node) and not alive(host.node)
             self.written_off += not node_lost
-            self._give_up(host, f"died after {decision.limit} restarts ({short_reason(error)})", node_lost)
+            self._give_up(host, f"{what} after {decision.limit} restarts ({short_reason(error)})", node_lost)
             return
         time.sleep(decision.pause_seconds)
         self._start_again(host)
-        self.fault(f"host {host.number} died ({short_reason(error)}); {decision}, its work is done again")
+        self.fault(f"host {host.number} {what} ({short_reason(error)}); {decision}, its work is done again")
 
     def end(self, host: Host, why: str) -> None:
         """Restarts a host that may well be alive; this does not count as a retry."""

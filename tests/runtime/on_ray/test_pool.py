@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, NodeDiedError
+from ray.exceptions import ActorDiedError, NodeDiedError, RayTaskError
 
-from cfl_ray.core.errors import RunError, RunStopped
+from cfl_ray.core.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
@@ -159,3 +159,32 @@ def test_the_autoscaler_knows_of_a_host_that_waits_for_room(cluster, experiment,
     until(lambda: {"CPU": 77.0} in demand())
     ray.kill(host.actor)
     until(lambda: {"CPU": 77.0} not in demand())
+
+
+def failed_start(cause):
+    return RayTaskError("start", "traceback", cause).as_instanceof_cause()
+
+
+def test_a_host_that_cannot_read_the_data_is_replaced_and_given_up(made, fake):
+    """Its machine lacks a mount. The others go on."""
+    fake.room_at, pool = [0] * 9, made(hosts=2, retries=1)
+    fake.errors = {number: failed_start(DataError("/mnt/shards is missing")) for number in (1, 2)}
+    while len(pool.hosts) == 2:
+        pool.wait([])
+    assert [host.number for host in pool.ready()] == [0] and pool.written_off == 1
+    assert "failed after 1 restarts (/mnt/shards is missing)" in pool.notes[-1]
+
+
+@pytest.mark.parametrize("failing, hosts", [([0, 1], 2), ([0], 1)])
+def test_data_that_no_host_can_read_end_the_run(failing, hosts, made, fake):
+    fake.room_at, pool = [0] * 9, made(hosts=hosts)
+    fake.errors = dict.fromkeys([*failing, 2, 3], failed_start(DataError("/mnt/shards is missing")))
+    with pytest.raises(DataError, match="^/mnt/shards is missing"):
+        pool.ready()
+
+
+def test_an_error_of_the_user_at_the_start_ends_the_run_at_once(made, fake):
+    fake.room_at, pool = [0] * 9, made(hosts=2)
+    fake.errors = {0: failed_start(ConfigError("no GPU"))}
+    with pytest.raises(ConfigError, match="no GPU"):
+        pool.ready()
