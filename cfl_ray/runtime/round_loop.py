@@ -39,6 +39,7 @@ from cfl_ray.runtime.lifecycle import (
     next_state,
 )
 from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
 
@@ -346,6 +347,7 @@ class RoundLoop:
         report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
         values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
         with nullcontext() if self.cadence is None else self.cadence.measured():
+            sync_records(self.store.directory)
             if remark := self.store.save(round, tensors, values, self.backend):
                 self.notes.append(remark)
         self.saved = round
