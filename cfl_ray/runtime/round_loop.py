@@ -169,6 +169,8 @@ class RoundLoop:
         self.traffic = Traffic()
         # P-local of every client: accuracy and macro-F1 after its last own training
         self.local_scores_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
+        if self.store is not None:
+            self.store.claim()  # before it is read: a server that this one replaces may still save
         checkpoint = self.store.load() if self.store else None
         round = checkpoint.round if checkpoint else 0
         self._use(self.requests.federation(round))

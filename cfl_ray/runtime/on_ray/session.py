@@ -150,6 +150,7 @@ class RaySession:
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
+        ray.kill(self.actor)  # it may only be out of reach; it would work beside the new one
         self._start_server()
 
 
