@@ -129,7 +129,7 @@ class Folder:
 
 
 def _read_again(read: Callable[[], _Read]) -> _Read:
-    """What `read` returns, tried again after a pause where that fails for another reason than a missing file."""
+    """The result of `read`, tried again after a pause where that fails for another reason than a missing file."""
     for pause in _PAUSES:
         try:
             return read()

@@ -13,14 +13,12 @@ from types import TracebackType
 from typing import Self
 
 import pyarrow as pa
-import torch
 
 from cfl_ray.core.errors import DataError
 
-_MACHINE = (OSError, MemoryError, DataError, pa.ArrowException, torch.OutOfMemoryError, torch.AcceleratorError)
-_IN_TEXT = re.compile(
-    r"CUDA error|CUDA out of memory|cuDNN error|CUBLAS_STATUS|can't allocate memory"
-)  # of RuntimeError
+_MACHINE = (OSError, MemoryError, DataError, pa.ArrowException)
+# of a RuntimeError, as torch's errors of accelerators are too; importing torch takes seconds
+_IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|MIOpen) error|CUBLAS_STATUS")
 
 
 class ClientFailure(Exception):

@@ -15,7 +15,7 @@ s); at most 26 files in 500 rounds.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,12 +234,17 @@ class CheckpointStore:
 
     # ---- loading
 
-    def load(self) -> Checkpoint | None:
-        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used."""
+    def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
+        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used.
+
+        check: raises RunError for one whose content is of no use.
+        """
         refused: list[str] = []
         for round in reversed(self.rounds()):
             try:
-                return self._load(round, tuple(refused))
+                checkpoint = self._load(round, tuple(refused))
+                check(checkpoint)
+                return checkpoint
             except _DAMAGE as error:
                 refused.append(f"checkpoint of round {round}: {system_reason(error)}")
         if refused:

@@ -61,7 +61,7 @@ class ServerActor:
 
     @ray.method(concurrency_group=_REQUESTS)
     def waiting(self) -> str:
-        """What the run waits for while it has no client host; empty where it does not."""
+        """A line that says what the run waits for while it has no client host; empty where it does not."""
         return self.process.pool.waiting if self.process else ""
 
     def _ready(self) -> ServerProcess:

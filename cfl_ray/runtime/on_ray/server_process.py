@@ -25,7 +25,7 @@ from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
-from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.runtime.session import claimed_store
 
 _OPEN_SECONDS = 120
 _GOING_BACK = 5  # times that a server goes back to the same checkpoint
@@ -68,7 +68,7 @@ class ServerProcess:
 
     def _begin(self) -> RoundReport:
         with self.replacing:
-            store = checkpoint_store(self.setup, self.run_dir, self.label)
+            store = claimed_store(self.setup, self.run_dir, self.label)
             loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
             report, self.loop = loop.advance(), loop
         return self._with_notes(report)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from cfl_ray import load_run, simulate
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.work import Address, ClientState, Work
 from cfl_ray.engine.client_state import ClientStateStore
@@ -99,6 +100,16 @@ def test_nobody_claims_while_a_manifest_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointManifest, "write", claimed)
     save(old, 1, 1)
     assert refused
+
+
+def test_a_live_run_whose_models_are_read_goes_on(experiment, notes, tmp_path):
+    read = []
+
+    def after_round(number):
+        read.append(load_run(tmp_path / "run")["ditto"].trained.round)
+
+    simulate(experiment(), tmp_path / "run", notes(after_round))
+    assert read == [1, 2, 3, 4]
 
 
 def test_a_process_that_only_reads_takes_nothing(tmp_path):
