@@ -197,7 +197,7 @@ class Pool:
             failed_to_start = as_user_error(error)
             self.not_started.add(host.number)
             nowhere = not self.had_hosts and all(other.number in self.not_started for other in self.hosts)
-            if nowhere or not may_be_host(error):
+            if not may_be_host(error) or (nowhere and not isinstance(error.cause, RayError)):
                 raise failed_to_start from error
             self.failed(host, failed_to_start)
             return

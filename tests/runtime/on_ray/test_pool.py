@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, NodeDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.runtime.on_ray import pool as pool_module
@@ -181,6 +181,13 @@ def test_data_that_no_host_can_read_end_the_run(failing, hosts, made, fake):
     fake.errors = dict.fromkeys([*failing, 2, 3], failed_start(DataError("/mnt/shards is missing")))
     with pytest.raises(DataError, match="^/mnt/shards is missing"):
         pool.ready()
+
+
+def test_a_start_that_fails_in_the_cluster_is_tried_again(made, fake):
+    """The setup was not fetched: that says nothing about the data."""
+    fake.room_at, pool = [0] * 9, made(hosts=1)
+    fake.errors = {0: failed_start(RaySystemError("the object could not be fetched"))}
+    assert [host.node for host in pool.ready()] == ["node 1"] and "host 0 failed" in pool.notes[0]
 
 
 def test_an_error_of_the_user_at_the_start_ends_the_run_at_once(made, fake):
