@@ -730,6 +730,12 @@ class RuntimeConfig(ConfigSection):
         description="restarts of one host before the run goes on without it, and of the server before the run ends; "
         "the count begins anew after ten minutes without a fault",
     )
+    wait_for_hosts: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
+        "auto",
+        description="seconds to wait for machines while a run has no client host; null: for ever; auto: 900 for the "
+        "first host, for ever once the run has had one. A number or null also accepts more hosts than the cluster has "
+        "room for at the start, for clusters that grow on demand",
+    )
     checkpoint_every: int | None = Field(
         None,
         ge=1,

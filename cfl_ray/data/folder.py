@@ -4,10 +4,12 @@ import functools
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 from filelock import FileLock
@@ -17,6 +19,8 @@ from cfl_ray.core import files
 from cfl_ray.core.errors import DataError
 
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
+_Read = TypeVar("_Read")
+_PAUSES = (0.5, 1.0, 2.0)  # seconds, before a file of another file system is read again
 _FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
 
 
@@ -46,9 +50,13 @@ class Folder:
         if (local := self.local) is not None:
             return (local / name).read_bytes() if (local / name).is_file() else None
         filesystem, path = self._remote()
-        try:
+
+        def content() -> bytes:
             with filesystem.open_input_stream(f"{path}/{name}") as stream:
                 return stream.read()
+
+        try:
+            return _read_again(content)
         except FileNotFoundError:
             return None
         except _FILESYSTEM_ERRORS as error:
@@ -97,10 +105,14 @@ class Folder:
         filesystem, path = self._remote()
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+
+        def copy() -> None:
             with filesystem.open_input_stream(f"{path}/{name}") as stream, open(partial, "wb") as file:
                 shutil.copyfileobj(stream, file, 1 << 22)
             check(partial, size, sha256, f"{self.uri}/{name}")
+
+        try:
+            _read_again(copy)
             os.replace(partial, target)
         except FileNotFoundError as error:
             raise DataError(f"{self.uri}/{name} is missing; {PREPARE_AGAIN}") from error
@@ -114,6 +126,18 @@ class Folder:
             return _open_uri(self.uri)
         except _FILESYSTEM_ERRORS as error:
             raise DataError(f"{self.uri!r} is not a folder or URI that pyarrow can open: {error}") from error
+
+
+def _read_again(read: Callable[[], _Read]) -> _Read:
+    """The result of `read`, tried again after a pause where that fails for another reason than a missing file."""
+    for pause in _PAUSES:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except (OSError, DataError):  # a request that failed, or a file that came damaged
+            time.sleep(pause)
+    return read()
 
 
 @functools.lru_cache

@@ -1,14 +1,37 @@
-"""Errors in a user's data, model or method, with the client at which they occurred. They end the run."""
+"""Errors in the work on a client, with the client at which they occurred, and whose errors they are.
 
+These may be of the machine, so on Ray the work is tried again elsewhere, a bounded number of times: files that cannot
+be read or are damaged (OSError, pyarrow's errors, DataError), memory, also of the GPU, and errors of CUDA and cuDNN.
+
+All others are of the user's making and end the run: exceptions in a method, a model or data, such as TypeError,
+ValueError and shapes that do not fit; ConfigError and RunError.
+"""
+
+import re
 import traceback
 from types import TracebackType
 from typing import Self
 
-from cfl_ray.core.errors import UserError
+import pyarrow as pa
+
+from cfl_ray.core.errors import DataError, UserError
+
+_MACHINE = (OSError, MemoryError, DataError, pa.ArrowException)
+# of a RuntimeError, as torch's errors of accelerators are too; importing torch takes seconds
+_IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|MIOpen) error|CUBLAS_STATUS")
 
 
 class ClientFailure(Exception):
     """Work on one client failed. The message names the client and the stage."""
+
+    may_be_machine = False  # see `may_be_machine`; an attribute, since causes are lost on the way to another process
+
+
+def may_be_machine(error: BaseException | None) -> bool:
+    """Whether an error may be due to the machine, so that the same work may succeed on another one."""
+    if isinstance(error, ClientFailure):
+        return error.may_be_machine
+    return isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and bool(_IN_TEXT.search(str(error))))
 
 
 class naming_client:
@@ -26,12 +49,10 @@ class naming_client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, UserError):  # it says itself where it happened
-            raise ClientFailure(f"{self.what} {self.client} failed while {self.stage}: {error}") from error
-        if isinstance(error, Exception) and not isinstance(error, ClientFailure):
-            if isinstance(error, UserError):  # it names the place itself
-                raise ClientFailure(f"client {self.client} failed while {self.stage}: {error}") from error
-            where = traceback.extract_tb(trace)[-1]
-            raise ClientFailure(
-                f"{self.what} {self.client} failed while {self.stage}: {error} ({where.name}, line {where.lineno})"
-            ) from error
+        if not isinstance(error, Exception) or isinstance(error, ClientFailure):
+            return
+        last = traceback.extract_tb(trace)[-1]
+        where = "" if isinstance(error, UserError) else f" ({last.name}, line {last.lineno})"  # that says it itself
+        failure = ClientFailure(f"{self.what} {self.client} failed while {self.stage}: {error}{where}")
+        failure.may_be_machine = may_be_machine(error)
+        raise failure from error

@@ -184,15 +184,19 @@ class Driver:
         clients: ClientMetrics,
         tracker: Tracker | None,
     ) -> None:
-        """Records a round; one that was replayed after a fault is recorded already."""
-        if not report.metrics or (records and report.round <= records[-1].round):
+        """Records a round, in each file that does not have it: one that was replayed after a fault may be in all, or
+        in some where a power failure has cut the others.
+        """
+        if not report.metrics:
+            return
+        moves.add(report)
+        clients.add(report)
+        if records and report.round <= records[-1].round:
             return
         run_only = RUN_METRICS.keys() | {f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned"}
         metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
         record = RoundRecord(report.round, metrics, report.time_ms, self.of_task)
         records.append(record)
-        moves.add(report)
-        clients.add(report)
         if tracker is not None:
             tracker.log(record)
 

@@ -49,7 +49,7 @@ class JournalEvent:
     join: tuple[int, ...] = ()
     leave: tuple[int, ...] = ()
     shards: JoinedShards | None = None  # data of newcomers that the federation did not have
-    stop: str | None = None  # the session that ends after `round`; a resumed or replayed run goes on
+    stop: str | None = None  # the session that ends after `round`; a run that is resumed then, or replayed, goes on
 
     @property
     def change(self) -> PopulationChange:
@@ -107,9 +107,14 @@ class Journal:
         """Joins and leaves up to those before `round`."""
         return [event for event in self.events if event.round <= round and not event.stop]
 
-    def stop_after(self, session: str) -> int | None:
-        """The round after which this session ends; None: it was not asked to."""
-        return next((event.round for event in self.events if event.stop and event.stop == session), None)
+    def stop_after(self, session: str, saved: int = 0) -> int | None:
+        """The round after which this session ends; None: it was not asked to.
+
+        saved: the last round saved. Where an earlier session was asked to end after a later one, it died before: what
+        was granted to it holds for this one.
+        """
+        last = next((event for event in reversed(self.events) if event.stop), None)
+        return last.round if last is not None and (last.stop == session or last.round > saved) else None
 
 
 def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federation:

@@ -177,7 +177,7 @@ class _Launch:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         from cfl_ray.runtime.on_ray.session import RaySession  # imports ray, which `simulate` does without
 
-        return RaySession(setup, self.directory)
+        return RaySession(setup, self.directory, self.watcher.warn)
 
     def _new_directory(self) -> Path:
         """The run directory, not yet made. Raises ConfigError where it holds a run."""

@@ -32,13 +32,22 @@ class Requests:
         self.lock = threading.RLock()
         self.now: RunState = Starting()
         self.settled = recorded  # the last round whose population is fixed
-        self.stop_after = journal.stop_after(session)
+        self.stop_after: int | None = None  # the round after which the run ends, as was asked
         self.federations = [(0, federation)]  # (first round, federation); the last one has all granted newcomers
         for event in journal.events:
             if event.shards:
                 self.federations.append((event.round, grown(self.federations[-1][1], event.shards.open())))
 
     # ---- for the thread of the round loop
+
+    def go_on_after(self, round: int) -> None:
+        """The run goes on after this round, the last one saved."""
+        self.stop_after = self.journal.stop_after(self.session, round)
+
+    def stopped(self, round: int) -> None:
+        """The run was stopped within a round that was to be finished; `round` is the last one saved."""
+        with self.lock:
+            self.journal.add(JournalEvent(round, stop=self.session))
 
     def federation(self, round: int) -> Federation:
         """The federation in a round."""

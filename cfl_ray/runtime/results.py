@@ -18,6 +18,7 @@ from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import append_line, cut_torn_line
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
+from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
 from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.tracking import RoundRecord
@@ -131,7 +132,6 @@ class Results:
         return self.to_frame()
 
 
-CLIENT_METRICS = "client_metrics.arrow"
 _SCORES = ("accuracy", "macro_f1", "loss")  # of classes
 
 
@@ -205,7 +205,7 @@ class ClusterMoves:
     """The changes of clients' clusters: one JSON line per round that has any; replayed rounds are ignored."""
 
     def __init__(self, directory: Path | None):
-        self.file = directory / "moves.jsonl" if directory else None
+        self.file = directory / MOVES if directory else None
         # (round, [client, cluster] of each move)
         self.rows: list[tuple[int, list[list[int]]]] = [(row["round"], row["moved"]) for row in self._stored()]
 

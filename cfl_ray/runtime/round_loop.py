@@ -4,14 +4,15 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.errors import UserError
+from cfl_ray.core.errors import RunError, RunStopped, UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.core.rng import Draws
@@ -41,6 +42,7 @@ from cfl_ray.runtime.lifecycle import (
     next_state,
 )
 from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
 
@@ -65,6 +67,39 @@ class RoundReport:
     @property
     def finished(self) -> bool:
         return isinstance(self.state, Finished)
+
+
+class _SavedTraffic(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    down_bits: int
+    up_bits: int
+
+
+class _SavedReport(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    metrics: dict[str, float]
+    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
+    time_ms: int
+
+
+class _SavedValues(BaseModel):
+    """The JSON values of a checkpoint."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    state: dict[str, Any]  # fields of the method's state that are no tensors
+    traffic: _SavedTraffic
+    report: _SavedReport
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The content of a checkpoint, client states aside."""
+
+    state: State
+    traffic: Traffic
+    local_scores_N2: np.ndarray
+    moments: dict[str, torch.Tensor]  # of the server optimiser
+    report: RoundReport
 
 
 class RoundLoop:
@@ -123,6 +158,8 @@ class RoundLoop:
             round = self._load()
             self._enter(Loaded(round))
             notes = self.report.notes + ((f"goes on after round {round}",) if round else ())
+            if (last := self.requests.stop_after) is not None and last > round:
+                notes += (f"ends after round {last}, as was asked before the fault",)
             return replace(self.report, state=self.now, notes=notes, stop=self._stops_after(round))
         while True:
             round = self.round
@@ -130,6 +167,8 @@ class RoundLoop:
                 self._perform(self.now)
             except UserError as error:
                 self._enter(Broken(str(error), self.saved))
+                if isinstance(error, RunStopped):  # within the round
+                    self.requests.stopped(self.saved)
                 raise
             # a request to stop is taken up before the next round, or answered with a later one
             with self.requests.lock:
@@ -174,8 +213,9 @@ class RoundLoop:
         self.traffic = Traffic()
         # P-local of every client: the first two scores (accuracy and macro-F1 of classes) after its last own training
         self.local_scores_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
-        checkpoint = self.store.load() if self.store else None
+        checkpoint = self.store.load(self._saved) if self.store else None
         round = checkpoint.round if checkpoint else 0
+        self.requests.go_on_after(round)
         self._use(self.requests.federation(round))
         self._look_at(round)
         self.requests.set_population(self.population)
@@ -192,31 +232,44 @@ class RoundLoop:
         return Start(self.federation.num_clients, self.network.spec, new_model, self.federation.shape.input)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        tensors, self.saved = dict(checkpoint.tensors), checkpoint.round
-        self.local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
-        scores_M4 = tensors.pop("server.scores_M4").numpy()
-        moments = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_MOMENTS)}
+        saved, self.saved = self._saved(checkpoint), checkpoint.round
+        self.state, self.traffic, self.local_scores_N2 = saved.state, saved.traffic, saved.local_scores_N2
         if self.server is not None:
-            self.server.restore({name.removeprefix(_MOMENTS): value for name, value in moments.items()})
-        self.state = self.method.state_type.from_checkpoint(tensors, checkpoint.values["state"])
-        self.traffic = Traffic(**checkpoint.values["traffic"])
+            self.server.restore(saved.moments)
         for event in self.requests.journal.until(checkpoint.round):
             self.population.add(event.change, self.requests.federation(event.round).num_clients)
         self.population.advance(checkpoint.round)
         self.requests.take_up(checkpoint.round)
         self.requests.set_population(self.population)
         self.backend.restore(checkpoint.client_states())
-        report = checkpoint.values["report"]
-        moved = tuple((client, cluster) for client, cluster in report["moved"])
-        self.report = RoundReport(
-            self.now,
-            checkpoint.round,
-            report["metrics"],
-            checkpoint.refused,
-            moved,
-            scores_M4 if len(scores_M4) else None,
-            report["time_ms"],
+        self.report = replace(saved.report, state=self.now, notes=checkpoint.refused)
+
+    def _saved(self, checkpoint: Checkpoint) -> _Saved:
+        """The content of a checkpoint. Raises RunError where that is not what `_save` writes for this method."""
+        tensors = dict(checkpoint.tensors)
+        try:
+            values = _SavedValues.model_validate(checkpoint.values)
+            local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
+            scores_M4 = tensors.pop("server.scores_M4").numpy()
+            names = [name for name in tensors if name.startswith(_MOMENTS)]
+            moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
+            state = self.method.state_type.from_checkpoint(tensors, values.state)
+            count = len(state.assign_N)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error).partition("\n")[0] if isinstance(error, TypeError | ValidationError) else repr(error)
+            raise RunError(f"it is no checkpoint of {self.label}: {reason}") from error
+        if local_scores_N2.shape != (count, 2) or scores_M4.shape[1:] != (1 + len(self.task.score_names),):
+            raise RunError(
+                f"it is no checkpoint of {self.label}: scores of shape {local_scores_N2.shape} and {scores_M4.shape} "
+                f"for {count} clients"
+            )
+        moved = tuple((client, cluster) for client, cluster in values.report.moved)
+        scores = scores_M4 if len(scores_M4) else None
+        report = RoundReport(
+            Starting(), checkpoint.round, values.report.metrics, (), moved, scores, values.report.time_ms
         )
+        traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
+        return _Saved(state, traffic, local_scores_N2, moments, report)
 
     # ---- the effects of the states
 
@@ -359,6 +412,7 @@ class RoundLoop:
         report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
         values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
         with nullcontext() if self.cadence is None else self.cadence.measured():
+            sync_records(self.store.directory)
             if remark := self.store.save(round, tensors, values, self.backend):
                 self.notes.append(remark)
         self.saved = round

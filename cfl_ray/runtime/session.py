@@ -56,6 +56,13 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     return CheckpointStore(Path(run_dir) / label, setup.experiment.config_hash, setup.experiment.runtime.keep_last)
 
 
+def claimed_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
+    """The same, for the process that goes on with the run: a server that it replaces can no longer save."""
+    if (store := checkpoint_store(setup, run_dir, label)) is not None:
+        store.claim()
+    return store
+
+
 class InProcessSession:
     """A session in this process, for notebooks, debugging and tests: the same numbers as on Ray."""
 
@@ -78,9 +85,8 @@ class InProcessSession:
 
     def begin(self, label: str) -> RoundReport:
         backend = self._backend()
-        self.loop = RoundLoop(
-            self.setup, label, self.worker.network, backend, checkpoint_store(self.setup, self.run_dir, label)
-        )
+        store = claimed_store(self.setup, self.run_dir, label)
+        self.loop = RoundLoop(self.setup, label, self.worker.network, backend, store)
         self.backend = backend
         return self.loop.advance()
 

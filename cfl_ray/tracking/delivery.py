@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cfl_ray.core.errors import DataError, UserError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import read_json, sync, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, read_end, read_from, read_info
@@ -23,6 +23,7 @@ from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
 # About 20 metrics a round: below the 1000 that MLflow accepts in one request, so a batch arrives whole or not at all.
 BATCH_ROUNDS = 40
+_LINE_BYTES = 1 << 16  # more than a line of the metrics log has
 LOCK_SECONDS = 5.0
 MOVE_SECONDS = 60.0  # a delivery to the previous destination may be in progress
 
@@ -36,6 +37,7 @@ class Cursor:
     parent: str | None = None  # directory of the parent run, relative to that of this run
     run_id: str | None = None  # None: the run does not exist in MLflow yet
     delivered: int = 0  # bytes of the metrics log that are delivered
+    round: int | None = None  # of the last record in them; None: not known
     ended_ms: int | None = None  # time of the end that is delivered; None: the run is RUNNING in MLflow
 
 
@@ -76,6 +78,8 @@ class Delivery:
 
     def _open(self) -> tuple[MlflowRun, Cursor]:
         cursor = read_cursor(self.run_dir)
+        if not _fits(self.run_dir, cursor):  # opened again, the run finds out which rounds MLflow has
+            self._run, cursor = None, self._save(replace(cursor, delivered=0, round=None))
         if self._run and self._run.run_id == cursor.run_id:
             return self._run, cursor
         if not accepts_connection(self.uri):
@@ -84,7 +88,7 @@ class Delivery:
         run = MlflowRun.open(self.uri, cursor.experiment, read_info(self.run_dir), cursor.run_id, parent_id)
         self._run = run
         if run.run_id != cursor.run_id:
-            cursor = self._save(replace(cursor, run_id=run.run_id, delivered=0, ended_ms=None))
+            cursor = self._save(replace(cursor, run_id=run.run_id, delivered=0, round=None, ended_ms=None))
         return run, cursor
 
     def _deliver(self, run: MlflowRun, cursor: Cursor) -> int:
@@ -95,7 +99,8 @@ class Delivery:
         rounds = 0
         for records, offset in _batches(self.run_dir, cursor.delivered):
             run.log(records)
-            cursor = self._save(replace(cursor, delivered=offset))
+            sync(self.run_dir / METRICS_LOG)  # a power failure must not take what the cursor counts
+            cursor = self._save(replace(cursor, delivered=offset, round=records[-1].round))
             rounds += len(records)
         if end and cursor.ended_ms != end.time_ms:
             run.end(end, self.run_dir / ARTIFACTS)
@@ -113,7 +118,7 @@ def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | Non
     fields = read_json(run_dir / CURSOR)
     if fields is None:  # without a cursor no delivery can be in progress
         write_json(run_dir / CURSOR, asdict(target))
-    elif replace(Cursor(**fields), run_id=None, delivered=0, ended_ms=None) != target:
+    elif replace(Cursor(**fields), run_id=None, delivered=0, round=None, ended_ms=None) != target:
         with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS):
             write_json(run_dir / CURSOR, asdict(target))
 
@@ -126,9 +131,29 @@ def read_cursor(run_dir: Path) -> Cursor:
     return Cursor(**fields)
 
 
+def _fits(run_dir: Path, cursor: Cursor) -> bool:
+    """Whether the metrics log begins with what the cursor counts as delivered.
+
+    Not where a power failure has cut it: the rounds that were done again have lines of another length.
+    """
+    if not cursor.delivered:
+        return True
+    try:
+        with open(run_dir / METRICS_LOG, "rb") as log:
+            log.seek(max(0, cursor.delivered - _LINE_BYTES))
+            before = log.read(cursor.delivered - log.tell())
+            if log.tell() != cursor.delivered or not before.endswith(b"\n"):
+                return False
+        last = RoundRecord.from_line(before[:-1].rpartition(b"\n")[2])
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    return cursor.round in (None, last.round)
+
+
 def waiting_rounds(run_dir: Path) -> int:
     """Returns the number of recorded rounds that MLflow lacks."""
-    return sum(1 for _ in read_from(run_dir, read_cursor(run_dir).delivered))
+    cursor = read_cursor(run_dir)
+    return sum(1 for _ in read_from(run_dir, cursor.delivered if _fits(run_dir, cursor) else 0))
 
 
 def is_pending(run_dir: Path) -> bool:
@@ -136,7 +161,7 @@ def is_pending(run_dir: Path) -> bool:
     cursor, end, log = read_cursor(run_dir), read_end(run_dir), run_dir / METRICS_LOG
     return (
         cursor.run_id is None
-        or (log.exists() and log.stat().st_size > cursor.delivered)
+        or (log.exists() and log.stat().st_size != cursor.delivered)
         or (end is not None and end.time_ms != cursor.ended_ms)
     )
 

@@ -9,6 +9,7 @@ import torch
 from pyarrow import fs
 
 from cfl_ray.core.errors import DataError
+from cfl_ray.data import folder as folder_module
 from cfl_ray.data import open_shards
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.folder import Folder
@@ -83,6 +84,33 @@ def test_processes_of_a_machine_that_need_a_file_fetch_it_once(remote, cache, mo
         samples = list(pool.map(lambda federation: federation.train(0)[0], federations))
     assert all(torch.equal(x, samples[0]) for x in samples)
     assert len(fetches) == len(set(fetches)) == 2  # the index and one file of samples
+
+
+def test_reads_that_fail_are_tried_again(remote, cache, monkeypatch):
+    """Three times; a file that is missing is not tried again."""
+    uri, local = remote
+    paused, failures = [], [OSError("connection reset")] * 3
+    monkeypatch.setattr(folder_module.time, "sleep", paused.append)
+
+    class Flaky:
+        def __init__(self, filesystem):
+            self.filesystem = filesystem
+
+        def open_input_stream(self, path):
+            if failures:
+                raise failures.pop()
+            return self.filesystem.open_input_stream(path)
+
+    open_uri = folder_module._open_uri
+    monkeypatch.setattr(folder_module, "_open_uri", lambda uri: (Flaky(open_uri(uri)[0]), open_uri(uri)[1]))
+    federation = open_shards(uri)
+    failures += [OSError("connection reset")] * 3
+    assert torch.equal(federation.train(0)[0], open_shards(local).train(0)[0])
+    assert paused == [*folder_module._PAUSES] * 2
+    assert Folder(uri).read("absent") is None and len(paused) == 6
+    failures += [OSError("connection reset")] * 4
+    with pytest.raises(DataError, match="cannot be fetched: connection reset"):
+        federation.test_set(0)
 
 
 def test_altered_and_truncated_files_are_not_kept(remote, cache):

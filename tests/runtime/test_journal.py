@@ -20,7 +20,10 @@ def test_is_read_as_written(tmp_path):
     again = Journal(tmp_path / "fedavg")
     assert again.events == [JOIN, LEAVE, STOP]
     assert again.until(3) == [JOIN] and again.until(9) == [JOIN, LEAVE]
-    assert (again.stop_after("here"), again.stop_after("there"), again.stop_after("")) == (4, None, None)
+    assert [again.stop_after(session, saved=4) for session in ("here", "there", "")] == [4, None, None]
+    assert [again.stop_after(session, saved=3) for session in ("here", "there", "")] == [4, 4, 4]
+    again.add(JournalEvent(2, stop="here"))  # it was stopped earlier than it was to be
+    assert again.stop_after("there", saved=2) is None
 
 
 def test_a_copy_has_no_stop(tmp_path):

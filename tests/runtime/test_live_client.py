@@ -1,10 +1,14 @@
 """The status of runs that are not live on Ray, from their files, and which requests are refused."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
 from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime import live_client
 from cfl_ray.runtime.run_lock import hold_run
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
@@ -66,3 +70,21 @@ def test_a_forged_address_is_not_followed(run_dir):
     for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
         with pytest.raises(ConfigError, match="was not written with your Ray token"):
             ask()
+
+
+STATUS = """
+import sys
+from pathlib import Path
+from cfl_ray.runtime.live_client import status
+print(status(Path(sys.argv[1])).waiting, "torch" in sys.modules)
+"""
+
+
+def test_the_status_of_all_methods_needs_no_torch(run_dir):
+    """Importing the methods, to count them, would import torch; the config of a run names `all` as it was written."""
+    file = run_dir / "config.yaml"
+    named = re.sub(r"(?m)^methods:\n(- .*\n)+", "methods: [all]\n", file.read_text())
+    assert "methods: [all]" in named
+    file.write_text(named)
+    done = subprocess.run([sys.executable, "-c", STATUS, run_dir], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(REGISTRY) - 1), "False"], "ditto is finished"

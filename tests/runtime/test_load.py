@@ -8,7 +8,8 @@ import cfl_ray
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.export import export_model
-from cfl_ray.runtime.results import CLIENT_METRICS, ClientMetrics
+from cfl_ray.runtime.record_files import CLIENT_METRICS
+from cfl_ray.runtime.results import ClientMetrics
 from cfl_ray.runtime.round_loop import RoundReport
 
 KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl"]  # every way of predicting

@@ -7,7 +7,7 @@ import pytest
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.client_ids import format_ids, parse_ids
-from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.errors import ConfigError, RunError, RunStopped
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.methods import REGISTRY
@@ -253,6 +253,34 @@ def test_the_next_server_of_a_session_carries_out_its_stop(begin, tmp_path):
     assert second.advance().stop and second.now == Stopped(3)
     with pytest.raises(RunError, match="ditto is not running just now; ask again in a moment"):
         second.requests.stop()
+
+
+def test_a_stop_that_no_session_lived_to_carry_out_holds_for_the_next_one(begin, tmp_path):
+    """Driver and server die when the request is on the disk; the session after the one that stops goes on."""
+    first, _ = begin(tmp_path / "run")
+    play(first, until=2, after_2=lambda requests: requests.stop())
+    second, report = begin(tmp_path / "run", session="another")
+    assert not report.stop and "ends after round 3, as was asked before the fault" in report.notes
+    assert second.advance().stop and second.now == Stopped(3)
+    third, report = begin(tmp_path / "run", session="a third")
+    assert not report.stop and third.requests.pending() == []
+    assert play(third)[-1][0] == 6
+
+
+def test_a_stop_within_a_round_is_carried_out(begin, tmp_path):
+    """A run that waits for hosts ends without the round that the request named."""
+    first, _ = begin(tmp_path / "run")
+
+    def waiting(*arguments):
+        first.requests.stop()
+        raise RunStopped("stopped while it waited for client hosts, as asked")
+
+    first.advance()
+    object.__setattr__(first.method, "round", waiting)
+    with pytest.raises(RunStopped):
+        first.advance()
+    second, report = begin(tmp_path / "run", session="another")
+    assert report.round == 1 and not report.stop and second.requests.stop_after is None
 
 
 def test_stop_in_the_last_round_lets_the_method_finish(begin, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.tracking import FileTracker, MlflowTracker, RunInfo, deliver_pending
+from cfl_ray.tracking import FileTracker, MlflowTracker, RunInfo, deliver_pending, delivery
 from cfl_ray.tracking import mlflow as adapter
 from cfl_ray.tracking.delivery import CURSOR, LOCK, Delivery, is_pending, set_destination
 
@@ -232,3 +232,90 @@ def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqli
 def test_a_run_without_a_destination_is_an_error(tmp_path):
     with pytest.raises(DataError, match="was not started with MLflow"):
         is_pending(tmp_path)
+
+
+@pytest.mark.parametrize("store", ["sqlite", "files"])
+def test_a_cut_log_in_mlflow(store, sqlite, tmp_path, deliver, runs, expected, monkeypatch):
+    """Rounds 3 and 4 are cut off and done again."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = sqlite if store == "sqlite" else (tmp_path / "mlruns").as_uri()
+    deliver(uri, "cut", range(5))
+    log = tmp_path / "metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:3]) + b"".join(line.replace(b": ", b":  ") for line in lines[3:]))
+    assert deliver(uri, "cut", range(8), "FINISHED") == 8
+    (run,) = runs(uri, "cut")
+    assert {name: run.histories[name] for name in expected([])} == expected(range(8))
+
+
+class Store:
+    """In the place of MLflow: the entries of one run. Those that exist are found only by a run that is opened anew."""
+
+    run_id = "one"
+
+    def __init__(self):
+        self.entries, self.opened = [], 0
+
+    def open(self, *_):
+        self.opened, self.may_be_delivered = self.opened + 1, True
+        return self
+
+    def log(self, records):
+        there = {step for step, _ in self.entries} if self.may_be_delivered else set()
+        self.entries += [(one.round, one.metrics["accuracy"]) for one in records if one.round not in there]
+
+
+def log_to(folder, info, records):
+    """Records rounds as a run that begins or goes on does."""
+    tracker = FileTracker(folder)
+    tracker.start(info)
+    for one in records:
+        tracker.log(one)
+    tracker.close()
+
+
+def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tmp_path, info, record, monkeypatch):
+    """Cut at every byte of its last two lines; rounds that are done again have longer lines, and two more follow."""
+    monkeypatch.setattr(delivery, "accepts_connection", lambda uri: True)
+    for cut in range(2 * len(record(4).to_line())):
+        folder, store = tmp_path / str(cut), Store()
+        monkeypatch.setattr(delivery, "MlflowRun", store)
+        log_to(folder, info, map(record, range(6)))
+        set_destination(folder, "sqlite:///x.db", "cut", None)
+        live = Delivery(folder, "sqlite:///x.db")
+        assert live.bring_up_to_date() == 6
+        store.may_be_delivered = False
+        log = folder / "metrics.jsonl"
+        os.truncate(log, log.stat().st_size - cut)
+        again = [replace(record(round), time_ms=10**14) for round in range(4, 8)]
+        log_to(folder, info, again)
+        assert delivery.waiting_rounds(folder) == (8 if cut else 2) and is_pending(folder)
+        assert live.bring_up_to_date() == (8 if cut else 2)
+        assert Delivery(folder, "sqlite:///x.db").bring_up_to_date() == 0
+        assert [step for step, _ in store.entries] == list(range(8)), cut
+        assert not is_pending(folder)
+
+
+def test_the_log_is_on_the_disk_before_the_cursor_counts_it(tmp_path, info, record, monkeypatch):
+    store, flushed, fsync, counted = Store(), {}, os.fsync, []
+
+    def flushing(descriptor):
+        fsync(descriptor)
+        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    def saving(path, values):
+        counted.append(values["delivered"])
+        assert values["delivered"] <= flushed.get(str(tmp_path / "metrics.jsonl"), 0)
+        write_json(path, values)
+
+    write_json = delivery.write_json
+    monkeypatch.setattr(delivery, "accepts_connection", lambda uri: True)
+    monkeypatch.setattr(delivery, "MlflowRun", store)
+    monkeypatch.setattr(delivery, "BATCH_ROUNDS", 2)
+    log_to(tmp_path, info, map(record, range(6)))
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(delivery, "write_json", saving)
+    set_destination(tmp_path, "sqlite:///x.db", "cut", None)
+    Delivery(tmp_path, "sqlite:///x.db").bring_up_to_date()
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    assert counted[-3:] == [size // 3, 2 * size // 3, size]

@@ -15,8 +15,8 @@ s); at most 26 files in 500 rounds.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from cfl_ray.runtime.checkpoint.segments import (
     system_reason,
     writing,
 )
+from cfl_ray.runtime.checkpoint.writer import Writer
 
 # what reading a damaged checkpoint may raise
 _DAMAGE = (RunError, OSError, ValueError, TypeError, IndexError, RuntimeError, MemoryError, OverflowError)
@@ -83,6 +84,8 @@ class CheckpointStore:
         self._saved: dict[str, tuple[Tensor, int]] = {}  # state tensors as saved last, with their version counters
         self._kept: dict[int, list[EntryFile]] = {}  # files of the checkpoints that are kept, by round
         self._used = False  # a checkpoint was loaded or saved
+        self._writer = Writer(self.directory)
+        self._least_segment = 0  # a number that no other process uses
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, oldest first."""
@@ -92,17 +95,26 @@ class CheckpointStore:
 
     # ---- saving
 
+    def claim(self) -> None:
+        """Makes this the only store that saves here; an earlier one refuses from now on. `save` does so at first."""
+        self._writer.claim()
+        # an earlier writer may be about to use the next number, and refuses before it uses another
+        self._least_segment = self._next_segment() + 1 if self.folder.is_dir() and self._writer.epoch > 1 else 0
+
     def save(
         self, round: int, tensors: dict[str, Tensor], values: dict[str, Any], states: ClientStateSource
     ) -> str | None:
         """Saves the state after `round`, and the client states that changed. Saved tensors must not change in place.
 
         Returns None, or why everything was saved anew: files that the checkpoint would build on are missing or altered.
-        Raises RunError where something cannot be written; then nothing of this checkpoint remains, and earlier ones
-        stay valid.
+        Raises RunError where something cannot be written, or another process has claimed these checkpoints; then
+        nothing of this checkpoint remains, and earlier ones stay valid.
         """
         if self._used and not self.directory.is_dir():
             raise RunError(f"{self.directory} is gone, so nothing more can be saved")
+        if not self._writer.epoch:
+            self.claim()
+        self._writer.check()
         try:
             for file in self.files:
                 file.check(self.folder, content=False)
@@ -125,27 +137,29 @@ class CheckpointStore:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             writer = EntryWriter(self.folder, self._next_segment())
-        try:
-            rows = {name: as_rows(tensor) for name, tensor in tensors.items()}
-            files = self._write_segment(writer, rows, states, everything)
-            manifest = CheckpointManifest(
-                format=FORMAT,
-                round=round,
-                config_hash=self.config_hash,
-                method=self.directory.name,
-                files=files,
-                tensors={name: TensorShape.of(tensor) for name, tensor in tensors.items()},
-                largest_client_state=self.largest_client_state,
-                values=values,
-            )
-            manifest.write(target)
-            with writing(target):
-                sync(self.folder)
-        except BaseException:
-            writer.abandon()
-            raise
-        self._adopt(round, tensors, files)
-        self._discard(round)
+        with ExitStack() as lock:
+            try:
+                rows = {name: as_rows(tensor) for name, tensor in tensors.items()}
+                files = self._write_segment(writer, rows, states, everything)
+                manifest = CheckpointManifest(
+                    format=FORMAT,
+                    round=round,
+                    config_hash=self.config_hash,
+                    method=self.directory.name,
+                    files=files,
+                    tensors={name: TensorShape.of(tensor) for name, tensor in tensors.items()},
+                    largest_client_state=self.largest_client_state,
+                    values=values,
+                )
+                lock.enter_context(self._writer.held())
+                manifest.write(target)
+                with writing(target):
+                    sync(self.folder)
+            except BaseException:
+                writer.abandon()
+                raise
+            self._adopt(round, tensors, files)
+            self._discard(round)
 
     def _write_segment(
         self, writer: EntryWriter, tensors: dict[str, Tensor], states: ClientStateSource, everything: bool
@@ -200,7 +214,7 @@ class CheckpointStore:
 
     def _next_segment(self) -> int:
         found = (re.match(r"(\d{1,15})-", path.name) for path in self.folder.iterdir())
-        return 1 + max((int(match[1]) for match in found if match), default=0)
+        return max(self._least_segment, 1 + max((int(match[1]) for match in found if match), default=0))
 
     def _adopt(self, round: int, tensors: dict[str, Tensor], files: list[EntryFile]) -> None:
         self.files, self._used = files, True
@@ -220,12 +234,17 @@ class CheckpointStore:
 
     # ---- loading
 
-    def load(self) -> Checkpoint | None:
-        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used."""
+    def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
+        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used.
+
+        check: raises RunError for one whose content is of no use.
+        """
         refused: list[str] = []
         for round in reversed(self.rounds()):
             try:
-                return self._load(round, tuple(refused))
+                checkpoint = self._load(round, tuple(refused))
+                check(checkpoint)
+                return checkpoint
             except _DAMAGE as error:
                 refused.append(f"checkpoint of round {round}: {system_reason(error)}")
         if refused:

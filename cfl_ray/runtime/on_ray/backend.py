@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from cfl_ray.core.work import (
@@ -29,8 +29,9 @@ from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.pieces import Piece, outcome_of, piece_size, pieces_of
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.on_ray.collect import Collected
+from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.dispatch import Dispatch
-from cfl_ray.runtime.on_ray.pool import HOST_LOST, Host, Pool
+from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, value_at
@@ -61,6 +62,7 @@ class RayBackend:
         self.client_states.begin(work)
         exchange = Exchange(self, work, number)
         outcome = exchange.run()
+        self.pool.finished += 1
         seconds = sum(result.seconds for result in exchange.results)
         self._seconds_of_cost[type(work)] = seconds / max(exchange.cost, 1e-9)
         return outcome
@@ -97,7 +99,7 @@ class RayBackend:
         self.client_states.forget(ids)
 
     def stored_values(self, work: Work) -> dict[int, StoredValue]:
-        """Places of the values that clients keep, by position. Those of a checkpoint are put when they are first used."""
+        """Places of values that clients keep, by position. Those of a checkpoint are put when they are first used."""
         found = self.client_states.of(work)
         saved = [i for i, value in found.items() if isinstance(value, SavedState)]
         if saved:
@@ -289,7 +291,6 @@ class Exchange:
 
     def _collect(self, dispatch: Dispatch) -> None:
         """Adds the sums of all hosts. The pieces of a host that dies before are to be done again."""
-        timeout = self.setup.experiment.runtime.round_deadline
         done, dispatch.done = dispatch.done, {}
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
@@ -298,16 +299,18 @@ class Exchange:
         collected = Collected(self.number, [(host, of) for host, of in zip(hosts, rows, strict=True) if of], columns)
         if collected.use_tree and not self.sums.totals:
             try:
-                sums = collected.by_tree(timeout)
+                sums = collected.by_tree()
                 self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
                 return
-            except (GetTimeoutError, RayTaskError, *HOST_LOST):
+            except RayError:
                 pass  # found out below which host it was
         for position, (host, _) in enumerate(collected.rows_of):
             try:
-                totals = collected.of_host(position, timeout)
+                totals = collected.of_host(position)
                 self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
-            except (GetTimeoutError, *HOST_LOST) as error:
+            except RayError as error:
+                if isinstance(error, RayTaskError) and not may_be_host(error):
+                    raise as_user_error(error) from error
                 dispatch.done[host.number] = done[host.number]
                 dispatch.lost(host, error)
 

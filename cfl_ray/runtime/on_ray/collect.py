@@ -16,6 +16,8 @@ import ray
 from cfl_ray.runtime.on_ray.pool import Host
 
 _GROUP = 4  # totals that one call combines
+# The limit of a wait for totals is for hosts that hang: it has nothing to do with how long training takes.
+_WAIT_SECONDS, _WAIT_BYTES_PER_SECOND = 120.0, 5e6
 _SMALL_BYTES = 32_000_000  # up to which the server adds up all totals: calls would take longer
 
 
@@ -39,26 +41,31 @@ class Collected:
             self.refs.append(made if isinstance(made, list) else [made])
 
     @property
+    def seconds(self) -> float:
+        """The limit of a wait for these totals."""
+        return _WAIT_SECONDS + self.bytes / _WAIT_BYTES_PER_SECOND
+
+    @property
     def use_tree(self) -> bool:
         """Whether the hosts combine them: where they are large and there are more than two, or hosts elsewhere."""
         here = ray.get_runtime_context().get_node_id()
         elsewhere = any(host.node != here for host, _ in self.rows_of)
         return self.bytes > _SMALL_BYTES and (len(self.rows_of) > 2 or elsewhere)
 
-    def of_host(self, position: int, timeout: float | None) -> dict[int, Any]:
+    def of_host(self, position: int) -> dict[int, Any]:
         """Totals float64 (2, P) by output row of one host. Raises what `ray.get` raises where the host is lost."""
         _, rows = self.rows_of[position]
-        totals = ray.get(self.refs[position], timeout=timeout)
+        totals = ray.get(self.refs[position], timeout=self.seconds)
         return {out: total_2P for out, total_2P in zip(rows, totals, strict=True) if total_2P is not None}
 
-    def by_tree(self, timeout: float | None) -> dict[int, Any]:
+    def by_tree(self) -> dict[int, Any]:
         """Sums, float32 (P,), by output row. Raises what `ray.get` raises where any host is lost."""
         totals: dict[int, list[_Total]] = defaultdict(list)
         for (host, rows), refs in zip(self.rows_of, self.refs, strict=True):
             for out, ref in zip(rows, refs, strict=True):
                 totals[out].append(_Total(ref, host))
         sums = {out: _combined(found) for out, found in sorted(totals.items())}
-        found = ray.get(list(sums.values()), timeout=timeout)
+        found = ray.get(list(sums.values()), timeout=self.seconds)
         return {out: sum_P for out, sum_P in zip(sums, found, strict=True) if sum_P is not None}
 
 

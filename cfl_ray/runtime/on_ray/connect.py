@@ -11,7 +11,7 @@ from ray._private import ray_constants
 from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, RunError, UserError
-from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.engine.failure import ClientFailure, may_be_machine
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.runtime.session_file import cluster_address
 
@@ -78,6 +78,11 @@ def as_user_error(error: RayTaskError) -> UserError:
     if isinstance(cause, ClientFailure):
         return RunError(str(cause))
     return RunError(f"{type(cause).__name__}: {cause}")
+
+
+def may_be_host(error: RayTaskError) -> bool:
+    """Whether an error in a host may be due to its machine or its place in the cluster, not to the user's code."""
+    return isinstance(error.cause, RayError) or may_be_machine(error.cause)
 
 
 def short_reason(error: Exception) -> str:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
 
+from cfl_ray.core.errors import RunError, UserError
 from cfl_ray.engine.pieces import Piece
-from cfl_ray.runtime.on_ray.connect import as_user_error
-from cfl_ray.runtime.on_ray.pool import HOST_LOST, Host, Pool
+from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
+from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 
 _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
+# a piece that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
+_FAILED_HOSTS, _FAILED_TIMES = 3, 6
 
 
 class Calls(Protocol):
@@ -60,6 +63,7 @@ class Dispatch:
     of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
     done: dict[int, list[int]] = field(default_factory=dict)
+    failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a piece failed on
     limited: bool = False  # whether any call has a time limit
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
@@ -90,7 +94,9 @@ class Dispatch:
     def _all_free(self) -> list[Host]:
         """All hosts that are ready, in the order of their number of calls; waits for one where none has a call."""
         hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
-        self._known, self._hosts = self.pool.changes, [host.number for host in self.pool.hosts]
+        # hosts that were added later may wait for room for hours: they are no home of any piece yet
+        expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
+        self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
         return sorted(hosts, key=self._calls_of)
 
@@ -130,15 +136,34 @@ class Dispatch:
         try:
             pieces = [self.schedule.pieces[number] for number in call.numbers]
             self.calls.receive(pieces, [ray.get(ref), *call.returns[1:]])
-        except RayTaskError as error:  # before HOST_LOST: a lost argument makes an error that is both
-            raise error.cause if isinstance(error.cause, ObjectLostError) else as_user_error(error) from error
-        except HOST_LOST as error:
+        except RayTaskError as error:  # before RayError: a lost argument makes an error that is both
+            cause = error.cause
+            # of an object that is there, and that this host did not get
+            if isinstance(cause, ObjectLostError) and not isinstance(cause, ObjectFetchTimedOutError):
+                raise cause from error
+            if not may_be_host(error):
+                raise as_user_error(error) from error
+            self.schedule.put_back(call.numbers)
+            self._count_failure(call, as_user_error(error))
+            self._take_back(call.host)
+            self.pool.failed(call.host, as_user_error(error))
+            return None
+        except RayError as error:  # the host is gone, or its result
             self.schedule.put_back(call.numbers)
             self.lost(call.host, error)
             return None
         if self.calls.stays_on_hosts:
             self.done.setdefault(call.host.number, []).extend(call.numbers)
         return call
+
+    def _count_failure(self, call: _CallUnderWay, error: UserError) -> None:
+        """Raises RunError where the work of a call has failed too often. It counts for every piece of the call."""
+        for number in call.numbers:
+            hosts = self.failed.setdefault(number, [])
+            hosts.append(call.host.number)
+            if len(set(hosts)) >= _FAILED_HOSTS or len(hosts) >= _FAILED_TIMES:
+                on = ", ".join(map(str, sorted(set(hosts))))
+                raise RunError(f"{error}; the same work failed {len(hosts)} times, on hosts {on}") from error
 
     def _take_back(self, host: Host) -> None:
         """Pieces that were under way or done on a host that is gone are to be done again."""

@@ -87,7 +87,12 @@ class StartedHost(NamedTuple):
 
 
 def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: str = "sequential") -> StartedHost:
-    """Starts a host wherever there is room."""
+    """Starts a host wherever there is room, or as soon as there is.
+
+    An actor that waits for room is how the cluster's autoscaler learns that machines are missing, and it goes with this
+    run. `ray.autoscaler.sdk.request_resources` would not: it is one request for the whole cluster, which every caller
+    replaces and which stays until someone does.
+    """
     actor_class: Any = ray.remote(ClientHost)
     actor = actor_class.options(
         num_cpus=runtime.cpus_per_host,

@@ -20,8 +20,11 @@ def hosts_asked_for(setup: Setup) -> int | None:
     return -(-setup.federation.num_clients // runtime.clients_per_host) if runtime.clients_per_host else runtime.hosts
 
 
-def host_count(setup: Setup, resources: dict[str, float]) -> int:
-    """Number of hosts to start. Raises ConfigError where the config asks for more than the cluster has room for."""
+def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -> int:
+    """Number of hosts to start. Raises ConfigError where the config asks for more than the cluster has room for.
+
+    grows: whether the cluster may grow; hosts that it has no room for wait, which asks its autoscaler for machines.
+    """
     runtime = setup.experiment.runtime
     count = hosts_asked_for(setup) or max(room(runtime, resources), 1)
     for kind, key, share in (
@@ -29,10 +32,11 @@ def host_count(setup: Setup, resources: dict[str, float]) -> int:
         ("CPU", "cpus_per_host", runtime.cpus_per_host),
     ):
         there = resources.get(kind, 0)
-        if share and count * share > there + 1e-9:
+        if share and count * share > there + 1e-9 and not grows:
             raise ConfigError(
                 f"runtime: {count} hosts with {share:g} {kind} each need {count * share:g} {kind}s, "
-                f"the cluster has {there:g}; lower runtime.{key} or runtime.hosts"
+                f"the cluster has {there:g}; lower runtime.{key} or runtime.hosts, or set runtime.wait_for_hosts "
+                "(seconds) where the cluster grows on demand"
             )
     return count
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.core.errors import RunError, RunStopped
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
-from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
+from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup, engine_choice
 
-_START_SECONDS = 300
+_PLACE_SECONDS = 300  # for a host to start while others are ready
+_FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
+_STEP_SECONDS = 1.0  # of a wait for hosts
+# of a wait, after which the user hears of it (again): longer than hosts take to start where there is room
+_TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
+_MEASURE_SECONDS = 600  # for a host to measure its engines
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
-HOST_LOST = (RayActorError, ObjectLostError, NodeDiedError, OutOfMemoryError)  # a host, or its results, are gone
 
 
 @dataclass
@@ -43,18 +47,24 @@ class Pool:
     """The client hosts of one experiment.
 
     A host that dies is restarted with a growing pause, as its `RetryPolicy` grants; then the run goes on without it.
-    Raises RunError when none is left. Hosts that were lost with their node are started again as soon as there is room.
+    Raises RunError when none is left. Hosts that were lost with their node are started again as soon as there is room;
+    without any host the run waits for that as long as `runtime.wait_for_hosts` says.
     """
 
     setup: Setup
     choice: EngineChoice | None = None
     device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
-    exchanges: int = 0
+    exchanges: int = 0  # begun
+    finished: int = 0  # exchanges
     changes: int = 0  # grows whenever a host is added, becomes ready or is lost
     written_off: int = 0  # hosts given up although their node is alive
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
+    not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
+    had_hosts: bool = False  # whether the run has had a host that was ready
+    waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
+    stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
     _next_look: float = 0.0
 
     def start(self, started: Sequence[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
@@ -83,12 +93,14 @@ class Pool:
         while True:
             host = self.ready()[0]
             try:
-                choice: EngineChoice = ray.get(host.actor.measure_engine.remote())
+                choice: EngineChoice = ray.get(host.actor.measure_engine.remote(), timeout=_MEASURE_SECONDS)
                 return choice
-            except HOST_LOST as error:
-                self.lost(host, error)
             except RayTaskError as error:
-                raise as_user_error(error) from error
+                if not may_be_host(error):
+                    raise as_user_error(error) from error
+                self.failed(host, as_user_error(error))
+            except RayError as error:
+                self.lost(host, error)
 
     def _start_another(self) -> StartedHost:
         engine = self.choice.engine if self.choice else "sequential"
@@ -97,10 +109,60 @@ class Pool:
     # ---- hosts that start: none gets work before it is ready, since it may wait for room on the cluster for ever
 
     def ready(self) -> list[Host]:
-        """The hosts that are ready; waits for the first one."""
-        while not (ready := [host for host in self.hosts if host.starting is None]):
+        """The hosts that are ready; waits for the first one.
+
+        Raises RunError where the wait takes too long, RunStopped where a user asks to stop meanwhile.
+        """
+        while not (ready := self._ready()):
+            if not self.hosts:
+                self._add()  # all were lost with their nodes
             self.wait([])
         return ready
+
+    def _ready(self) -> list[Host]:
+        return [host for host in self.hosts if host.starting is None]
+
+    def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
+        """Those of these hosts that have started, as soon as there is one.
+
+        None where it takes long and others are ready.
+        """
+        needed, began, told = not self._ready(), time.monotonic(), 0
+        limit = self._limit() if needed else _PLACE_SECONDS
+        try:
+            while (waited := time.monotonic() - began) < limit:
+                ended, _ = ray.wait(starting, timeout=min(_STEP_SECONDS, limit - waited))
+                if ended:
+                    return ended
+                if needed and self.stop_asked():
+                    raise RunStopped("stopped while it waited for client hosts, as asked")
+                if needed and waited >= _TELL_SECONDS[told]:
+                    told += 1
+                    self.waiting = self._what_is_missing(waited, limit)
+        finally:
+            if self.waiting:
+                self.notes.append(f"waited {time.monotonic() - began:.0f} s for client hosts")
+            self.waiting = ""
+        if needed:
+            raise RunError(f"{self._what_is_missing(limit, limit)}: start machines, or raise it")
+        return []
+
+    def _limit(self) -> float:
+        """Seconds that the run waits for a host while it has none."""
+        seconds = self.setup.experiment.runtime.wait_for_hosts
+        if seconds == "auto":
+            seconds = None if self.had_hosts else _FIRST_HOST_SECONDS
+        return float("inf") if seconds is None else seconds
+
+    def _what_is_missing(self, waited: float, limit: float) -> str:
+        runtime = self.setup.experiment.runtime
+        gpus = f" and {runtime.gpus_per_host:g} GPU" if runtime.gpus_per_host else ""
+        until = "for ever" if limit == float("inf") else f"up to {limit:g} s"
+        return (
+            f"no client host is ready after {waited:.0f} s: {len(self.hosts)} of {runtime.cpus_per_host:g} CPU{gpus} "
+            f"each wait for room on the cluster or start (free: {free()}); the run waits {until} "
+            "(runtime.wait_for_hosts)" + (f"; the last fault: {self.last_fault[1]}" if self.last_fault else "")
+        )
 
     def nodes(self, seconds: float = 30) -> int:
         """Number of nodes that have a host, counting hosts that are ready within `seconds`."""
@@ -116,10 +178,10 @@ class Pool:
         refs = [*calls, *starting]
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         if not ended:
-            ended, _ = ray.wait(refs, timeout=seconds if calls else _START_SECONDS)
+            ended = ray.wait(refs, timeout=seconds)[0] if calls else self._wait_for_hosts(refs)
         if not ended and not calls:
             for host in starting.values():
-                self._give_up(host, f"could not be placed within {_START_SECONDS} s (free: {free()})")
+                self._give_up(host, f"could not be placed within {_PLACE_SECONDS} s (free: {free()})")
         for ref in ended:
             if ref in starting:
                 self._take_in(starting[ref])
@@ -131,12 +193,19 @@ class Pool:
         assert ref is not None
         try:
             about = ray.get(ref)
-        except HOST_LOST as error:
+        except RayTaskError as error:
+            failed_to_start = as_user_error(error)
+            self.not_started.add(host.number)
+            nowhere = not self.had_hosts and all(other.number in self.not_started for other in self.hosts)
+            if not may_be_host(error) or (nowhere and not isinstance(error.cause, RayError)):
+                raise failed_to_start from error
+            self.failed(host, failed_to_start)
+            return
+        except RayError as error:
             self.lost(host, error)
             return
-        except RayTaskError as error:
-            raise as_user_error(error) from error
         host.starting, host.node, host.pid, self.device = None, about["node"], about["pid"], about["device"]
+        self.had_hosts = True
         if host.added:
             ready = [other.node for other in self.hosts if other.starting is None]
             nodes = len(set(ready))
@@ -154,33 +223,44 @@ class Pool:
         return self.exchanges
 
     def _refill(self) -> None:
-        """Starts hosts that the config asks for, or that there is room for. The round does not wait for them."""
-        runtime = self.setup.experiment.runtime
-        wanted = hosts_asked_for(self.setup) or room(runtime, ray.cluster_resources())
+        """Starts hosts that the config asks for, or that there is room for. The round does not wait for them.
+
+        Those that the config asks for are started without room, too: an autoscaler then knows that they are missing.
+        """
+        runtime, asked_for = self.setup.experiment.runtime, hosts_asked_for(self.setup)
+        wanted = asked_for or room(runtime, ray.cluster_resources())
         missing = wanted - self.written_off - len(self.hosts)
-        if missing <= 0:
-            return
-        free_room = room(runtime, ray.available_resources()) - sum(host.starting is not None for host in self.hosts)
-        for _ in range(min(missing, free_room)):
-            number = next(number for number in count() if all(host.number != number for host in self.hosts))
-            self.hosts.append(self._host(number, self._start_another(), added=True))
-            self.changes += 1
+        if missing > 0 and not asked_for:
+            starting = sum(host.starting is not None for host in self.hosts)
+            missing = min(missing, room(runtime, ray.available_resources()) - starting)
+        for _ in range(missing):
+            self._add()
+
+    def _add(self) -> None:
+        number = next(number for number in count() if all(host.number != number for host in self.hosts))
+        self.hosts.append(self._host(number, self._start_another(), added=True))
+        self.changes += 1
 
     # ---- faults
 
     def host(self, number: int) -> Host:
         return next(host for host in self.hosts if host.number == number)
 
-    def lost(self, host: Host, error: Exception) -> None:
+    def failed(self, host: Host, error: Exception) -> None:
+        """Replaces a host on which work failed that may succeed elsewhere, or goes on without it."""
+        self.lost(host, error, "failed")
+
+    def lost(self, host: Host, error: Exception, what: str = "died") -> None:
         """Restarts a host that died, or goes on without it."""
-        decision = host.retry.decide()
+        decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
-            self.written_off += not host.node or alive(host.node)
-            self._give_up(host, f"died after {decision.limit} restarts ({short_reason(error)})")
+            node_lost = bool(host.node) and not alive(host.node)
+            self.written_off += not node_lost
+            self._give_up(host, f"{what} after {decision.limit} restarts ({short_reason(error)})", node_lost)
             return
         time.sleep(decision.pause_seconds)
         self._start_again(host)
-        self.fault(f"host {host.number} died ({short_reason(error)}); {decision}, its work is done again")
+        self.fault(f"host {host.number} {what} ({short_reason(error)}); {decision}, its work is done again")
 
     def end(self, host: Host, why: str) -> None:
         """Restarts a host that may well be alive; this does not count as a retry."""
@@ -194,11 +274,12 @@ class Pool:
         host.actor, host.starting, host.node, host.pid = started.actor, started.ready, "", 0
         host.retry.started()
 
-    def _give_up(self, host: Host, why: str) -> None:
+    def _give_up(self, host: Host, why: str, node_lost: bool = False) -> None:
+        """Goes on without a host. Raises RunError for the last one, unless only its node was lost."""
         self.changes += 1
         ray.kill(host.actor)
         self.hosts.remove(host)
-        if not self.hosts:
+        if not self.hosts and not node_lost:
             raise RunError(f"the last client host {why}")
         self.fault(f"host {host.number} {why}; going on with {len(self.hosts)} hosts")
 

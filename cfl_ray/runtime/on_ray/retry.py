@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 
-# of life, after which all retries are granted again: on spot machines a run of days loses many hosts
+# of life, after which a process has all retries again if the run advanced: on spot machines a long run loses many hosts
 FORGIVEN_SECONDS = 600
 
 
@@ -14,7 +14,8 @@ FORGIVEN_SECONDS = 600
 class RetryPolicy:
     """Restarts of one process, a host or the server: how many there were, and how many are granted.
 
-    A process that lived `forgiven_seconds` has all its retries again.
+    A process has all its retries again where it lived `forgiven_seconds` and the run has advanced since its last death:
+    one that dies again and again in the same place does not, however long it takes to get there.
     """
 
     process: str  # for the log: "host 3", "the server"
@@ -22,11 +23,16 @@ class RetryPolicy:
     forgiven_seconds: float = FORGIVEN_SECONDS
     used: int = 0
     since: float = field(default_factory=time.monotonic)  # when the process was started last
+    progress: int = 0  # of the run when the process died last
 
-    def decide(self) -> "Decision":
-        """Whether the process that died now is started again. Counts the restart."""
-        if time.monotonic() - self.since > self.forgiven_seconds:
+    def decide(self, progress: int) -> "Decision":
+        """Whether the process that died now is started again. Counts the restart.
+
+        progress: a number that grows as the run advances, such as the last round saved.
+        """
+        if progress > self.progress and time.monotonic() - self.since > self.forgiven_seconds:
             self.used = 0
+        self.progress = max(self.progress, progress)
         granted = self.used < self.limit
         if granted:
             self.used += 1

@@ -39,7 +39,8 @@ class ServerActor:
         started = [start_host(runtime, packed[0]) for _ in range(hosts)]
         from cfl_ray.runtime.on_ray.server_process import ServerProcess
 
-        self.process = ServerProcess(packed, started, run_dir, session, fault)
+        self.process = ServerProcess(packed, run_dir, session, fault)
+        self.process.start(started, packed[0])
 
     def begin(self, label: str) -> RoundReport:
         return self._ready().begin(label)
@@ -57,6 +58,11 @@ class ServerActor:
         if process.loop is None:
             raise RunError(_STARTING)
         return process.ask(verb, *arguments)
+
+    @ray.method(concurrency_group=_REQUESTS)
+    def waiting(self) -> str:
+        """A line that says what the run waits for while it has no client host; empty where it does not."""
+        return self.process.pool.waiting if self.process else ""
 
     def _ready(self) -> ServerProcess:
         if self.process is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,24 +22,25 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost
 from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
+from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
-from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.runtime.session import claimed_store
 
 _OPEN_SECONDS = 120
+_GOING_BACK = 5  # times that a server goes back to the same checkpoint
 
 
 class ServerProcess:
     """Rounds on the hosts, and answers to requests meanwhile.
 
-    packed: the reference of the setup, in a list. started: the hosts. session: names the driver's session.
+    packed: the reference of the setup, in a list. session: names the driver's session.
     fault: time and cause of the last server's death; None: this is the first one.
     """
 
     def __init__(
         self,
         packed: list[ray.ObjectRef[Any]],
-        started: list[StartedHost],
         run_dir: Path | None,
         session: str,
         fault: tuple[float, str] | None,
@@ -49,28 +51,53 @@ class ServerProcess:
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.loop: RoundLoop | None = None
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
-        self.pool = Pool(self.setup)
-        self.pool.start(started, packed[0])
+        self.pool = Pool(self.setup, had_hosts=fault is not None, stop_asked=self._stop_asked)
         self.network = self.setup.network()
+
+    def start(self, started: list[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
+        """Makes this server ready, as soon as one of these hosts is."""
+        self.pool.start(started, setup_ref)
 
     # ---- asked by the driver
 
     def begin(self, label: str) -> RoundReport:
         """Makes a method ready: before round 1, or after its newest checkpoint."""
         self.label = label
+        self.going_back = RetryPolicy("the exchange", _GOING_BACK, forgiven_seconds=0)
+        return self._begin()
+
+    def _begin(self) -> RoundReport:
         with self.replacing:
-            store = checkpoint_store(self.setup, self.run_dir, label)
-            loop = RoundLoop(self.setup, label, self.network, RayBackend(self.pool), store, self.session)
+            store = claimed_store(self.setup, self.run_dir, self.label)
+            loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
             report, self.loop = loop.advance(), loop
         return self._with_notes(report)
 
     def advance(self) -> RoundReport:
-        """The next round; after the loss of client states, the newest checkpoint."""
+        """The next round; after the loss of client states, the newest checkpoint.
+
+        Raises RunError where they are lost again and again and no round is saved in between.
+        """
         try:
             return self._with_notes(self._loop().advance())
         except ObjectLostError as error:
-            self.pool.fault(f"client states were lost with a node ({short_reason(error)})")
-            return self.begin(self.label)
+            self._count_loss(error)
+            return self._begin()
+
+    def _count_loss(self, error: ObjectLostError) -> None:
+        loop, reason = self._loop(), short_reason(error)
+        decision = self.going_back.decide(progress=loop.saved)
+        where = f"round {loop.saved}, the last one saved" if loop.saved else "the start: no round is saved"
+        if not decision.granted:
+            raise RunError(
+                f"client states were lost with a node in round {loop.round} ({reason}), after going back to {where}, "
+                f"{decision.limit} times; save more often (runtime.checkpoint_every), or use nodes that stay longer"
+            ) from error
+        self.pool.fault(
+            f"client states were lost with a node ({reason}); back to {where} ({decision.count} of {decision.limit} "
+            "times)"
+        )
+        time.sleep(decision.pause_seconds)
 
     def facts(self) -> dict[str, str]:
         """Where and how this run computes."""
@@ -78,6 +105,9 @@ class ServerProcess:
         assert choice is not None
         hosts = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
         return {"hosts": hosts, "device": self.pool.device, "engine": choice.reason}
+
+    def _stop_asked(self) -> bool:
+        return self.loop is not None and self.loop.requests.stop_after is not None
 
     def _loop(self) -> RoundLoop:
         assert self.loop is not None, "the driver begins a method first"
@@ -103,14 +133,17 @@ class ServerProcess:
                 "leave": requests.leave,
                 "stop": requests.stop,
             }
-            return grants[verb](*arguments)  # type: ignore[operator]
+            answer = grants[verb](*arguments)  # type: ignore[operator]
+        if verb == "stop" and self.pool.waiting:
+            return f"{self.label}: the run ends now, for it waits for client hosts; every saved round is kept"
+        return answer
 
     def _status(self) -> dict[str, Any]:
         loop, hosts = self._loop(), list(self.pool.hosts)
         population, ready = loop.requests.population, [host for host in hosts if not host.starting]
         return {
             "method": loop.requests.label,
-            "state": type(loop.now).__name__.lower(),
+            "state": type(loop.now).__name__.lower() + (f": {self.pool.waiting}" if self.pool.waiting else ""),
             "round": loop.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

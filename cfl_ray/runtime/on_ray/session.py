@@ -5,12 +5,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.core.errors import RunError
@@ -25,12 +27,15 @@ from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 
+_LOOK_SECONDS = 5.0  # between two looks at what the server waits for
+
 
 class RaySession:
     """Starts or joins a cluster, and the server on it. A server that dies is started again from its last checkpoint."""
 
-    def __init__(self, setup: Setup, run_dir: Path | None):
-        self.setup, self.run_dir = setup, run_dir
+    def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
+        self.setup, self.run_dir, self.warn = setup, run_dir, warn
+        self.told = ""  # what the user knows that the server waits for
         self.plan = RunPlan(setup.experiment.rounds)
         self.retry = RetryPolicy("the server", setup.experiment.runtime.retries)
         self.label: str | None = None
@@ -43,7 +48,8 @@ class RaySession:
         self.on_sigterm = _stop_on_sigterm()
         try:
             _send_plugins_by_value()
-            self.hosts = host_count(setup, ray.cluster_resources())
+            grows = setup.experiment.runtime.wait_for_hosts != "auto" and not self.started_here
+            self.hosts = host_count(setup, ray.cluster_resources(), grows)
             self.setup_ref = ray.put(setup)
             self._start_server()
         except BaseException:
@@ -109,8 +115,8 @@ class RaySession:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
         while True:
             try:
-                ray.get(self.started)
-                return ray.get(getattr(self.actor, verb).remote(*arguments))
+                self._answer(self.started)
+                return self._answer(getattr(self.actor, verb).remote(*arguments))
             except RayTaskError as error:
                 raise as_user_error(error) from error
             except RayActorError as error:
@@ -118,18 +124,33 @@ class RaySession:
                 if self.label:
                     verb, arguments = "begin", (self.label,)  # the new server knows its checkpoint and nothing else
 
+    def _answer(self, ref: ray.ObjectRef[Any]) -> Any:
+        """The server's answer. The user hears meanwhile what the server waits for."""
+        while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
+            with suppress(RayError):  # a server that died, which `ref` says as well
+                waits_for = ray.get(self.actor.waiting.remote(), timeout=_LOOK_SECONDS)
+                if waits_for and waits_for != self.told:
+                    self.warn(waits_for)
+                self.told = waits_for
+        return ray.get(ref)
+
     def _recover(self, error: RayActorError) -> None:
         """Starts another server, which loads the newest checkpoint. Raises RunError after too many."""
         cause = short_reason(error)
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None
         saved = (store.rounds() or [0])[-1] if store else 0
-        decision = self.retry.decide()
+        methods, rounds = list(self.setup.methods), self.setup.experiment.rounds
+        before = methods.index(self.label) * rounds if self.label else 0  # rounds of the methods that are finished
+        decision = self.retry.decide(progress=before + saved)
         now = next_state(Starting(), Lost(cause, saved, decision.left), self.plan)
         if isinstance(now, Failed):
-            raise RunError(f"the server died after round {now.from_round} ({now.cause})")
+            raise RunError(
+                f"the server died after round {now.from_round}, the last one saved ({now.cause}); {decision}"
+            )
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()
+        ray.kill(self.actor)  # it may only be out of reach; it would work beside the new one
         self._start_server()
 
 

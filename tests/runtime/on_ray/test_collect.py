@@ -112,17 +112,19 @@ def test_what_a_dead_host_has_returned_is_not_done_again(backends, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_while_the_tree_is_built(backends, by_tree, monkeypatch):
-    """The other host's totals are kept; what the dead one did is done again."""
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_that_dies_or_hangs_while_the_tree_is_built(fault, backends, by_tree, monkeypatch):
+    """The other host's totals are kept; what this one did is done again. `round_deadline` has no part in it."""
+    monkeypatch.setattr(collect, "_WAIT_SECONDS", 3)
     in_process, on_ray = backends
     work = training(in_process.worker.network)
     expected, tree, killed = in_process.run(work), Collected.by_tree, []
 
-    def kill_first(collected, timeout):
+    def kill_first(collected):
         if not killed:
             killed.append(on_ray.pool.hosts[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
-        return tree(collected, timeout)
+            os.kill(killed[0], fault)
+        return tree(collected)
 
     monkeypatch.setattr(Collected, "by_tree", kill_first)
     assert_equal(on_ray.run(work), expected)

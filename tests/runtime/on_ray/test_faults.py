@@ -142,7 +142,7 @@ def test_server_that_dies_too_often_ends_the_run_which_can_be_resumed(
 ):
     small = experiment(runtime={"retries": 1})
     watcher = notes(lambda number: end_all(actors("ServerActor")))
-    with pytest.raises(RunError, match=r"the server died after round \d .*go on with: cfl-ray resume .*run"):
+    with pytest.raises(RunError, match=r"the server died after round \d, .*go on with: cfl-ray resume .*run"):
         run(small, tmp_path / "run", watcher)
     assert figures(resume(tmp_path / "run")) == figures(simulate(small))
     assert recorded(tmp_path / "run") == [1, 2, 3, 4]

@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 def test_grants_up_to_the_limit(clock):
     policy = RetryPolicy("host 3", limit=2)
-    decisions = [policy.decide() for _ in range(4)]
+    decisions = [policy.decide(0) for _ in range(4)]
     assert decisions == [Decision(True, 1, 2), Decision(True, 2, 2), Decision(False, 2, 2), Decision(False, 2, 2)]
     assert policy.used == 2
     assert [decision.left for decision in decisions] == [
@@ -30,25 +30,35 @@ def test_grants_up_to_the_limit(clock):
 
 
 def test_a_limit_of_zero_grants_none(clock):
-    assert RetryPolicy("host 3", limit=0).decide() == Decision(False, 0, 0)
+    assert RetryPolicy("host 3", limit=0).decide(0) == Decision(False, 0, 0)
 
 
 def test_a_process_that_lived_long_has_all_its_retries_again(clock):
     policy = RetryPolicy("host 3", limit=2, forgiven_seconds=600)
-    policy.decide(), policy.started(), policy.decide(), policy.started()
+    policy.decide(0), policy.started(), policy.decide(0), policy.started()
     clock(600)
-    assert not policy.decide().granted, "it has to live longer than that"
+    assert not policy.decide(1).granted, "it has to live longer than that"
     clock(0.1)
-    assert policy.decide() == Decision(True, 1, 2)
+    assert policy.decide(2) == Decision(True, 1, 2)
+
+
+def test_a_process_that_dies_in_the_same_place_has_no_retries_again(clock):
+    """One that runs out of memory an hour into an exchange never gets past it."""
+    policy, granted = RetryPolicy("the server", limit=2, forgiven_seconds=600), []
+    for progress in (7, 7, 7, 7, 8, 8):
+        clock(3600)
+        granted.append(policy.decide(progress).granted)
+        policy.started()
+    assert granted == [True, True, False, False, True, True]
 
 
 def test_life_is_counted_from_the_last_start(clock):
     policy = RetryPolicy("host 3", limit=1, forgiven_seconds=600)
-    policy.decide()
+    policy.decide(0)
     clock(500)
     policy.started()
     clock(500)
-    assert not policy.decide().granted
+    assert not policy.decide(0).granted
 
 
 def test_the_texts_say_decision_count_and_limit():
@@ -63,5 +73,5 @@ def test_pauses_grow_up_to_five_seconds():
 def test_every_decision_is_logged(clock, caplog):
     policy = RetryPolicy("the server", limit=1)
     with caplog.at_level(logging.INFO, logger=retry.__name__):
-        policy.decide(), policy.decide()
+        policy.decide(0), policy.decide(0)
     assert caplog.messages == ["the server died: restart 1 of 1", "the server died: 1 restarts were used up"]

@@ -1,0 +1,70 @@
+"""The one process that may write the checkpoints of a method: fencing of a server that was replaced but still lives.
+
+    writer.json    {"epoch": 3}: how often a process has claimed the checkpoints; the latest one may write
+
+A server that cannot be reached is replaced, and may go on all the same. Its epoch is then an earlier one, so it writes
+nothing more. Claims and writes exclude each other by a lock that the system releases when a process ends.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.files import read_json, write_json
+from cfl_ray.runtime.checkpoint.segments import writing
+
+_EPOCH, _LOCK = "writer.json", "writer.lock"
+_LOCK_SECONDS = 60.0  # a manifest is written in far less
+
+
+class Writer:
+    """The right of this process to write the checkpoints in a directory, once it has claimed it."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.epoch = 0  # 0: not claimed
+
+    def claim(self) -> None:
+        """Takes the right from every process that has it. Raises RunError where that cannot be recorded."""
+        with writing(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                self.epoch = self._latest() + 1
+                write_json(self.directory / _EPOCH, {"epoch": self.epoch})
+
+    def check(self) -> None:
+        """Raises RunError where another process has claimed these checkpoints since."""
+        if (latest := self._latest()) != self.epoch:
+            raise RunError(
+                f"another server has taken over {self.directory} (epoch {latest}; this one has {self.epoch}), so this "
+                "one writes no more checkpoints; let it end"
+            )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context in which no other process can claim the right. Raises RunError where one has done so before."""
+        with self._lock():
+            self.check()
+            yield
+
+    def _latest(self) -> int:
+        return int((read_json(self.directory / _EPOCH) or {}).get("epoch", 0))
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        file = self.directory / _LOCK
+        lock = FileLock(file, timeout=_LOCK_SECONDS)
+        with writing(file):
+            try:
+                lock.acquire()
+            except Timeout:
+                raise RunError(
+                    f"{file} has been held by another server for {_LOCK_SECONDS:g} s; end that process"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()

@@ -1,0 +1,61 @@
+"""Manifests with a good checksum and another content than a run writes: refused with a reason, an older one is used."""
+
+import json
+
+import pytest
+
+from cfl_ray import resume, simulate
+from cfl_ray.core.errors import Interrupted, RunError
+from cfl_ray.runtime.checkpoint.manifest import _digest
+
+FORGED = {
+    "no state": lambda manifest: manifest["values"].pop("state"),
+    "no report": lambda manifest: manifest["values"].pop("report"),
+    "no values": lambda manifest: manifest["values"].clear(),
+    "another field of the state": lambda manifest: manifest["values"]["state"].update(secret=1),
+    "a field of the state less": lambda manifest: manifest["tensors"].pop("assign_N"),
+    "no scores": lambda manifest: manifest["tensors"].pop("server.local_scores_N2"),
+    "scores of fewer clients": lambda manifest: manifest["tensors"]["server.local_scores_N2"].update(shape=[3, 2]),
+    "traffic as text": lambda manifest: manifest["values"]["traffic"].update(down_bits="many"),
+    "metrics as a list": lambda manifest: manifest["values"]["report"].update(metrics=[]),
+    "a move of three": lambda manifest: manifest["values"]["report"].update(moved=[[1, 2, 3]]),
+}
+
+
+@pytest.fixture
+def stopped(experiment, notes, tmp_path):
+    """The folder of checkpoints of a run that was interrupted after round 3."""
+
+    def stop(number):
+        if number == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        simulate(experiment(methods=["fedavg"]), tmp_path / "run", notes(stop))
+    return tmp_path / "run/fedavg/checkpoints"
+
+
+def forge(file, change):
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    change(manifest)
+    file.write_text(json.dumps(manifest | {"sha256": _digest(manifest)}))
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_an_older_one_is_used(name, stopped, experiment, figures, notes):
+    forge(stopped / "000003.json", FORGED[name])
+    watcher = notes()
+    found = resume(stopped.parents[1], watcher, on_ray=False)
+    assert figures(found) == figures(simulate(experiment(methods=["fedavg"])))
+    assert any(line.startswith("checkpoint of round 3: ") for line in watcher.lines), watcher.lines
+    assert "goes on after round 2" in watcher.lines
+
+
+def test_without_any_good_one_the_run_ends_with_the_reasons(stopped):
+    for file in stopped.glob("*.json"):
+        forge(file, FORGED["no state"])
+    with pytest.raises(
+        RunError, match=r"no checkpoint in .* can be used: checkpoint of round 3: it is no checkpoint of"
+    ):
+        resume(stopped.parents[1], on_ray=False)

@@ -1,0 +1,121 @@
+"""Fencing: of several processes that hold a store, the one that claimed it last writes; the others refuse."""
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+
+from cfl_ray import load_run, simulate
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.work import Address, ClientState, Work
+from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.runtime.checkpoint import writer
+from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
+from cfl_ray.runtime.checkpoint.store import CheckpointStore
+
+MINE = Work(Address(0, 1, 0), np.zeros(0, np.int64), (), ClientState("mine"))
+
+
+def store(folder) -> CheckpointStore:
+    """A store as a server opens it."""
+    found = CheckpointStore(folder / "fedavg", "hash")
+    found.claim()
+    found.load()
+    return found
+
+
+def save(store, round, value):
+    states = ClientStateStore()
+    states.keep(MINE, {0: torch.full((4,), float(value))}, {})
+    store.save(round, {"models_KP": torch.full((2, 3), float(value))}, {}, states)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in (folder / "fedavg" / "checkpoints").iterdir()}
+
+
+def test_the_older_of_two_servers_writes_nothing(tmp_path):
+    old = store(tmp_path)
+    save(old, 1, 1)
+    new, before = store(tmp_path), files(tmp_path)
+    with pytest.raises(RunError, match=r"another server has taken over .*fedavg \(epoch 2; this one has 1\)"):
+        save(old, 2, -2)
+    assert files(tmp_path) == before
+    save(new, 2, 2)
+    loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
+    assert loaded.round == 2 and (loaded.tensors["models_KP"] == 2).all()
+
+
+def test_a_server_that_is_overtaken_while_it_saves(tmp_path, monkeypatch):
+    """The newer one claims and saves when the older one has written its segment: the checkpoint is the newer one's."""
+    old = store(tmp_path)
+    save(old, 1, 1)
+    segment, newer = CheckpointStore._write_segment, []
+
+    def overtaken(this, *arguments):
+        found = segment(this, *arguments)
+        if not newer:
+            newer.append(store(tmp_path))
+            save(newer[0], 2, 2)
+        return found
+
+    monkeypatch.setattr(CheckpointStore, "_write_segment", overtaken)
+    with pytest.raises(RunError, match="another server has taken over"):
+        save(old, 2, -2)
+    loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
+    assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
+    assert [float(value.tensor()[0]) for _, value in loaded.client_states()] == [2.0]
+
+
+def test_numbers_of_segments_are_used_by_one_server_only(tmp_path, monkeypatch):
+    """The older one has taken its number, and written nothing, when the newer one claims."""
+    old = store(tmp_path)
+    save(old, 1, 1)
+    number, newer = CheckpointStore._next_segment, []
+
+    def overtaken(this):
+        found = number(this)
+        if this is old and not newer:
+            newer.append(store(tmp_path))
+            save(newer[0], 2, 2)
+        return found
+
+    monkeypatch.setattr(CheckpointStore, "_next_segment", overtaken)
+    with pytest.raises(RunError, match="another server has taken over"):
+        save(old, 2, -2)
+    loaded = CheckpointStore(tmp_path / "fedavg", "hash").load()
+    assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
+
+
+def test_nobody_claims_while_a_manifest_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_LOCK_SECONDS", 0.1)
+    old, write, refused = store(tmp_path), CheckpointManifest.write, []
+
+    def claimed(manifest, file):
+        with pytest.raises(RunError, match="held by another server"):
+            store(tmp_path)
+        refused.append(file)
+        write(manifest, file)
+
+    monkeypatch.setattr(CheckpointManifest, "write", claimed)
+    save(old, 1, 1)
+    assert refused
+
+
+def test_a_live_run_whose_models_are_read_goes_on(experiment, notes, tmp_path):
+    read = []
+
+    def after_round(number):
+        read.append(load_run(tmp_path / "run")["ditto"].trained.round)
+
+    simulate(experiment(), tmp_path / "run", notes(after_round))
+    assert read == [1, 2, 3, 4]
+
+
+def test_a_process_that_only_reads_takes_nothing(tmp_path):
+    old = store(tmp_path)
+    save(old, 1, 1)
+    assert CheckpointStore(tmp_path / "fedavg", "hash").load().round == 1
+    save(old, 2, 2)
+    with FileLock(tmp_path / "fedavg" / "writer.lock", timeout=0):
+        pass  # released

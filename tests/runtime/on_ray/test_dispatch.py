@@ -1,0 +1,154 @@
+"""Dispatch without Ray: calls that fail on some hosts are made on others, a bounded number of times."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ObjectFetchTimedOutError, ObjectLostError, RaySystemError, RayTaskError
+
+from cfl_ray.core.errors import ConfigError, DataError, RunError
+from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.engine.pieces import Piece
+from cfl_ray.runtime.on_ray import dispatch as dispatch_module
+from cfl_ray.runtime.on_ray.dispatch import _FAILED_HOSTS, _FAILED_TIMES, Dispatch
+from cfl_ray.runtime.on_ray.schedule import Schedule
+
+PIECES = 12
+
+
+class FakePool:
+    """Hosts that end a call as soon as they are asked. `retries` restarts each, then a host is given up."""
+
+    def __init__(self, hosts, retries=3):
+        self.hosts = [SimpleNamespace(number=n, starting=None, added=False, node="") for n in range(hosts)]
+        self.changes, self.left, self.notes = 0, dict.fromkeys(range(hosts), retries), []
+
+    def ready(self):
+        return self.hosts
+
+    def wait(self, calls, seconds=None):
+        return calls[:1]
+
+    def failed(self, host, error):
+        self.lost(host, error)
+
+    def lost(self, host, error):
+        self.notes.append((host.number, str(error)))
+        self.changes += 1
+        if not self.left[host.number]:
+            self.hosts.remove(host)
+            if not self.hosts:
+                raise RunError(f"the last client host failed ({error})")
+        else:
+            self.left[host.number] -= 1
+
+
+class Calls:
+    """Calls whose pieces raise what `fault(host, pieces)` returns; None: they are done."""
+
+    stays_on_hosts = True
+
+    def __init__(self, fault):
+        self.fault, self.done, self.at = fault, [], {}
+
+    def start(self, host, pieces):
+        ref = f"call {len(self.at)}"
+        self.at[ref] = host.number, [int(piece.index_m[0]) for piece in pieces]
+        return [ref]
+
+    def get(self, ref):
+        if error := self.fault(*self.at[ref]):
+            raise error
+        return ref
+
+    def receive(self, pieces, returns):
+        self.done += self.at[returns[0]][1]
+
+    def seconds(self, pieces):
+        return None
+
+
+def task_error(cause):
+    return RayTaskError("work", "traceback", cause).as_instanceof_cause()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Returns a function: (fault, hosts, retries) -> (numbers of the pieces done, notes, calls)."""
+
+    def start(fault, hosts=4, retries=3):
+        pool, calls = FakePool(hosts, retries), Calls(fault)
+        monkeypatch.setattr(
+            dispatch_module, "ray", SimpleNamespace(get=calls.get, wait=lambda refs, timeout: (refs, []))
+        )
+        schedule = Schedule([Piece(np.array([number])) for number in range(PIECES)], together=False)
+        dispatch = Dispatch(pool, schedule, calls)
+        dispatch.run()
+        done = sorted(number for numbers in dispatch.done.values() for number in numbers)
+        assert done == list(range(PIECES)), "what stays on hosts that are alive"
+        return pool, calls
+
+    return start
+
+
+def client_failure(text, machine):
+    failure = ClientFailure(text)
+    failure.may_be_machine = machine
+    return failure
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        DataError("/mnt/shards is missing"),
+        OSError("read error"),
+        client_failure("client 3 failed while training: CUDA error", True),
+        RaySystemError("an object could not be read"),
+        ObjectFetchTimedOutError("00", "owner", "site"),
+    ],
+    ids=lambda cause: type(cause).__name__,
+)
+def test_a_host_on_which_everything_fails_is_given_up(cause, run):
+    pool, _ = run(lambda host, pieces: task_error(cause) if host == 2 else None, retries=1)
+    assert [host.number for host in pool.hosts] == [0, 1, 3]
+    assert [number for number, _ in pool.notes] == [2] * 2, "one restart"
+
+
+def test_errors_of_the_cluster_count_as_a_death(run):
+    """They are no errors of a call."""
+    failing = [RaySystemError("broken"), ActorDiedError()]
+    pool, _ = run(lambda host, pieces: failing.pop() if failing and host == 1 else None)
+    assert len(pool.notes) == 2 and len(pool.hosts) == 4
+
+
+@pytest.mark.parametrize("hosts", [6, 2])
+def test_work_that_fails_everywhere_ends_the_run_with_its_cause(hosts, run):
+    tries = []
+
+    def fault(host, pieces):
+        if 5 in pieces:
+            tries.append(host)
+            return task_error(client_failure("client 5 failed while training: CUDA out of memory", True))
+        return None
+
+    with pytest.raises(RunError, match=r"client 5 failed .* out of memory; the same work failed \d times, on hosts"):
+        run(fault, hosts)
+    assert len(set(tries)) == _FAILED_HOSTS if hosts == 6 else len(tries) == _FAILED_TIMES
+
+
+def test_the_only_host_ends_the_run_after_its_retries(run):
+    with pytest.raises(RunError, match=r"the last client host failed \(OSError: read error\)"):
+        run(lambda host, pieces: task_error(OSError("read error")), hosts=1)
+
+
+@pytest.mark.parametrize("cause", [ConfigError("no such option"), client_failure("a bug", False), KeyError("a bug")])
+def test_errors_of_the_user_end_the_run_at_once(cause, run):
+    tries = []
+    with pytest.raises((RunError, ConfigError), match="a bug|no such option"):
+        run(lambda host, pieces: tries.append(host) or task_error(cause))
+    assert len(tries) == 1
+
+
+def test_objects_that_are_lost_go_to_the_caller(run):
+    with pytest.raises(ObjectLostError):
+        run(lambda host, pieces: task_error(ObjectLostError("00", "owner", "site")))

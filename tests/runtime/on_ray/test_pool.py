@@ -1,0 +1,197 @@
+"""The pool without Ray: how long a run waits for hosts, whom it tells, and which hosts it asks for."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
+
+from cfl_ray.core.errors import ConfigError, DataError, RunError, RunStopped
+from cfl_ray.runtime.on_ray import pool as pool_module
+from cfl_ray.runtime.on_ray import retry
+from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
+from cfl_ray.runtime.on_ray.pool import _FIRST_HOST_SECONDS, Pool
+from cfl_ray.runtime.prepare import prepare
+
+DAY = 86400.0
+
+
+class FakeCluster:
+    """Room for hosts that changes at given times, and a clock that a wait moves on."""
+
+    def __init__(self):
+        self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
+        self.on_wait = lambda: None
+
+    def install(self, monkeypatch):
+        fake_ray = SimpleNamespace(
+            wait=self.wait, get=self.get, kill=self.killed.append, cluster_resources=dict, available_resources=dict
+        )
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=lambda seconds: None)
+        monkeypatch.setattr(pool_module, "ray", fake_ray)
+        monkeypatch.setattr(pool_module, "time", clock)
+        monkeypatch.setattr(retry, "time", clock)
+        monkeypatch.setattr(pool_module, "start_host", self.start)
+        monkeypatch.setattr(pool_module, "alive", lambda node: self.nodes.get(node, True))
+        monkeypatch.setattr(pool_module, "free", lambda: "0 CPU")
+        monkeypatch.setattr(pool_module, "room", lambda runtime, resources: 0)
+
+    def start(self, *_):
+        number = len(self.started)
+        self.started.append(StartedHost(f"actor {number}", f"ready {number}"))
+        return self.started[-1]
+
+    def wait(self, refs, num_returns=1, timeout=None):
+        self.on_wait()
+        there = [ref for ref in refs if int(ref.split()[1]) < sum(at <= self.now for at in self.room_at)]
+        if not there:
+            self.now += DAY if timeout is None else timeout
+        return there, [ref for ref in refs if ref not in there]
+
+    def get(self, ref, timeout=None):
+        number = int(ref.split()[1])
+        if number in self.errors:
+            raise self.errors[number]
+        return {"node": f"node {number}", "pid": number, "device": "cpu"}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    cluster = FakeCluster()
+    cluster.install(monkeypatch)
+    return cluster
+
+
+@pytest.fixture
+def made(experiment, fake):
+    """Returns a function: the pool of a run, with its hosts started."""
+
+    def make(**runtime):
+        pool = Pool(prepare(experiment(runtime=runtime)))
+        pool.setup_ref = None
+        pool.hosts = [pool._host(number, fake.start()) for number in range(pool.setup.experiment.runtime.hosts or 1)]
+        return pool
+
+    return make
+
+
+def test_the_first_host_may_take_as_long_as_a_machine_takes_to_boot(made, fake):
+    fake.room_at = [_FIRST_HOST_SECONDS - 1]
+    assert [host.number for host in made().ready()] == [0]
+
+
+@pytest.mark.parametrize("seconds, limit", [("auto", _FIRST_HOST_SECONDS), (40, 40)])
+def test_without_a_host_the_run_ends_and_says_what_is_missing(seconds, limit, made, fake):
+    with pytest.raises(RunError) as error:
+        made(wait_for_hosts=seconds).ready()
+    text = str(error.value)
+    assert f"no client host is ready after {limit} s: 2 of 1 CPU each" in text and "free: 0 CPU" in text
+    assert "runtime.wait_for_hosts" in text and fake.now == pytest.approx(limit)
+
+
+def test_null_waits_for_ever(made, fake):
+    fake.room_at = [30 * DAY]
+    assert made(wait_for_hosts=None).ready() and fake.now >= 30 * DAY
+
+
+def test_a_run_that_has_had_hosts_waits_for_ever(made, fake):
+    """All machines are lost: the run asks for hosts, and goes on when one is there, a day later."""
+    fake.room_at, pool = [0, 0], made(retries=0)
+    pool.nodes()
+    fake.nodes = {"node 0": False, "node 1": False}
+    for host in list(pool.hosts):
+        pool.lost(host, NodeDiedError("its machine is gone"))
+    assert pool.hosts == [] and pool.written_off == 0
+    fake.room_at += [DAY]
+    assert [host.node for host in pool.ready()] == ["node 2"]
+    assert fake.now >= DAY and "waited 864" in "".join(pool.notes) and not pool.waiting
+
+
+def test_the_last_host_that_dies_on_a_living_node_ends_the_run(made, fake):
+    fake.room_at, pool = [0], made(hosts=1, retries=0)
+    pool.ready()
+    with pytest.raises(RunError, match="the last client host died after 0 restarts"):
+        pool.lost(pool.hosts[0], ActorDiedError())
+
+
+def test_what_the_run_waits_for_can_be_read_while_it_waits(made, fake):
+    fake.room_at, pool, seen = [700], made(), []
+    fake.on_wait = lambda: seen.append(pool.waiting)
+    pool.ready()
+    told = list(dict.fromkeys(filter(None, seen)))
+    assert [line.partition(":")[0] for line in told] == [
+        f"no client host is ready after {seconds} s" for seconds in (30, 120, 600)
+    ]
+    assert all("the run waits up to 900 s" in line for line in told)
+
+
+def test_a_request_to_stop_ends_the_wait(made, fake):
+    pool = made(wait_for_hosts=None)
+    pool.stop_asked = lambda: fake.now > 50
+    with pytest.raises(RunStopped, match="waited for client hosts"):
+        pool.ready()
+    assert 50 < fake.now < 60
+
+
+def test_hosts_that_the_config_asks_for_are_asked_for_without_room(made, fake):
+    """A host that waits for room is the demand that an autoscaler sees; it is no reason to wait for the others."""
+    fake.room_at, pool = [0], made(hosts=3)
+    pool.hosts = pool.hosts[:1]
+    pool.ready()
+    pool.next_exchange()
+    assert [(host.number, host.added) for host in pool.hosts] == [(0, False), (1, True), (2, True)]
+    fake.now += 10
+    pool.next_exchange()
+    assert len(pool.hosts) == 3, "once"
+
+
+def test_the_autoscaler_knows_of_a_host_that_waits_for_room(cluster, experiment, until):
+    """What Ray hands to its autoscaler: the demand of an actor that fits on no node, withdrawn with the actor."""
+    from ray._raylet import GcsClient
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    def demand():
+        state = get_cluster_resource_state(GcsClient(address=cluster))
+        return [dict(one.request.resources_bundle) for one in state.pending_resource_requests]
+
+    setup = prepare(experiment(runtime={"cpus_per_host": 77}))
+    host = start_host(setup.experiment.runtime, ray.put(setup))
+    until(lambda: {"CPU": 77.0} in demand())
+    ray.kill(host.actor)
+    until(lambda: {"CPU": 77.0} not in demand())
+
+
+def failed_start(cause):
+    return RayTaskError("start", "traceback", cause).as_instanceof_cause()
+
+
+def test_a_host_that_cannot_read_the_data_is_replaced_and_given_up(made, fake):
+    """Its machine lacks a mount. The others go on."""
+    fake.room_at, pool = [0] * 9, made(hosts=2, retries=1)
+    fake.errors = {number: failed_start(DataError("/mnt/shards is missing")) for number in (1, 2)}
+    while len(pool.hosts) == 2:
+        pool.wait([])
+    assert [host.number for host in pool.ready()] == [0] and pool.written_off == 1
+    assert "failed after 1 restarts (/mnt/shards is missing)" in pool.notes[-1]
+
+
+@pytest.mark.parametrize("failing, hosts", [([0, 1], 2), ([0], 1)])
+def test_data_that_no_host_can_read_end_the_run(failing, hosts, made, fake):
+    fake.room_at, pool = [0] * 9, made(hosts=hosts)
+    fake.errors = dict.fromkeys([*failing, 2, 3], failed_start(DataError("/mnt/shards is missing")))
+    with pytest.raises(DataError, match="^/mnt/shards is missing"):
+        pool.ready()
+
+
+def test_a_start_that_fails_in_the_cluster_is_tried_again(made, fake):
+    """The setup was not fetched: that says nothing about the data."""
+    fake.room_at, pool = [0] * 9, made(hosts=1)
+    fake.errors = {0: failed_start(RaySystemError("the object could not be fetched"))}
+    assert [host.node for host in pool.ready()] == ["node 1"] and "host 0 failed" in pool.notes[0]
+
+
+def test_an_error_of_the_user_at_the_start_ends_the_run_at_once(made, fake):
+    fake.room_at, pool = [0] * 9, made(hosts=2)
+    fake.errors = {0: failed_start(ConfigError("no GPU"))}
+    with pytest.raises(ConfigError, match="no GPU"):
+        pool.ready()

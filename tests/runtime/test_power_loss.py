@@ -1,0 +1,103 @@
+"""Power failures: what a checkpoint counts on is on the disk before it, and what is cut off is written again."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from cfl_ray import resume, simulate
+from cfl_ray.core.errors import Interrupted
+from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
+from cfl_ray.runtime.driver import Driver
+from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES, RECORD_FILES
+from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
+from cfl_ray.tracking import FileTracker, read_info, read_records
+from cfl_ray.tracking.tracker import METRICS_LOG
+
+SAVED, LAST = 4, 6  # the checkpoint from which the run goes on, and its last round before the failure
+
+
+@pytest.fixture
+def changing(experiment):
+    """Clusters that change in every round; a checkpoint after rounds 2 and 4."""
+    options = {"methods": [{"fesem": {"num_clusters": 3}}], "rounds": 8, "local": {"epochs": 1, "lr": 0.5}}
+    return experiment(runtime={"checkpoint_every": 2, "engine": "sequential"}, **options)
+
+
+@pytest.fixture
+def stopped(changing, notes, tmp_path):
+    """(the folder of a method whose run was killed in round 6, the reports of rounds 1 to 5)."""
+    reports = []
+
+    class Killed(notes):
+        def round(self, label, report):
+            reports.append(report)
+            if report.round == LAST - 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        simulate(changing, tmp_path / "run", Killed())
+    return tmp_path / "run" / "fesem", reports
+
+
+def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monkeypatch):
+    """At the time of each manifest, every byte of the record files has been flushed."""
+    flushed, checked, fsync, write = {}, [], os.fsync, CheckpointManifest.write
+
+    def flushing(descriptor):
+        fsync(descriptor)
+        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    def writing(manifest, file):
+        folder = file.parents[1]
+        sizes = {
+            str(folder / name): (folder / name).stat().st_size for name in RECORD_FILES if (folder / name).exists()
+        }
+        assert {name: flushed.get(name) for name in sizes} == sizes and str(folder) in flushed
+        checked.append((manifest.round, len(sizes)))
+        write(manifest, file)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(CheckpointManifest, "write", writing)
+    simulate(changing, tmp_path / "run")
+    assert checked == [(2, 3), (4, 3), (6, 3), (8, 3)]
+
+
+def synced(file):
+    """The bytes of a file up to the round before the checkpoint: a power failure can cut what follows."""
+    if file.name == CLIENT_METRICS:
+        schema = len(read_client_metrics(file).schema.serialize())
+        return schema + (file.stat().st_size - schema) * (SAVED - 1) // (LAST - 1)
+    lines = file.read_bytes().splitlines(keepends=True)
+    return sum(len(line) for line in lines if json.loads(line)["round"] < SAVED)
+
+
+@pytest.mark.parametrize("name", RECORD_FILES)
+def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
+    """The run goes on from round 4 and does round 5 again: the file is as before, whichever others were cut."""
+    folder, reports = stopped
+    whole = (folder / name).read_bytes()
+    first = synced(folder / name)
+    assert len(whole) - first > 20
+    for cut in range(first, len(whole)):
+        os.truncate(folder / name, cut)
+        moves, clients, tracker = ClusterMoves(folder), ClientMetrics(folder), FileTracker(folder)
+        records = list(read_records(folder))
+        tracker.start(read_info(folder))
+        for report in reports[SAVED - 1 :]:
+            Driver._record(SimpleNamespace(), report, records, moves, clients, tracker)
+        tracker.close()
+        assert [record.round for record in records] == list(range(1, LAST)), cut
+        assert (folder / name).read_bytes() == whole, cut
+
+
+def test_a_run_whose_files_were_cut_goes_on_with_the_same_figures(stopped, changing, figures, tmp_path):
+    folder, _ = stopped
+    for name, cut in ((METRICS_LOG, 1), (MOVES, 20), (CLIENT_METRICS, 300)):
+        os.truncate(folder / name, (folder / name).stat().st_size - cut)
+    found = resume(folder.parent, on_ray=False)
+    shutil.rmtree(folder.parent)
+    expected = simulate(changing, tmp_path / "expected")
+    assert figures(found) == figures(expected)
