@@ -29,11 +29,8 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
-    local, all_steps = tasks[0].local, {task.steps for task in tasks}
-    if local.optimizer is not None and not local.optimizer.elementwise:
-        return "the local optimiser is not known to treat every number by itself (elementwise = True)"
-    if local.optimizer is not None and local.step_schedule is not None and len(all_steps) > 1:
-        return "a local optimiser has one learning rate for all clients, but their steps and so their schedules differ"
+    if tasks and (reason := _optimizer_refusal(tasks)):
+        return reason
     if not network.batch_statistics:
         return None
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None for m in modules):
@@ -41,6 +38,18 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     sizes = {len(task.y) if batch is None else len(batch) for task in tasks for batch in task.batches()}
     steps = {task.steps for task in tasks}
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
+
+
+def _optimizer_refusal(tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why the local optimiser cannot work on stacked rows; None where it can."""
+    local = tasks[0].local
+    if local.optimizer is None:
+        return None
+    if not local.optimizer.elementwise:
+        return "the local optimiser is not known to treat every number by itself (elementwise = True)"
+    if local.step_schedule is not None and len({task.steps for task in tasks}) > 1:
+        return "a local optimiser has one learning rate for all clients, but their steps and so their schedules differ"
+    return None
 
 
 def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:

@@ -26,6 +26,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     ],
     "Data": ["Federation", "federation_from_arrays", "federation_from_dataset"],
     "Writing a method": ["Method", "option", "State", "Serving", "cfl_ray.core.method.Start"],
+    "What clients learn": ["Task", "Metric"],
     "Asking clients": [
         "cfl_ray.core.clients.Clients",
         "cfl_ray.core.updates.Updates",
@@ -94,7 +95,8 @@ def method_pages() -> dict[str, str]:
         "# Methods\n\n"
         "One page per published method: its paper, the equations that are implemented, where the implementation\n"
         "departs from the paper, and its options. In an experiment a method is a name or a name with options:\n"
-        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Writing a method](../../extend/method.md) shows how to add one.\n\n"
+        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Bringing a method](../../extend/method.md) shows how to add\n"
+        "one.\n\n"
         f"| method | name in the config | |\n|---|---|---|\n{rows}\n"
     )
     return pages

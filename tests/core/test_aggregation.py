@@ -396,6 +396,6 @@ class TestOwnRules:
     def test_are_recorded_by_reference(self):
         experiment = Experiment(methods=[FedAvg(aggregation=Nearest(3))])
         assert experiment.to_dict()["methods"] == [
-            {"fedavg": {"aggregation": {"Nearest": {"keep": 3}}, "weights": "samples"}}
+            {"fedavg": {"aggregation": {"Nearest": {"keep": 3}}, "server_optimizer": "none", "weights": "samples"}}
         ]
         assert experiment.config_hash != Experiment(methods=[FedAvg(aggregation=Nearest(2))]).config_hash

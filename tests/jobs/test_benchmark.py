@@ -56,5 +56,9 @@ class TestScale:
             assert traffic.seconds(10) < 10
 
     def test_small_totals_are_added_up_by_the_server(self, simulate_round):
-        traffic = simulate_round(20, 1000, 1, 1000).traffic
-        assert traffic.received["node 0"] == 20 * 1000 * 16
+        traffic = simulate_round(20, 1000, 1, 10_000).traffic
+        assert traffic.received["node 0"] == 20 * 10_000 * 16
+
+    def test_smaller_ones_come_with_the_results(self, simulate_round):
+        found = simulate_round(20, 1000, 1, 1000)
+        assert found.traffic.received["node 0"] == found.calls * 1000 * 16 <= 8 << 20

@@ -12,6 +12,7 @@ from torch import nn
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Population
+from cfl_ray.core.work import SavedState
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.methods.stocfl import StoCFL
@@ -123,7 +124,7 @@ def test_a_round_is_a_pure_function(name):
     client_states = {key: value.clone() for key, value in one.client_states.items()}
     results = []
     for _ in range(2):
-        one.backend.restore(client_states.items())
+        one.backend.restore((key, SavedState.of(value)) for key, value in client_states.items())
         results.append(one.play(method, [2, 3, 4, 5], state=state, first=2).to_checkpoint()[0])
     assert all(torch.equal(value, before[key]) for key, value in state.to_checkpoint()[0].items())
     assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())

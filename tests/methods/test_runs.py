@@ -251,7 +251,7 @@ def saved(checkpoint):
 
 class TestRunDirectories:
     def test_a_finished_method_is_not_run_again(self, experiment, tmp_path):
-        run = experiment(["fedavg", "local"], 3)
+        run = experiment(["fedavg", "local"], 3, runtime={"engine": "sequential", "checkpoint_every": 1})
         with pytest.raises(Killed):
             cfl_ray.simulate(run, tmp_path / "run", Crash("local", 2))
         watcher, again = Reports(), Reports()
