@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -37,6 +38,21 @@ class LoggedFederation(SyntheticFederation):
             time.sleep(60)
         x, y = super().train(client)
         return (x * 1e30, y) if client == huge else (x + 1000, y) if client == odd else (x, y)
+
+
+class OneBadHost(LoggedFederation):
+    """The same; every read fails in the first process that reads, as on a machine that lacks a mount."""
+
+    def __reduce__(self):
+        return OneBadHost, (self.num_clients, self.log)
+
+    def train(self, client):
+        bad = Path(f"{self.log}.bad")
+        with suppress(FileExistsError), bad.open("x") as file:
+            file.write(str(os.getpid()))
+        if bad.read_text() == str(os.getpid()):
+            raise OSError("the mount is missing")
+        return super().train(client)
 
 
 class Choking(torch.nn.Linear):

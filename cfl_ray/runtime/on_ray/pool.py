@@ -23,6 +23,7 @@ from cfl_ray.runtime.prepare import Setup, engine_choice
 _PLACE_SECONDS = 300  # for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
 _STEP_SECONDS = 1.0  # of a wait for hosts
+_NODE_SECONDS = 60  # after the loss of a node, until the cluster knows of it: health checks take up to half a minute
 # of a wait, after which the user hears of it (again): longer than hosts take to start where there is room
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
@@ -58,7 +59,7 @@ class Pool:
     exchanges: int = 0  # begun
     finished: int = 0  # exchanges
     changes: int = 0  # grows whenever a host is added, becomes ready or is lost
-    written_off: int = 0  # hosts given up although their node is alive
+    given_up: list[str] = field(default_factory=list)  # nodes of the hosts that were given up; "": not known
     notes: list[str] = field(default_factory=list)  # one line for each host that was lost or added, until read
     last_fault: tuple[float, str] | None = None  # (seconds since 1970, the fault)
     not_started: set[int] = field(default_factory=set)  # numbers of hosts that failed when they started
@@ -229,7 +230,7 @@ class Pool:
         """
         runtime, asked_for = self.setup.experiment.runtime, hosts_asked_for(self.setup)
         wanted = asked_for or room(runtime, ray.cluster_resources())
-        missing = wanted - self.written_off - len(self.hosts)
+        missing = wanted - self._written_off() - len(self.hosts)
         if missing > 0 and not asked_for:
             starting = sum(host.starting is not None for host in self.hosts)
             missing = min(missing, room(runtime, ray.available_resources()) - starting)
@@ -254,13 +255,29 @@ class Pool:
         """Restarts a host that died, or goes on without it."""
         decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
-            node_lost = bool(host.node) and not alive(host.node)
-            self.written_off += not node_lost
+            self.given_up.append(host.node)
+            node_lost = self._node_is_lost(host)
             self._give_up(host, f"{what} after {decision.limit} restarts ({short_reason(error)})", node_lost)
             return
         time.sleep(decision.pause_seconds)
         self._start_again(host)
         self.fault(f"host {host.number} {what} ({short_reason(error)}); {decision}, its work is done again")
+
+    def _written_off(self) -> int:
+        """Number of hosts that were given up although their node is alive; others are started again elsewhere.
+
+        Asked late, since the cluster notices the loss of a node some time after the loss of its hosts.
+        """
+        return sum(not node or alive(node) for node in self.given_up)
+
+    def _node_is_lost(self, host: Host) -> bool:
+        """Whether a host was lost with its node. For the last host, the cluster is given time to notice it."""
+        if not host.node or host.node == ray.get_runtime_context().get_node_id():
+            return False
+        deadline = time.monotonic() + (_NODE_SECONDS if len(self.hosts) == 1 else 0)
+        while alive(host.node) and time.monotonic() < deadline:
+            time.sleep(_STEP_SECONDS)
+        return not alive(host.node)
 
     def end(self, host: Host, why: str) -> None:
         """Restarts a host that may well be alive; this does not count as a retry."""

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cfl_ray import resume, run, simulate
 from cfl_ray.core.errors import RunError
+from cfl_ray.core.plugins import load_plugin
 from cfl_ray.runtime import live_client
 
 
@@ -52,6 +54,15 @@ def test_host_killed_in_mid_round(slow, expected, figures, cluster, notes, logge
     meanwhile(kill)
     assert figures(run(slow(), watcher=watcher)) == expected
     assert killed and len([line for line in watcher.lines if "its work is done again" in line]) == 1
+
+
+def test_a_host_on_which_reads_fail_is_replaced(experiment, figures, cluster, notes, logged, tmp_path):
+    federation = load_plugin(f"{Path(__file__).parents[1] / 'logged.py'}:OneBadHost", "federation")
+    watcher = notes()
+    found = run(experiment(data=federation(12, str(tmp_path / "bad.log"))), watcher=watcher)
+    assert figures(found) == figures(simulate(experiment(data=logged())))
+    failed = [line for line in watcher.lines if "failed (client" in line]
+    assert failed and all("the mount is missing" in line and "its work is done again" in line for line in failed)
 
 
 @pytest.mark.slow

@@ -25,16 +25,24 @@ class FakeCluster:
 
     def install(self, monkeypatch):
         fake_ray = SimpleNamespace(
-            wait=self.wait, get=self.get, kill=self.killed.append, cluster_resources=dict, available_resources=dict
+            wait=self.wait,
+            get=self.get,
+            kill=self.killed.append,
+            cluster_resources=dict,
+            available_resources=dict,
+            get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "of the server"),
         )
-        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=lambda seconds: None)
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(pool_module, "ray", fake_ray)
         monkeypatch.setattr(pool_module, "time", clock)
         monkeypatch.setattr(retry, "time", clock)
         monkeypatch.setattr(pool_module, "start_host", self.start)
-        monkeypatch.setattr(pool_module, "alive", lambda node: self.nodes.get(node, True))
+        monkeypatch.setattr(pool_module, "alive", lambda node: self.now < self.nodes.get(node, float("inf")))
         monkeypatch.setattr(pool_module, "free", lambda: "0 CPU")
         monkeypatch.setattr(pool_module, "room", lambda runtime, resources: 0)
+
+    def sleep(self, seconds):
+        self.now += seconds
 
     def start(self, *_):
         number = len(self.started)
@@ -98,13 +106,13 @@ def test_a_run_that_has_had_hosts_waits_for_ever(made, fake):
     """All machines are lost: the run asks for hosts, and goes on when one is there, a day later."""
     fake.room_at, pool = [0, 0], made(retries=0)
     pool.nodes()
-    fake.nodes = {"node 0": False, "node 1": False}
+    fake.nodes = {"node 0": 20, "node 1": 20}  # when the cluster notices the loss
     for host in list(pool.hosts):
         pool.lost(host, NodeDiedError("its machine is gone"))
-    assert pool.hosts == [] and pool.written_off == 0
+    assert pool.hosts == [] and pool._written_off() == 0
     fake.room_at += [DAY]
     assert [host.node for host in pool.ready()] == ["node 2"]
-    assert fake.now >= DAY and "waited 864" in "".join(pool.notes) and not pool.waiting
+    assert fake.now >= DAY and "waited 86380 s" in "".join(pool.notes) and not pool.waiting
 
 
 def test_the_last_host_that_dies_on_a_living_node_ends_the_run(made, fake):
@@ -171,7 +179,7 @@ def test_a_host_that_cannot_read_the_data_is_replaced_and_given_up(made, fake):
     fake.errors = {number: failed_start(DataError("/mnt/shards is missing")) for number in (1, 2)}
     while len(pool.hosts) == 2:
         pool.wait([])
-    assert [host.number for host in pool.ready()] == [0] and pool.written_off == 1
+    assert [host.number for host in pool.ready()] == [0] and pool._written_off() == 1
     assert "failed after 1 restarts (/mnt/shards is missing)" in pool.notes[-1]
 
 
