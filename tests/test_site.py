@@ -75,6 +75,7 @@ def pages(site) -> dict[str, Seen]:
 
 def test_every_page_is_there_and_in_the_navigation(pages):
     sources = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    sources = [path.with_name("index.md") if path.name == "README.md" else path for path in sources]
     expected = {path.with_suffix(".html").as_posix() for path in sources}
     expected |= {f"reference/methods/{name}.html" for name in REGISTRY}
     expected |= {f"notebooks/{path.stem}.html" for path in (ROOT / "examples").glob("*.ipynb")}
