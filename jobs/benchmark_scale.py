@@ -1,13 +1,16 @@
 """Server time and traffic of a round at sizes that no one machine has: `python jobs/benchmark.py scale`.
 
 The code of the server is the real one (`runtime.on_ray`: cutting, schedule, dispatch, collection). Hosts and object
-store are simulated in virtual time, and count what would move. Traffic is counted where it crosses between nodes.
+store are simulated in virtual time, and count what would move. Traffic is counted where it crosses between nodes. At
+the end, rounds on 2 and 16 real hosts of this machine stand beside the simulation.
 """
 
 import heapq
 import itertools
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,8 @@ from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect as collect_module
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
-from cfl_ray.runtime.on_ray.backend import RayBackend
+from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
+from cfl_ray.runtime.on_ray.collect import Collected
 
 GBIT = 1e9 / 8  # bytes a second
 HOSTS_PER_NODE = 10
@@ -162,19 +166,7 @@ def simulate_round(
     """One round of training of a cohort, each client averaged into one of the clusters."""
     seconds_M = np.ones(cohort) if seconds_M is None else seconds_M
     pool = SimulatedPool(hosts, seconds_M, columns)
-    assign_M = np.random.default_rng(0).integers(0, clusters, cohort)
-    table_KP = torch.zeros(clusters, 1).expand(clusters, columns)
-    averaging = Averaging(clusters, assign_M, np.arange(cohort), np.full(cohort, clusters / cohort), np.ones(clusters))
-    local, steps_M = LocalSGD(), np.ones(cohort, np.int64)
-    work = Train(
-        Address(0, 1, 1),
-        np.arange(cohort),
-        (table_KP,),
-        start=Rows(0, assign_M),
-        local=local,
-        steps_M=steps_M,
-        averaging=averaging,
-    )
+    work = _training(cohort, clusters, torch.zeros(clusters, 1).expand(clusters, columns))
     calls = 0
 
     def get(refs: Any, timeout: float | None = None) -> Any:
@@ -199,6 +191,22 @@ def simulate_round(
         seconds = time.perf_counter() - began
     end = max(host.free_at for host in pool.hosts)
     return Simulated(seconds, calls, sum(host.busy for host in pool.hosts) / (hosts * end), pool.traffic)
+
+
+def _training(cohort: int, clusters: int, models_KP: torch.Tensor, round: int = 1) -> Train:
+    """One step of each client, averaged into one of the clusters, which are drawn at random."""
+    assign_M = np.random.default_rng(0).integers(0, clusters, cohort)
+    return Train(
+        Address(0, round, 1),
+        np.arange(cohort),
+        (models_KP,),
+        start=Rows(0, assign_M),
+        local=LocalSGD(),
+        steps_M=np.ones(cohort, np.int64),
+        averaging=Averaging(
+            clusters, assign_M, np.arange(cohort), np.full(cohort, clusters / cohort), np.ones(clusters)
+        ),
+    )
 
 
 def hand_out() -> None:
@@ -238,6 +246,133 @@ def traffic(gbit: float = 10) -> None:
             print(f"{hosts:>7}{clusters:>5}{size:>8}{cohort:>11,}{numbers}{moved.seconds(gbit):>11.2f}", flush=True)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one round on real hosts."""
+
+    server_seconds: float  # CPU time of this process, which is the server
+    seconds: float
+    calls: int
+    sent: float  # bytes of models that the server put or passed on in calls
+    received: float  # bytes of sums that it fetched
+
+
+def measure_round(hosts: int, cohort: int, clusters: int, hidden: int) -> Measured:
+    """One round of training as in `simulate_round`, on a Ray cluster of this machine with so many light hosts.
+
+    hidden: units of the MLP, 20 inputs and 2 classes, so P = 23 hidden + 2. A client has 20 samples and takes one step.
+    """
+    import ray
+
+    from cfl_ray import Experiment
+    from cfl_ray.runtime.on_ray.host_actor import host_environment, start_host
+    from cfl_ray.runtime.on_ray.pool import Pool
+    from cfl_ray.runtime.prepare import prepare
+
+    experiment = Experiment(
+        methods=["fedavg"],
+        data={
+            "source": "synthetic",
+            "synthetic_shape": [20],
+            "synthetic_samples": 20,
+            "synthetic_classes": 2,
+            "synthetic_groups": 1,
+            "partition": {"clients": cohort},
+        },
+        model={"options": {"hidden": hidden}},
+        tracking={"enabled": False},
+        runtime={"engine": "sequential", "hosts": hosts, "cpus_per_host": 0.01},
+    )
+    with host_environment():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        setup = prepare(experiment)
+        setup_ref = ray.put(setup)
+        pool = Pool(setup)
+        pool.start([start_host(experiment.runtime, setup_ref) for _ in range(hosts)], setup_ref)
+        pool.nodes(seconds=300)
+        network, backend = setup.network(), RayBackend(pool)
+        models_KP = torch.stack([network.new_model(0, k) for k in range(clusters)])
+        found: list[Measured] = []
+        for round in (1, 2, 3):  # the first is a warm-up
+            work = _training(cohort, clusters, models_KP, round)
+            counted = Counter[str]()
+            with _counting(counted):
+                began, cpu = time.perf_counter(), time.process_time()
+                backend.run(work)
+                cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
+            found.append(Measured(cpu, seconds, counted["calls"], counted["sent"], counted["received"]))
+        pool.stop()
+        return min(found[1:], key=lambda one: one.server_seconds)
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _counting(counted: Counter[str]) -> Iterator[None]:
+    """Counts the calls of an exchange, the bytes of the models that go to hosts and of the sums that come back."""
+    models, receive, of_host, by_tree = Exchange._models, Exchange.receive, Collected.of_host, Collected.by_tree
+    put: set[int] = set()
+
+    def counted_models(self: Any, uses: Any) -> Any:
+        for model in (found := models(self, uses)).values():
+            if isinstance(model, np.ndarray) or id(model) not in put:  # a reference is put once
+                put.add(id(model))
+                counted["sent"] += 4 * self.work.tables[0].shape[1]
+        return found
+
+    def counted_receive(self: Any, pieces: Any, returns: Any) -> None:
+        counted["calls"] += 1
+        counted["received"] += sum(total_2P.nbytes for total_2P in returns[0][1].values())
+        receive(self, pieces, returns)
+
+    def counted_totals(self: Any, position: int) -> Any:
+        found = of_host(self, position)
+        counted["received"] += sum(total_2P.nbytes for total_2P in found.values())
+        return found
+
+    def counted_sums(self: Any) -> Any:
+        found = by_tree(self)
+        counted["received"] += sum(sum_P.nbytes for sum_P in found.values())
+        return found
+
+    with (
+        patch.object(Collected, "by_tree", counted_sums),
+        patch.object(Exchange, "_models", counted_models),
+        patch.object(Exchange, "receive", counted_receive),
+        patch.object(Collected, "of_host", counted_totals),
+    ):
+        yield
+
+
+def points() -> None:
+    """Prints a round on real hosts of this machine beside the same round in the simulation."""
+    print(
+        "\n2 and 16 light hosts on this machine (real), and the simulation of the same round, in which ten hosts make "
+        "a node\nand bytes are counted once where they cross between nodes; ms: CPU time of the server a call"
+    )
+    pairs = ("calls", "ms", "MB sent", "MB received")
+    print(f"{'hosts':>6}{'K':>4}{'P':>9}" + "".join(f"{pair + ' real':>17}{'simulated':>11}" for pair in pairs))
+    clusters, cohort = 4, 1000
+    for hidden in (100, 20_000):
+        for hosts in (2, 16):
+            columns = 23 * hidden + 2
+            real, model = (
+                measure_round(hosts, cohort, clusters, hidden),
+                simulate_round(hosts, cohort, clusters, columns),
+            )
+            sent, received = model.traffic.sent[SERVER], model.traffic.received[SERVER]
+            values = (
+                (f"{real.calls}", f"{model.calls}"),
+                (f"{1e3 * real.server_seconds / real.calls:.2f}", f"{1e3 * model.server_seconds / model.calls:.2f}"),
+                (f"{real.sent / 1e6:.1f}", f"{sent / 1e6:.1f}"),
+                (f"{real.received / 1e6:.1f}", f"{received / 1e6:.1f}"),
+            )
+            shown = "".join(f"{one:>17}{other:>11}" for one, other in values)
+            print(f"{hosts:>6}{clusters:>4}{columns:>9}{shown}", flush=True)
+
+
 def scale() -> None:
     hand_out()
     traffic()
+    points()
