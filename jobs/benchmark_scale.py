@@ -122,7 +122,7 @@ class SimulatedPool:
 
     def __init__(self, hosts: int, seconds_M: np.ndarray, columns: int):
         self.seconds_M, self.columns = seconds_M, columns
-        self.now, self.changes, self.order = 0.0, 0, itertools.count()
+        self.now, self.changes, self.finished, self.order = 0.0, 0, 0, itertools.count()
         self.ends: list[tuple[float, int, Ref]] = []
         self.traffic = Traffic()
         self.hosts = [SimulatedHost(number, f"node {1 + number // HOSTS_PER_NODE}", self) for number in range(hosts)]
