@@ -137,7 +137,7 @@ class Pool:
                     return ended
                 if needed and self.stop_asked():
                     raise RunStopped("stopped while it waited for client hosts, as asked")
-                if needed and waited >= _TELL_SECONDS[told]:
+                if needed and told < len(_TELL_SECONDS) and waited >= _TELL_SECONDS[told]:
                     told += 1
                     self.waiting = self._what_is_missing(waited, limit)
         finally:
@@ -145,7 +145,7 @@ class Pool:
                 self.notes.append(f"waited {time.monotonic() - began:.0f} s for client hosts")
             self.waiting = ""
         if needed:
-            raise RunError(f"{self._what_is_missing(limit, limit)}: start machines, or raise it")
+            raise RunError(f"{self._what_is_missing(limit, limit)}; start machines, or raise runtime.wait_for_hosts")
         return []
 
     def _limit(self) -> float:

@@ -1,10 +1,14 @@
 """A run that starts before its machines are there says so, and begins when there is room."""
 
+import os
+import signal
+
 import pytest
 import ray
 
-from cfl_ray import run, simulate
-from cfl_ray.core.errors import RunError
+from cfl_ray import resume, run, simulate
+from cfl_ray.core.errors import RunError, RunStopped
+from cfl_ray.runtime import live_client
 
 pytestmark = pytest.mark.slow  # a run tells after half a minute that it waits
 
@@ -42,3 +46,27 @@ def test_more_hosts_than_the_cluster_has_are_waited_for_where_it_grows(cluster, 
     """Nothing starts machines here, so the wait ends as its limit says."""
     with pytest.raises(RunError, match=r"no client host is ready after 3 s: 1 of 7 CPU each .*up to 3 s"):
         run(experiment(runtime={"hosts": 1, "cpus_per_host": 7, "wait_for_hosts": 3}))
+
+
+def test_a_request_to_stop_ends_a_wait_in_mid_run(cluster, experiment, figures, notes, actors, tmp_path, until):
+    """The only host is killed, and its CPUs are taken: the run waits for ever, until it is asked to stop."""
+    small, taken, answers = experiment(runtime={"hosts": 1, "cpus_per_host": 6}, rounds=5), [], []
+
+    def after_round(number):
+        if number == 2:
+            taken.append(EveryCpu.remote())  # it is next
+            (host,) = actors("ClientHost")
+            os.kill(host, signal.SIGKILL)
+            ray.get(taken[0].there.remote())
+
+    watcher = notes(after_round)
+    watcher.warn = lambda text: answers.append((text, live_client.ask(tmp_path / "run", "stop")))
+    with pytest.raises(RunStopped, match=r"stopped while it waited for client hosts, as asked.*cfl-ray resume"):
+        run(small, tmp_path / "run", watcher)
+    ((text, answer),) = answers
+    assert "the run waits for ever (runtime.wait_for_hosts)" in text
+    assert answer == "ditto: the run ends now, for it waits for client hosts; every saved round is kept"
+    assert live_client.status(tmp_path / "run").state == "stopped"
+    ray.kill(taken[0])
+    found = resume(tmp_path / "run")
+    assert figures(found) == figures(simulate(small))
