@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 class DeviceMemoryError(ClientFailure):
     """The device has too little memory for a single client."""
 
+    may_be_machine = True  # another device may have more
+
 
 @dataclass
 class _Known:

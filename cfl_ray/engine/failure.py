@@ -12,11 +12,9 @@ import traceback
 from types import TracebackType
 from typing import Self
 
-import pyarrow as pa
-
 from cfl_ray.core.errors import DataError, UserError
 
-_MACHINE = (OSError, MemoryError, DataError, pa.ArrowException)
+_MACHINE = (OSError, MemoryError, DataError)
 # of a RuntimeError, as torch's errors of accelerators are too; importing torch takes seconds
 _IN_TEXT = re.compile(r"out of memory|can't allocate memory|(CUDA|HIP|XPU|cuDNN|MIOpen) error|CUBLAS_STATUS")
 
@@ -31,7 +29,10 @@ def may_be_machine(error: BaseException | None) -> bool:
     """Whether an error may be due to the machine, so that the same work may succeed on another one."""
     if isinstance(error, ClientFailure):
         return error.may_be_machine
-    return isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and bool(_IN_TEXT.search(str(error))))
+    if isinstance(error, _MACHINE) or (isinstance(error, RuntimeError) and _IN_TEXT.search(str(error))):
+        return True
+    # by name, since a machine with PyTorch alone can use the engines (benchmarks/gpu.py)
+    return any(base.__module__ == "pyarrow.lib" for base in type(error).__mro__)
 
 
 class naming_client:

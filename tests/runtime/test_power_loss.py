@@ -9,6 +9,7 @@ import pytest
 
 from cfl_ray import resume, simulate
 from cfl_ray.core.errors import Interrupted
+from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
 from cfl_ray.runtime.driver import Driver
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES, RECORD_FILES
@@ -86,8 +87,9 @@ def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
         moves, clients, tracker = ClusterMoves(folder), ClientMetrics(folder), FileTracker(folder)
         records = list(read_records(folder))
         tracker.start(read_info(folder))
+        driver = SimpleNamespace(primary=CLASSIFICATION.metrics[0], of_task=frozenset())
         for report in reports[SAVED - 1 :]:
-            Driver._record(SimpleNamespace(), report, records, moves, clients, tracker)
+            Driver._record(driver, report, records, moves, clients, tracker)
         tracker.close()
         assert [record.round for record in records] == list(range(1, LAST)), cut
         assert (folder / name).read_bytes() == whole, cut
