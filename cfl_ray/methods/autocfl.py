@@ -15,6 +15,11 @@ placed as newcomers are, and a round that a client misses counts in its C_m with
 E_0 (`local.epochs`) = 1, rounding doubles the steps of some clients, which then form clusters of their own: use 2 or
 more.
 
+The rule that ends the first phase is inert as it is printed: C_m adds up losses, so Var_m(C_m) rises from the first
+comparison on in every run tried, whatever alpha is, and the phase ends after round `min_rounds`.
+Fig. 10 shows that alpha moves the end; the paper does not define L_m so that it would. `alpha: 0` switches the
+adjustment of epochs off.
+
 Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
 row m weigh |D_m| (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is compared from round
 3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored
@@ -63,7 +68,9 @@ class AutoCFLState(CentreState):
 class AutoCFL(Method[AutoCFLState], name="autocfl"):
     """Training progress is evened out by epochs per client; then one clustering by votes on last-layer distances."""
 
-    alpha: float = option(0.5, "alpha: how fast clients with few samples get more epochs", source="paper", low=0)
+    alpha: float = option(
+        0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
+    )
     vote: str = option(
         "row",
         "weight of a vote: samples of the voting row, the printed formula, or 1",

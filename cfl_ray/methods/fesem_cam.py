@@ -1,5 +1,5 @@
 """FeSEM-CAM: J. Ma, T. Zhou, G. Long, J. Jiang, C. Zhang. Structured Federated Learning through Clustered Additive
-Modeling. NeurIPS 2023, Equations 9 to 15 and Algorithm 2.
+Modeling. NeurIPS 2023, Equations 9 to 15.
 https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2eee-Abstract-Conference.html
 
     F_i(x) = h(x; Theta_g) + f(x; Theta_{c(i)})                 prediction: logits of a global and a cluster model added

@@ -226,8 +226,15 @@ class ClusterMoves:
 
     @property
     def rounds(self) -> list[int]:
-        """Rounds in which a client changed its cluster."""
-        return [round for round, _ in self.rows]
+        """Rounds in which a client changed from one cluster to another; its first cluster is no change."""
+        placed: set[int] = set()
+        found = []
+        for round, moved in self.rows:
+            if any(client in placed and cluster >= 0 for client, cluster in moved):
+                found.append(round)
+            placed |= {client for client, cluster in moved if cluster >= 0}
+            placed -= {client for client, cluster in moved if cluster < 0}
+        return found
 
     def write(self, path: Path, federation: Federation) -> None:
         """assignments.parquet: a row for every change of a client's cluster."""

@@ -44,7 +44,7 @@ ROUND_METRICS = {
 RUN_METRICS = {
     "rounds_to_target": "rounds until `accuracy` first reached evaluation.target",
     "mbit_to_target": "mbit_down + mbit_up at that round",
-    "rounds_to_stable_clusters": "the last round in which any assignment changed, plus one",
+    "rounds_to_stable_clusters": "the last round in which a client changed from one cluster to another; 0: none did",
     "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }

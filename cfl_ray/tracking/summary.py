@@ -15,7 +15,7 @@ def summarise(
     """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
 
     target: of the metric `score`, or None for no target.
-    change_rounds: rounds in which any cluster assignment changed, or None for a method without clusters.
+    change_rounds: rounds in which a client changed from one cluster to another, or None for a method without clusters.
     """
     summary: dict[str, float] = {}
     if reached := first_at_target(records, target, score, higher_is_better):
@@ -43,5 +43,5 @@ def mbit(record: RoundRecord) -> float:
 
 
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
-    """Returns the last round in which any assignment changed, plus one; 0 if none changed."""
-    return max(change_rounds, default=-1) + 1
+    """Returns the last of these rounds; 0 if there is none."""
+    return max(change_rounds, default=0)
