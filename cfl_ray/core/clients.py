@@ -297,7 +297,8 @@ class Clients:
     def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf where it is NaN.
 
-        max_samples: number of first samples of each client to use, at most `choice_samples`; None: all.
+        max_samples: number of samples of each client to use, the same random ones in all rounds, at most
+            `choice_samples`; None: all.
         frozen_model: a model whose logits are added to those of every model.
         """
         if not len(self):

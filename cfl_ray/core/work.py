@@ -289,7 +289,7 @@ class Losses(Work):
     """Mean training loss (M, K) of the K rows of table 0 on each client's data."""
 
     num_models: int  # K
-    max_samples: int | None = None  # number of first samples to use; None: all
+    max_samples: int | None = None  # number of samples to use, drawn once per client; None: all
 
     def rows(self) -> list[Rows]:
         return [Rows(0, np.arange(self.num_models)), *super().rows()]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cfl_ray.core.rng import stream
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import (
     AverageDeferred,
@@ -453,7 +454,8 @@ class Worker:
         arrays, parts = self._empty(work), {}
         for index in range(len(piece)):
             if samples := self._device_samples(piece, index):
-                parts[index] = tuple(part[: work.max_samples] for part in samples)
+                chosen = _drawn(work, piece.client(index), len(samples[1]))
+                parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
         frozen = self._frozen_logits(piece, {index: x for index, (x, _) in parts.items()})
         for model in range(work.num_models if parts else 0):
             self.network.load(piece.row(0, model))
@@ -611,3 +613,11 @@ def _features(
         values = values - features.columns.of(start_P)
     norm = values.double().norm().item()
     return (values if features.sketch is None else sketch(values, features.sketch, seed)).numpy(), norm
+
+
+def _drawn(work: Losses, client: int, size: int) -> Tensor | None:
+    """Which of a client's `size` samples are used, ascending: the same in all rounds; None: all."""
+    if work.max_samples is None or work.max_samples >= size:
+        return None
+    order = stream(work.address.seed, 0, 0, client, "choice").permutation(size)
+    return torch.from_numpy(np.sort(order[: work.max_samples]))

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import stream
 from cfl_ray.core.work import Address, SavedState
 from cfl_ray.engine import sequential
 from cfl_ray.engine.client_view import ClientView
@@ -140,14 +141,18 @@ class TestLosses:
                 expected[client, k] = cross_entropy(module(x), y).item()
         assert np.allclose(clients.losses(clients.broadcast(models_KP)), expected, rtol=0, atol=1e-6)
 
-    def test_on_the_first_samples(self):
+    def test_on_samples_that_are_drawn_once_for_each_client(self):
         stage = Stage(uneven([10, 7, 3]), net)
-        clients = stage.clients()
-        x, y = stage.federation.train(0)
-        found = clients.losses(clients.broadcast(stage.model()[None]), max_samples=5)
-        assert found[0, 0] == pytest.approx(
-            cross_entropy(stage.network._build(0, 0).eval()(x[:5]), y[:5]).item(), abs=1e-6
-        )
+        module, found = stage.network._build(0, 0).eval(), []
+        for round in (1, 2):
+            clients = stage.clients(round=round)
+            found.append(clients.losses(clients.broadcast(stage.model()[None]), max_samples=5)[:, 0])
+        assert np.array_equal(*found), "the same samples in all rounds"
+        for client, size in enumerate((10, 7, 3)):
+            chosen = np.sort(stream(clients.seed, 0, 0, client, "choice").permutation(size)[:5])
+            x, y = (part[chosen] for part in stage.federation.train(client))
+            assert len(y) == min(size, 5) and (size == 3 or chosen.tolist() != list(range(5)))
+            assert found[0][client] == pytest.approx(cross_entropy(module(x), y).item(), abs=1e-6)
 
 
 class TestRejection:
