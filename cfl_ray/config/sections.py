@@ -661,7 +661,8 @@ class EvaluationConfig(ConfigSection):
         256,
         ge=1,
         description="number of training samples, the same random ones in all rounds, on which a client compares models "
-        "to choose one for the evaluation (ifca, ifca_cam); null: as many as the method uses in training, where this limit has no effect",
+        "to choose one for the evaluation (ifca, ifca_cam); null: as many as the method uses in training, where this "
+        "limit has no effect",
     )
     tuned_epochs: int = Field(
         0, ge=0, description="F of P-tune(F): local epochs of fine-tuning before the test; 0: do not measure it"
