@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cfl_ray.core.tasks import Task
     from cfl_ray.core.weights import cluster_weights, global_weights
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
+    from cfl_ray.runtime.comparison import compare_runs
     from cfl_ray.runtime.launch import resume, run, simulate
     from cfl_ray.runtime.load import load_run
 
@@ -36,6 +37,7 @@ __all__ = [
     "UpdateFeatures",
     "UserError",
     "cluster_weights",
+    "compare_runs",
     "federation_from_arrays",
     "federation_from_dataset",
     "global_weights",
@@ -59,6 +61,7 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.core.tasks": ("Task",),
     "cfl_ray.core.weights": ("cluster_weights", "global_weights"),
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
+    "cfl_ray.runtime.comparison": ("compare_runs",),
     "cfl_ray.runtime.launch": ("resume", "run", "simulate"),
     "cfl_ray.runtime.load": ("load_run",),
 }

@@ -264,6 +264,25 @@ def list_parts(
         raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
 
 
+@app.command(short_help="Compare the methods of runs over seeds.")
+def table(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
+    ] = None,
+    style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+) -> None:
+    """Print a table of the methods of some runs: mean and standard deviation over the seeds of equal experiments.
+
+    p is that of a paired t-test against the best method, from three seeds on.
+    """
+    from cfl_ray.runtime.comparison import FORMATS, compare_runs, format_table
+
+    if style not in FORMATS:
+        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
+    print(format_table(compare_runs(run_dirs, metric or ()), style))
+
+
 @app.command(short_help="Write a trained model to a file.")
 def export(
     run_dir: RunDir,

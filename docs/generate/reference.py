@@ -18,7 +18,7 @@ from cfl_ray.core.method import Method
 from cfl_ray.methods import REGISTRY
 
 API = {  # heading -> names; a name without a dot is a public one of cfl_ray
-    "Running an experiment": ["Experiment", "load", "run", "simulate", "resume", "load_run"],
+    "Running an experiment": ["Experiment", "load", "run", "simulate", "resume", "load_run", "compare_runs"],
     "Results": [
         "cfl_ray.runtime.results.Results",
         "cfl_ray.runtime.results.MethodResult",

@@ -1,0 +1,150 @@
+"""Methods of several runs side by side: mean and spread over seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cfl_ray import config
+from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.runtime.load import load_run
+from cfl_ray.runtime.results import MethodResult
+from cfl_ray.runtime.run_lock import CONFIG
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMATS = ("md", "csv", "latex", "html")
+# shown where a method has them; the first that occurs is the score that methods are compared by
+_SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
+_LESS = ("test_loss", "train_loss", "mbit", "seconds", "rounds_to_target", "mbit_to_target")  # is better
+_FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
+
+
+def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.DataFrame:
+    """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
+
+    Runs of one experiment differ in their seed alone. Columns: experiment, method, runs (their number), and for each
+    metric METRIC (mean) and METRIC_std (standard deviation of a sample; NaN of one run); mbit (of a client, download
+    plus upload), seconds (of all rounds), and p: of a paired t-test of the first metric against the best method of the
+    experiment, over the seeds that both have; NaN for the best one and below 3 such seeds. Methods that have no
+    evaluation yet are left out.
+
+    metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
+        else the first metrics of the task. Raises ConfigError for a metric that no run has.
+    """
+    import pandas as pd
+
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}  # by (experiment, method), then seed
+    names: dict[str, str] = {}  # of experiments, by their settings without seed
+    for run in runs:
+        results = load_run(run)
+        experiment = config.load(Path(run) / CONFIG)
+        settings = _without_seed(experiment.to_dict())
+        name = names.setdefault(settings, _free_name(experiment.name, list(names.values())))
+        for label, result in results.methods.items():
+            if result.final:
+                of_seeds = found.setdefault((name, label), {})
+                if experiment.seed in of_seeds:
+                    raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
+                of_seeds[experiment.seed] = _values(result)
+    chosen = _chosen(found, metrics)
+    rows = [_row(key, of_seeds, chosen) for key, of_seeds in found.items()]
+    frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
+    frame["p"] = _p_values(found, chosen[0]) if chosen else []
+    return frame
+
+
+def format_table(frame: pd.DataFrame, style: str) -> str:
+    """A frame of `compare_runs` as Markdown, CSV (all digits), LaTeX or HTML: mean ± spread in one cell.
+
+    style: one of FORMATS.
+    """
+    if style == "csv":
+        return str(frame.to_csv(index=False)).rstrip("\n")
+    shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
+    for name in [name.removesuffix("_std") for name in frame.columns if name.endswith("_std")]:
+        shown[name] = [_cell(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
+        shown = shown.drop(columns=f"{name}_std")
+    shown["p"] = ["" if np.isnan(p) else f"{p:.3f}" for p in frame["p"]]
+    if style == "latex":
+        return str(shown.to_latex(index=False, escape=True)).rstrip("\n")
+    if style == "html":
+        return str(shown.to_html(index=False, border=0))
+    lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _without_seed(settings: dict[str, Any]) -> str:
+    """What runs of one experiment have in common: what figures depend on, without the seed, the methods and names."""
+    kept = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("name", "seed", "methods", "output", "runtime", "tracking")
+    }
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _free_name(name: str, taken: list[str]) -> str:
+    """The name, with a number where another experiment has it."""
+    return name if name not in taken else f"{name} ({sum(one.startswith(name) for one in taken) + 1})"
+
+
+def _values(result: MethodResult) -> dict[str, float]:
+    final = result.final
+    mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
+    return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+
+
+def _chosen(found: dict[tuple[str, str], dict[int, dict[str, float]]], metrics: Sequence[str]) -> list[str]:
+    present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
+    for name in metrics:
+        if name not in present:
+            raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
+    shown = [*metrics] or [name for name in _SHOWN if name in present] or present[:3]
+    return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
+
+
+def _columns(chosen: list[str]) -> list[str]:
+    return [column for name in chosen for column in (name, f"{name}_std")]
+
+
+def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: list[str]) -> list[Any]:
+    row: list[Any] = [*key, len(of_seeds)]
+    for name in chosen:
+        values = np.array([one.get(name, np.nan) for one in of_seeds.values()])
+        row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
+    return row
+
+
+def _p_values(found: dict[tuple[str, str], dict[int, dict[str, float]]], metric: str) -> list[float]:
+    """Of each method against the best one of its experiment."""
+    from scipy.stats import ttest_rel
+
+    known = METRICS.builtin.get(metric)
+    lower_is_better = metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
+    sign = -1 if lower_is_better else 1
+
+    def mean(key: tuple[str, str]) -> float:
+        return sign * float(np.mean([one.get(metric, np.nan) for one in found[key].values()]))
+
+    p_values = []
+    for key, of_seeds in found.items():
+        best = max((other for other in found if other[0] == key[0]), key=mean)
+        common = sorted(of_seeds.keys() & found[best].keys())
+        pairs = np.array([[of_seeds[seed].get(metric), found[best][seed].get(metric)] for seed in common], float)
+        tested = key != best and len(common) >= _FEWEST_PAIRS and np.ptp(pairs[:, 0] - pairs[:, 1]) > 0
+        p_values.append(float(ttest_rel(*pairs.T).pvalue) if tested else np.nan)
+    return p_values
+
+
+def _cell(mean: float, std: float) -> str:
+    if np.isnan(mean):
+        return ""
+    digits = 3 if abs(mean) < 10 else 1
+    return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")

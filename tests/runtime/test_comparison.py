@@ -1,0 +1,85 @@
+"""Tables of methods over seeds."""
+
+import io
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ttest_rel
+
+import cfl_ray
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime.comparison import compare_runs, format_table
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three seeds of two methods, and one run of another experiment of the same name."""
+    folder = tmp_path_factory.mktemp("comparison")
+    found = []
+    for number, (seed, hidden) in enumerate(((0, 4), (1, 4), (2, 4), (0, 8))):
+        experiment = cfl_ray.Experiment(
+            name="small",
+            seed=seed,
+            rounds=2,
+            methods=["fedavg", "local"],
+            model={"options": {"hidden": hidden}},
+            data={"source": "digits", "shift": {"kind": "rotated"}, "partition": {"clients": 4, "samples": 30}},
+            local={"epochs": 2, "batch_size": 10},
+            tracking={"enabled": False},
+            runtime={"engine": "sequential"},
+            output=str(folder),
+        )
+        cfl_ray.simulate(experiment, folder / f"run-{number}")
+        found.append(folder / f"run-{number}")
+    return found
+
+
+def test_mean_spread_and_p_over_the_seeds(runs):
+    frame = compare_runs(runs[:3])
+    assert frame["method"].tolist() == ["fedavg", "local"] and frame["runs"].tolist() == [3, 3]
+    values = {
+        method: np.array([cfl_ray.load_run(run)[method].final["accuracy"] for run in runs[:3]])
+        for method in ("fedavg", "local")
+    }
+    for row, method in enumerate(values):
+        assert frame["accuracy"][row] == pytest.approx(values[method].mean())
+        assert frame["accuracy_std"][row] == pytest.approx(values[method].std(ddof=1))
+    best = int(frame["accuracy"].argmax())
+    expected = ttest_rel(values["fedavg"], values["local"]).pvalue
+    assert np.isnan(frame["p"][best]) and frame["p"][1 - best] == pytest.approx(expected)
+
+
+def test_other_settings_are_another_experiment(runs):
+    frame = compare_runs(runs)
+    assert frame["experiment"].tolist() == ["small"] * 2 + ["small (2)"] * 2 and frame["runs"].tolist() == [3, 3, 1, 1]
+    assert frame["p"][2:].isna().all() and frame["accuracy_std"][2:].isna().all()
+
+
+def test_metrics_by_name(runs):
+    frame = compare_runs(runs[:2], ["macro_f1", "seconds"])
+    assert [name for name in frame.columns if not name.endswith("_std")] == [
+        "experiment", "method", "runs", "macro_f1", "seconds", "mbit", "p"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"no run has the metric 'macro_f'.*did you mean 'macro_f1'"):
+        compare_runs(runs[:1], ["macro_f"])
+
+
+def test_the_same_seed_twice_is_refused(runs):
+    with pytest.raises(ConfigError, match="another run has the same settings and seed 0"):
+        compare_runs([runs[0], runs[0]])
+
+
+def test_formats(runs):
+    frame = compare_runs(runs[:3], ["accuracy"])
+    markdown = format_table(frame, "md").splitlines()
+    assert markdown[0] == "| method | runs | accuracy | mbit | seconds | p |" and len(markdown) == 4
+    assert f"{frame['accuracy'][0]:.3f} ± {frame['accuracy_std'][0]:.3f}" in markdown[2]
+    pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(format_table(frame, "csv"))), frame)
+    assert "\\begin{tabular}" in format_table(frame, "latex") and "±" in format_table(frame, "latex")
+    assert format_table(frame, "html").count("<tr") == 3
+
+
+def test_the_lower_loss_is_the_better_one(runs):
+    frame = compare_runs(runs[:3], ["test_loss"])
+    assert np.isnan(frame["p"][int(frame["test_loss"].argmin())])
