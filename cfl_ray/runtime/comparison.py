@@ -81,7 +81,7 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
 
 
 def _without_seed(settings: dict[str, Any]) -> str:
-    """What runs of one experiment have in common: what figures depend on, without the seed, the methods and names."""
+    """Settings that the runs of one experiment share: all that figures depend on, but for the seed and the methods."""
     kept = {
         key: value
         for key, value in settings.items()
