@@ -56,6 +56,14 @@ def tracked(experiment, tmp_path, monkeypatch):
     mlflow.set_tracking_uri(before)
 
 
+def figures(results):
+    """Metrics of the last round of each method, without times."""
+    return {
+        label: {name: value for name, value in result.final.items() if not name.endswith("_seconds")}
+        for label, result in results.methods.items()
+    }
+
+
 def models_in(uri, label):
     """The models of the run of a method, by name."""
     client = MlflowClient(uri)
@@ -74,7 +82,7 @@ def test_the_model_of_each_cluster_loads_again_and_predicts_the_same(tracked, ow
     changes = {"methods": methods, "model": {"name": f"{own}:Net", "options": {}}}
     results = simulate(tracked(**changes), tmp_path / "run")
     plain = simulate(tracked(**changes, tracking={"enabled": False}), tmp_path / "plain")
-    assert [one.final for one in plain.methods.values()] == [one.final for one in results.methods.values()]
+    assert figures(plain) == figures(results), "logging changes no result"
     own.unlink()
     mlflow.set_tracking_uri(tracked.uri)
     for label, result in results.methods.items():
@@ -99,7 +107,7 @@ def test_a_model_that_cannot_be_exported_is_named_and_the_run_goes_on(tracked, o
     assert models_in(tracked.uri, "fedavg") == {}
     (line,) = lines
     assert line.startswith(
-        "fedavg: the model of cluster 0 is not logged to MLflow, since it cannot be written by torch"
+        "fedavg: the model of cluster 0 is not logged to MLflow, since torch.export cannot write it ("
     )
 
 
