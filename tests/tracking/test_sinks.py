@@ -178,7 +178,7 @@ class TestConfig:
         [
             (["cvs"], r"unknown tracker 'cvs' \(did you mean 'csv'\?\)"),
             ([{"csv": {}, "wandb": {}}], "an entry is one (name|tracker) with its options"),
-            ([{"mlflow": {"uri": "x"}}], "mlflow takes no options; its keys are tracking.uri and tracking.experiment"),
+            ([{"mlflow": {"uri": "x"}}], "mlflow takes no options; its keys are tracking.uri, experiment"),
             ([3], "a tracker is a name, file.py:Name or, in Python"),
         ],
     )
