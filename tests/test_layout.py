@@ -31,7 +31,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
 }
 FOREIGN = {  # package of others -> the only place that may import it
     "ray": "runtime/on_ray/",
-    "mlflow": "tracking/mlflow.py",
+    "mlflow": "tracking/mlflow",
     "wandb": "tracking/wandb.py",
     "matplotlib": "report/",
     "typer": "cli/",

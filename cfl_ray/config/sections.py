@@ -768,6 +768,11 @@ class TrackingConfig(ConfigSection):
     )
     experiment: str = Field("cfl_ray", description="name of the MLflow experiment")
     enabled: bool = Field(True, description="use the trackers; false: only write the files of the run directory")
+    log_models: bool = Field(
+        False,
+        description="at the end of a method, log the model of each cluster (cluster-0, ...) to its MLflow run, with "
+        "signature and input example; needs MLflow 3.11 or newer",
+    )
     trackers: list[Any] = Field(
         ["mlflow"],
         description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "
@@ -781,6 +786,12 @@ class TrackingConfig(ConfigSection):
         """Whether records go to MLflow."""
         return self.enabled and "mlflow" in self.trackers
 
+    @model_validator(mode="after")
+    def _check_log_models(self) -> Self:
+        if self.log_models and "mlflow" not in self.trackers:
+            raise ValueError(f"log_models: true needs the tracker mlflow, got trackers {self.trackers}; add it to them")
+        return self
+
     @field_validator("trackers")
     @classmethod
     def _check_trackers(cls, entries: list[Any]) -> list[Any]:
@@ -791,6 +802,6 @@ class TrackingConfig(ConfigSection):
                 )
             name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
             if name == "mlflow" and options:
-                raise ValueError("mlflow takes no options; its keys are tracking.uri and tracking.experiment")
+                raise ValueError("mlflow takes no options; its keys are tracking.uri, experiment and log_models")
             _check_name(name, "tracker", TRACKERS, cls.trackers_group)
         return entries

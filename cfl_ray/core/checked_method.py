@@ -9,6 +9,7 @@ import numpy as np
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.contract import check_serving, check_state
 from cfl_ray.core.method import Method, Start
+from cfl_ray.core.own_parts import raised_at
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -55,17 +56,6 @@ def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return hook(*arguments)
     except Exception as error:
-        lines = _lines_in(hook, error)
-        if lines:
-            error.add_note(f"in {hook.__qualname__}, {hook.__code__.co_filename}, line {lines[-1]}")
+        if found := raised_at(hook, error):
+            error.add_note(f"in {hook.__qualname__}, {found[0]}, line {found[1]}")
         raise
-
-
-def _lines_in(hook: Callable[..., Any], error: Exception) -> list[int]:
-    """The lines of the file of the step that led to the error."""
-    file, lines, trace = getattr(getattr(hook, "__code__", None), "co_filename", None), [], error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return lines

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.own_parts import call_own, described, place_of
 from cfl_ray.core.registry import Registry
-from cfl_ray.core.user_code import failure_of, place_of
 
 MetricFunction = Callable[[Tensor, Tensor], Any]  # (outputs, targets) of one client's test samples -> one number
 
@@ -41,15 +41,12 @@ class Metric:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The value. Raises RunError, with the author's line, for anything but one number."""
-        try:
-            value = self.function(outputs, targets)
-        except Exception as error:
-            raise RunError(f"metric {self.name}: {failure_of(self.function, error)}") from error
+        value = call_own(f"metric {self.name}:", self.function, outputs, targets)
         if isinstance(value, (Tensor, np.ndarray)) and not value.shape:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-            what = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else f"{type(value).__name__} {value!r}"
-            raise RunError(f"metric {self.name}: {place_of(self.function)} returns {what[:80]}, expected one number")
+            where = f"metric {self.name}: {place_of(self.function)}"
+            raise RunError(f"{where} returns {described(value)}, expected one number")
         return float(value)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, optim
 
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.own_parts import check_options, failure_of, place_of
 from cfl_ray.core.registry import Registry
-from cfl_ray.core.user_code import check_options, failure_of, place_of
 
 OptimizerFactory = Callable[..., optim.Optimizer]  # (parameters, lr=..., **options)
 OPTIMIZERS: Registry[OptimizerFactory] = Registry(
@@ -70,7 +70,7 @@ def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer 
     factory = OPTIMIZERS.find(value) if isinstance(value, str) else value
     if not callable(factory):
         raise ConfigError(f"local.optimizer {value!r} is {type(factory).__name__}, expected a torch.optim class")
-    check_options("local.optimizer_options", factory, 1, {"lr": 0.1, **options})
+    check_options("local.optimizer", factory, {"lr": 0.1, **options}, ("parameters",))
     made = LocalOptimizer(factory, dict(options))
     parameter = torch.zeros(2, requires_grad=True)
     parameter.grad = torch.ones(2)

@@ -13,11 +13,12 @@ With t = 1 .. T:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.own_parts import call_own, check_options, parse_choice, place_of
 from cfl_ray.core.registry import Registry
-from cfl_ray.core.user_code import check_options, failure_of, parse_choice, place_of
 
 ScheduleFunction = Callable[..., float]  # (t, T, **options) -> factor
 
@@ -70,10 +71,7 @@ class RateSchedule:
 
     def __call__(self, t: int, total: int) -> float:
         """The factor. Raises ConfigError for anything but a finite number >= 0."""
-        try:
-            factor = self.function(t, total, **self.options)
-        except Exception as error:
-            raise ConfigError(f"schedule {failure_of(self.function, error)}") from error
+        factor = call_own("schedule", partial(self.function, **self.options), t, total, error=ConfigError)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise ConfigError(
                 f"schedule {place_of(self.function)} returns {factor!r} at {t} of {total}, expected a number >= 0"
@@ -95,5 +93,5 @@ def resolve_schedule(key: str, value: Any) -> RateSchedule:
     function = SCHEDULES.find(name) if isinstance(name, str) else name
     if not callable(function):
         raise ConfigError(f"{key} {name!r} is {type(function).__name__}, expected a function of (t, total)")
-    check_options(key, function, 2, options)
+    check_options(key, function, options, ("t", "total"))
     return RateSchedule(function, options)

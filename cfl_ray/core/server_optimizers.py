@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.own_parts import check_options, failure_of, parse_choice, place_of
 from cfl_ray.core.registry import Registry
-from cfl_ray.core.user_code import check_options, failure_of, parse_choice, place_of
 
 Moments = tuple[Tensor, ...]  # each of the shape of the change
 
@@ -144,7 +144,7 @@ def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
     else:
         if not callable(factory):
             raise ConfigError(f"server_optimizer {name!r} is {type(factory).__name__}, expected a class")
-        check_options("server_optimizer", factory, 0, options)
+        check_options("server_optimizer", factory, options)
         made = factory(**options)
     _try(made)
     return made

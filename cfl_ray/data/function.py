@@ -1,15 +1,15 @@
 """Data from a function in a user's file: `data.source: my.py:load`."""
 
-import inspect
-import traceback
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.sections import SOURCES
-from cfl_ray.core.errors import ConfigError, DataError, did_you_mean
+from cfl_ray.core.errors import DataError, did_you_mean
+from cfl_ray.core.own_parts import call_own, check_options, place_of
 from cfl_ray.core.registry import Registry
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
@@ -31,28 +31,14 @@ def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federa
     function = DATASETS.find(data.source)
     if not callable(function):
         raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
-    try:
-        inspect.signature(function).bind(**data.options)
-    except TypeError as error:
-        raise DataError(f"data.source {_place(data.source, function)} does not take data.options: {error}") from None
-    except ValueError:  # a function without a signature
-        pass
-    try:
-        result = function(**data.options)
-    except ConfigError:
-        raise
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise DataError(
-            f"data.source {_place(data.source, function)} failed: {type(error).__name__}: {error} "
-            f"({where.filename}, line {where.lineno})"
-        ) from error
+    check_options("data.source", function, data.options)
+    result = call_own("data.source", partial(function, **data.options), error=DataError)
     if isinstance(result, Federation):
         return result
     try:
         return _from_mapping(_as_mapping(result), data, seed, targets)
     except DataError as error:
-        raise DataError(f"data.source {_place(data.source, function)}: {error}") from None
+        raise DataError(f"data.source {place_of(function)}: {error}") from None
 
 
 def _as_mapping(result: object) -> dict[str, Any]:
@@ -92,10 +78,3 @@ def _from_mapping(arrays: dict[str, Any], data: DataConfig, seed: int, targets: 
         one for one in (images.train_x, images.train_y, images.test_x, images.test_y, images.group) if one is not None
     ]
     return Source(data.source, (), lambda pixels, progress: images, digest(*map(np.asarray, present)))
-
-
-def _place(source: str, function: Any) -> str:
-    try:
-        return f"{source!r} (line {inspect.getsourcelines(function)[1]})"
-    except (TypeError, OSError):
-        return repr(source)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.method import Method
+from cfl_ray.core.own_parts import as_number, parse_choice
 from cfl_ray.core.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
@@ -46,15 +47,9 @@ def _methods(entry: Any) -> list[Method[Any]]:
 def _method(entry: Any) -> Method[Any]:
     if isinstance(entry, Method):
         return entry
-    options: dict[str, Any] = {}
-    if isinstance(entry, dict):
-        if len(entry) != 1:
-            raise ConfigError(
-                f"methods: an entry is one name with its options, e.g. {{stocfl: {{tau: 0.5}}}}, got {entry}"
-            )
-        entry, options = next(iter(entry.items()))
-    cls = _require_name(entry) if isinstance(entry, type) else find(str(entry))
-    return construct(cls, options or {})
+    part, options = parse_choice("methods: an entry", entry)
+    cls = _require_name(part) if isinstance(part, type) else find(str(part))
+    return construct(cls, options)
 
 
 def find(name: str) -> type[Method[Any]]:
@@ -84,14 +79,9 @@ def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
         if name not in valid:
             raise ConfigError(f"method {cls.name} has no option {name!r}{did_you_mean(name, valid)}")
     try:
-        return cls(**{name: _parse_number(value) for name, value in options.items()})
+        return cls(**{name: as_number(value) for name, value in options.items()})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"methods: {error}") from None
-
-
-def _parse_number(value: Any) -> Any:
-    """The value, but text such as 1e-3 as a number: YAML 1.1 reads it as text."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
 def full_label(method: Method[Any]) -> str:

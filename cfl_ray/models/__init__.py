@@ -1,10 +1,8 @@
 """Networks of the papers, by registered name, and networks that users bring."""
 
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.own_parts import explained, place_of
 from cfl_ray.core.registry import Registry
 from cfl_ray.models import cnn, mlp, resnet
 
@@ -52,7 +51,7 @@ class ModelRecipe:
         positional, named = self._arguments()
         module = self.factory(*positional, **named)
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"model {self._label} returns {type(module).__name__}, expected a torch.nn.Module")
+            raise ConfigError(f"model {self._place} returns {type(module).__name__}, expected a torch.nn.Module")
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             self._materialise(module)
         return module
@@ -65,10 +64,10 @@ class ModelRecipe:
             raise
         except Exception as error:
             raise ConfigError(
-                f"model {self._label} cannot be built with options {self.options}: {self._explained(error)}"
+                f"model {self._place} cannot be built with options {self.options}: {explained(self.factory, error)}"
             ) from error
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(f"model {self._label} has no parameter to train, expected at least 1")
+            raise ConfigError(f"model {self._place} has no parameter to train, expected at least 1")
         for training in (False, True):
             self._check_forward(module.train(training))
 
@@ -80,19 +79,19 @@ class ModelRecipe:
                 outputs = module(self._zeros())
         except Exception as error:
             raise ConfigError(
-                f"model {self._label} does not take {samples} of shape {self.input_shape}{mode}: "
-                f"{self._explained(error)}"
+                f"model {self._place} does not take {samples} of shape {self.input_shape}{mode}: "
+                f"{explained(self.factory, error)}"
             ) from error
         if not isinstance(outputs, torch.Tensor):
-            raise ConfigError(f"model {self._label} answers with {type(outputs).__name__}, expected one tensor")
+            raise ConfigError(f"model {self._place} answers with {type(outputs).__name__}, expected one tensor")
         if self.outputs and tuple(outputs.shape) != (2, *self.outputs):
             raise ConfigError(
-                f"model {self._label} answers 2 samples with shape {tuple(outputs.shape)}, "
+                f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, "
                 f"but the targets of the data need {(2, *self.outputs)}"
             )
         if not self.outputs and tuple(outputs.shape) != (2, self.num_classes):
             raise ConfigError(
-                f"model {self._label} answers 2 samples with shape {tuple(outputs.shape)}, "
+                f"model {self._place} answers 2 samples with shape {tuple(outputs.shape)}, "
                 f"but the data has {self.num_classes} classes: its output size must be {self.num_classes}"
             )
 
@@ -117,7 +116,7 @@ class ModelRecipe:
                 continue
             if not left:
                 raise ConfigError(
-                    f"model {self._label} has a parameter {parameter.name!r} without a value; a factory is passed the "
+                    f"model {self._place} has a parameter {parameter.name!r} without a value; a factory is passed the "
                     f"shape of one sample {self.input_shape} and the number of classes {self.num_classes}: "
                     f"set model.options.{parameter.name}, or give it a default"
                 )
@@ -135,7 +134,7 @@ class ModelRecipe:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise ConfigError(
-                    f"model {self._label}: {name} of a lazy layer has no size after a forward pass in evaluation mode, "
+                    f"model {self._place}: {name} of a lazy layer has no size after a forward pass in evaluation mode, "
                     "in which the layer is not called; give the layer its sizes"
                 )
 
@@ -143,28 +142,8 @@ class ModelRecipe:
         return torch.zeros(2, *self.input_shape, dtype=self.dtype)
 
     @property
-    def _label(self) -> str:
-        """The name of the factory; of one outside this package, with its file and line."""
-        name = getattr(self.factory, "__name__", repr(self.factory))
-        file, line = self._place()
-        return name if file is None or file.parent == Path(__file__).parent else f"{name} ({file}, line {line})"
-
-    def _place(self) -> tuple[Path | None, int]:
-        try:
-            source = inspect.unwrap(self.factory)
-            return Path(inspect.getsourcefile(source) or ""), inspect.getsourcelines(source)[1]
-        except (TypeError, OSError):
-            return None, 0
-
-    def _explained(self, error: Exception) -> str:
-        """The error with the last line of the author's file that led to it."""
-        file, _ = self._place()
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if file is not None and Path(frame.filename) == file and file.parent != Path(__file__).parent
-        ]
-        return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+    def _place(self) -> str:
+        return place_of(self.factory)
 
 
 def recipe(

@@ -15,6 +15,7 @@ from typing import Any
 from cfl_ray.core.errors import DataError, RunStopped
 from cfl_ray.core.files import write_text
 from cfl_ray.methods import full_label
+from cfl_ray.runtime.export import save_models
 from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
@@ -24,6 +25,7 @@ from cfl_ray.runtime.session import Session
 from cfl_ray.runtime.trained import load_trained
 from cfl_ray.tracking import (
     ARTIFACTS,
+    MODELS,
     RUN_METRICS,
     FileTracker,
     MlflowTracker,
@@ -116,6 +118,10 @@ class Driver:
             report = self._rounds(label, records, moves, clients, tracker)
             summary = self._summary(records, moves, report)
             self._check_ending(wait=True)
+            if self.uri is not None and directory is not None and self.experiment.tracking.log_models:
+                # here, not with the end of the method: torch.export must not run beside the training of the next one
+                trained = load_trained(self.setup, label, directory.parent)
+                save_models(trained, directory / MODELS, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
             if tracker is not None:

@@ -1,6 +1,7 @@
-"""Models of a run as files for other programs: safetensors, PyTorch, ONNX."""
+"""Models of a run as files for other programs: safetensors, PyTorch, ONNX, MLflow."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.files import drafted
 from cfl_ray.runtime.trained import TrainedMethod
+from cfl_ray.tracking import save_model
 
 
 def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None, client: int | None = None) -> str:
@@ -42,8 +44,36 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with drafted(path) as draft:
-        write(model, draft, torch.zeros(2, *federation.shape.input), facts)
+        write(model, draft, _example(trained), facts)
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"
+
+
+def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], None]) -> None:
+    """Writes the model of each cluster as a model of MLflow, `directory`/cluster-0 and so on; other files there go.
+
+    A model that cannot be written is left out. warn: receives a line for it.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    example = _example(trained)
+    for cluster in range(trained.num_clusters):
+        model, folder = trained.model(cluster), directory / f"cluster-{cluster}"
+        try:
+            with torch.no_grad():
+                outputs = model(example)
+            save_model(model, example.numpy(), outputs.numpy(), folder)
+        except Exception as error:  # boundary to torch.export and MLflow: what they refuse ends no run
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = next(iter(str(error).strip().splitlines()), "")
+            warn(
+                f"{trained.label}: the model of cluster {cluster} is not logged to MLflow, since torch.export cannot "
+                f"write it ({type(error).__name__}: {reason}); `cfl-ray export` writes its parameters"
+            )
+
+
+def _example(trained: TrainedMethod) -> Tensor:
+    """Two samples of zeros, of the federation's shape: no client's data."""
+    shape = trained.federation.shape
+    return torch.zeros(2, *shape.input, dtype=shape.dtype)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

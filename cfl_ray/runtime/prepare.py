@@ -39,7 +39,7 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
-from cfl_ray.tracking import sinks
+from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name
 
 ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
@@ -138,6 +138,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     task, learning = _learning(experiment, methods)
     _check_targets(task, federation)
     sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
+    if experiment.tracking.log_models and experiment.tracking.enabled:
+        check_mlflow()
     _check_schedule(experiment, federation.num_clients)
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if changes := _data_changes(experiment):

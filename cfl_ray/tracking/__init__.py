@@ -5,6 +5,7 @@ Importing this package does not import mlflow.
 
 from cfl_ray.tracking.chosen import TRACKERS, sinks
 from cfl_ray.tracking.delivery import Delivered, deliver_pending
+from cfl_ray.tracking.mlflow_models import check_mlflow, save_model
 from cfl_ray.tracking.mlflow_tracker import MlflowTracker
 from cfl_ray.tracking.record import (
     METRICS,
@@ -18,12 +19,13 @@ from cfl_ray.tracking.record import (
 )
 from cfl_ray.tracking.sink import Relay, RelayingTracker, Sink
 from cfl_ray.tracking.summary import summarise
-from cfl_ray.tracking.tracker import ARTIFACTS, FileTracker, Tracker, read_end, read_info, read_records
+from cfl_ray.tracking.tracker import ARTIFACTS, MODELS, FileTracker, Tracker, read_end, read_info, read_records
 from cfl_ray.tracking.uri import redact, resolve_uri
 
 __all__ = [
     "ARTIFACTS",
     "METRICS",
+    "MODELS",
     "ROUND_METRICS",
     "RUN_METRICS",
     "TRACKERS",
@@ -38,6 +40,7 @@ __all__ = [
     "Sink",
     "Tracker",
     "check_metrics",
+    "check_mlflow",
     "deliver_pending",
     "flatten",
     "read_end",
@@ -45,6 +48,7 @@ __all__ = [
     "read_records",
     "redact",
     "resolve_uri",
+    "save_model",
     "sinks",
     "summarise",
 ]

@@ -17,7 +17,7 @@ from cfl_ray.core.errors import DataError, UserError
 from cfl_ray.core.files import read_json, sync, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, read_end, read_from, read_info
+from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, read_from, read_info
 from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
@@ -104,6 +104,8 @@ class Delivery:
             rounds += len(records)
         if end and cursor.ended_ms != end.time_ms:
             run.end(end, self.run_dir / ARTIFACTS)
+            if end.status == "FINISHED":
+                run.log_models(self.run_dir / MODELS, end.summary.round)
             self._save(replace(cursor, ended_ms=end.time_ms))
         return rounds
 

@@ -1,4 +1,4 @@
-"""One run in MLflow, with operations that are idempotent. The only module that imports mlflow.
+"""One run in MLflow, with operations that are idempotent. Only this module and `mlflow_models.py` import mlflow.
 
 A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
 repeated:
@@ -6,6 +6,7 @@ repeated:
     metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the entries
                         that exist are read first
     end of a run        sets a status and replaces files
+    models              are searched for by run and name first; one that is not ready is sent again
 """
 
 import os
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from cfl_ray.core.errors import RunError
+from cfl_ray.core.files import write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 
@@ -81,6 +83,34 @@ class MlflowRun:
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
 
+    def log_models(self, directory: Path, step: int) -> None:
+        """Sends the models that `directory` has a folder of, under the names of the folders.
+
+        step: the round after which they were saved.
+        """
+        for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+            self._log_model(folder, step)
+
+    def _log_model(self, folder: Path, step: int) -> None:
+        from mlflow.entities import LoggedModelOutput
+        from mlflow.models import Model
+        from mlflow.models.model import MLMODEL_FILE_NAME
+
+        run = self._client.get_run(self.run_id)
+        experiment_id, outputs = run.info.experiment_id, run.outputs.model_outputs if run.outputs else []
+        wanted = f"source_run_id = '{self.run_id}' AND name = '{folder.name}'"
+        found = self._client.search_logged_models([experiment_id], wanted, max_results=1)
+        model = found[0] if found else self._client.create_logged_model(experiment_id, folder.name, self.run_id)
+        if model.status == "READY":
+            return
+        if model.model_id not in [output.model_id for output in outputs]:
+            self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
+        facts = Model.load(str(folder))
+        facts.model_id, facts.run_id = model.model_id, self.run_id
+        write_text(folder / MLMODEL_FILE_NAME, facts.to_yaml())
+        self._client.log_model_artifacts(model.model_id, str(folder))
+        self._client.finalize_logged_model(model.model_id, "READY")
+
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
@@ -100,8 +130,7 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
 
     An SQLite store is created if it does not exist, with its artifacts in the folder `mlartifacts` beside the file.
     """
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    set_defaults()
     from mlflow import MlflowClient
 
     _ensure_working_directory()
@@ -115,6 +144,12 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
         client = MlflowClient(uri)
         artifacts = (path.parent / "mlartifacts").as_uri() if path else None
         return client, _experiment_id(client, experiment, artifacts)
+
+
+def set_defaults() -> None:
+    """Sets the environment variables that the user has not set; mlflow reads some of them when it is imported."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def _create_store(path: Path) -> None:

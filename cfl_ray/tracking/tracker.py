@@ -4,6 +4,7 @@ run.json        identity and configuration of the run (RunInfo)
 metrics.jsonl   one line per evaluated round, written before `log` returns
 end.json        status and metrics of the whole run (RunEnd); absent while the run is live or waits to be resumed
 artifacts/      files that belong to the result
+models/         models of the end, a folder each, which MLflow gets as its models; only with `tracking.log_models`
 """
 
 import os
@@ -16,7 +17,8 @@ from cfl_ray.core.errors import DataError
 from cfl_ray.core.files import append_line, cut_torn_line, read_json, write_json
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 
-INFO, METRICS_LOG, END, ARTIFACTS = "run.json", "metrics.jsonl", "end.json", "artifacts"
+INFO, METRICS_LOG, END = "run.json", "metrics.jsonl", "end.json"
+ARTIFACTS, MODELS = "artifacts", "models"
 
 
 class Tracker(Protocol):

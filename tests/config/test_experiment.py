@@ -472,7 +472,7 @@ class TestMethods:
             ([{"ifca": {"num_clusters": 2.5}}], "methods: ifca.num_clusters must be a whole number, got 2.5"),
             ([{"ifca": {"select_samples": 2.5}}], "methods: ifca.select_samples must be a whole number, got 2.5"),
             ([{"ifca": {"num_clusters": "1e-3"}}], "methods: ifca.num_clusters must be in 1 .. inf, got 0.001"),
-            ([{"ifca": {}, "stocfl": {}}], "methods: an entry is one name with its options"),
+            ([{"ifca": {}, "stocfl": {}}], "methods: an entry must be a name, or one name with its options"),
             (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice with the same options"),
             (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
             ([5], "unknown method '5'"),

@@ -362,14 +362,14 @@ class TestOwnRules:
             def weigh(self, squared_nn, weight_n):
                 return [1 // 0]
 
-        with pytest.raises(RunError, match=r"Dividing.weigh \(.*\) failed: ZeroDivisionError: .*.py, line"):
+        with pytest.raises(RunError, match=r"Dividing.weigh \(.*, line \d+\) failed: ZeroDivision.* \(line \d+\)"):
             averaged(Dividing(), rows(5), np.ones((1, 5)))
 
     def test_are_named_by_file_with_their_parameters(self, tmp_path):
         (tmp_path / "own.py").write_text(OWN)
         name = f"{tmp_path}/own.py:Rule"
         assert parse_rule(name).a == 1 and parse_rule({name: {"a": 5}}).a == 5 and parse_rule({name: None}).a == 1
-        with pytest.raises(ConfigError, match=r"aggregation rule Rule \(.*own.py, line 1\) has the options \{'b': 1\}"):
+        with pytest.raises(ConfigError, match=r"aggregation rule Rule \(.*own.py, line 1\) has no option 'b'"):
             parse_rule({name: {"b": 1}})
         with pytest.raises(ValueError, match="parameters of an aggregation rule are names with values, got 5"):
             parse_rule({name: 5})

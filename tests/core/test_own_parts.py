@@ -4,8 +4,19 @@ import numpy as np
 import pytest
 import torch
 
+from cfl_ray.core.aggregation import RULES
 from cfl_ray.core.errors import ConfigError, DataError, RunError
-from cfl_ray.core.own_parts import call_own, described, place_of, reference_of, with_options
+from cfl_ray.core.own_parts import (
+    as_number,
+    call_own,
+    described,
+    explained,
+    parse_choice,
+    place_of,
+    raised_at,
+    reference_of,
+    with_options,
+)
 
 
 def halve(x, draw, factor=0.5):
@@ -33,6 +44,27 @@ def test_places_name_file_and_line():
     assert place_of(Scale()).startswith("Scale (") and place_of(len) == "len"
 
 
+def test_parts_of_packages_are_named_without_a_file():
+    assert place_of(torch.optim.Adam) == "Adam" and place_of(place_of) == "place_of"
+    assert [place_of(rule) for rule in RULES.values()] == [rule.__name__ for rule in RULES.values()]
+    with pytest.raises(ValueError) as error:
+        torch.optim.Adam([torch.zeros(1)], lr=-1.0)
+    file, _ = raised_at(torch.optim.Adam, error.value)
+    assert file.parts[-2:] == ("optim", "adam.py") and str(file) in explained(torch.optim.Adam, error.value)
+    assert (
+        raised_at(RULES["median"], error.value) is None and explained(len, error.value) == f"ValueError: {error.value}"
+    )
+
+
+def test_a_choice_is_a_name_with_options():
+    assert parse_choice("key", "name") == ("name", {}) and parse_choice("key", halve) == (halve, {})
+    assert parse_choice("key", {"name": {"tau": "1e-3", "text": "1e"}}) == ("name", {"tau": 1 / 1000, "text": "1e"})
+    assert parse_choice("key", {"name": None}) == ("name", {}) and as_number("2E+3") == 2000 and as_number(True) is True
+    for wrong in ({"a": {}, "b": {}}, {"a": 3}, {}):
+        with pytest.raises(ConfigError, match="key must be a name, or one name with its options"):
+            parse_choice("key", wrong)
+
+
 def test_references_are_names():
     assert reference_of("my.py:f") == "my.py:f"
     assert reference_of(halve) == f"{__name__}.halve" and reference_of(Scale(3.0)) == f"{__name__}.Scale"
@@ -48,13 +80,13 @@ def test_options_are_bound_to_functions_and_make_objects():
 @pytest.mark.parametrize(
     "part, options, message",
     [
-        (halve, {"fator": 1}, r"part halve \(.*\) is called with x, draw, and has the options .*'fator'"),
-        (lambda x: x, {}, "too many positional arguments"),
-        (Scale, {"fator": 1}, r"part Scale \(.*\) has the options \{'fator': 1\}: .*'fator'"),
+        (halve, {"fator": 1}, r"part halve \(.*\) has no option 'fator' \(did you mean 'factor'\?\)"),
+        (lambda x: x, {}, r"<lambda> \(.*\) is called with x, draw, and has the options \{\}: too many positional"),
+        (Scale, {"fator": 1}, r"part Scale \(.*\) has no option 'fator' \(did you mean 'factor'\?\)"),
         (
             Scale,
             {"factor": -1},
-            r"part Scale \(.*\): ValueError: factor -1 is negative \(.*.py, line \d+\)",
+            r"part Scale \(.*\) failed: ValueError: factor -1 is negative \(line \d+\)",
         ),
         (Scale(), {"factor": 1}, "is an object, which takes no options; got {'factor': 1}"),
     ],
@@ -71,7 +103,7 @@ def test_an_exception_names_the_line_that_raised_it():
     with pytest.raises(DataError) as error:
         call_own("part", broken, 1, error=DataError, where=" of the test")
     expected = f"part broken ({__file__}, line {line(broken)}) of the test failed: ZeroDivisionError: division by zero"
-    assert str(error.value) == f"{expected} ({__file__}, line {line(broken) + 1})"
+    assert str(error.value) == f"{expected} (line {line(broken) + 1})"
 
     def refusing(x):
         raise RunError("as it is")

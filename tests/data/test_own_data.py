@@ -77,12 +77,12 @@ class TestFunction:
     @pytest.mark.parametrize(
         "name, options, message",
         [
-            ("wrong", {}, r"my.py:wrong' \(line \d+\): it returns int, expected a Federation"),
+            ("wrong", {}, r"data.source wrong \(.*my.py, line \d+\): it returns int, expected a Federation"),
             ("misspelt", {}, r"unknown key 'client' \(did you mean 'clients'\?\)"),
             ("without_y", {}, "returns no 'y'"),
             ("labelled_badly", {}, "label 2 does not fit num_classes 2"),
-            ("failing", {}, r"failed: ZeroDivisionError: division by zero \(.*my.py, line 17\)"),
-            ("pair", {"scale": 2}, "does not take data.options: got an unexpected keyword argument 'scale'"),
+            ("failing", {}, r"failing \(.*my.py, line 16\) failed: ZeroDivisionError: division by zero \(line 17\)"),
+            ("pair", {"scale": 2}, r"data.source pair \(.*my.py, line \d+\) has no option 'scale'; it has none"),
             ("tokens", {"top": 10}, "x has tokens 10 .. 10, expected 0 .. 9"),
             ("X", {}, "is ndarray, expected a function"),
             ("par", {}, r"has no 'par' \(did you mean 'pair'\?\)"),

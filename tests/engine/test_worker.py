@@ -216,7 +216,7 @@ class TestFailure:
 
         with pytest.raises(
             ClientFailure,
-            match=r"client 0 failed while describing itself: function broken .*: no features of 0 \(.*, line \d+\)",
+            match=r"client 0 failed while describing itself: function broken .*: no features of 0 \(line \d+\)",
         ):
             Stage(planted(3), linear).clients().describe(broken)
 

@@ -178,7 +178,7 @@ class TestConfig:
         [
             (["cvs"], r"unknown tracker 'cvs' \(did you mean 'csv'\?\)"),
             ([{"csv": {}, "wandb": {}}], "an entry is one (name|tracker) with its options"),
-            ([{"mlflow": {"uri": "x"}}], "mlflow takes no options; its keys are tracking.uri and tracking.experiment"),
+            ([{"mlflow": {"uri": "x"}}], "mlflow takes no options; its keys are tracking.uri, experiment"),
             ([3], "a tracker is a name, file.py:Name or, in Python"),
         ],
     )
@@ -191,7 +191,7 @@ class TestConfig:
             sinks(TrackingConfig(trackers=[Path]))
         with pytest.raises(ConfigError, match="tracking.trackers: 'csv' is listed twice"):
             sinks(TrackingConfig(trackers=["csv", "csv"]))
-        with pytest.raises(ConfigError, match=r"tracker CsvFile .* has the options \{'fil': 1\}"):
+        with pytest.raises(ConfigError, match=r"tracker CsvFile has no option 'fil' \(did you mean 'file'\?\)"):
             sinks(TrackingConfig(trackers=[{"csv": {"fil": 1}}]))
 
     def test_mlflow_is_the_default_and_leaves_no_sink(self):
