@@ -11,8 +11,7 @@ import ray
 import torch
 
 from cfl_ray import Experiment
-from cfl_ray.core import aggregation
-from cfl_ray.core.aggregation import Mean, Median, MultiKrum, NormClipping
+from cfl_ray.core.aggregation import Mean, Median, MultiKrum, NormClipping, apply
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
 from cfl_ray.core.plugins import load_plugin
 from cfl_ray.core.work import Address, Losses
@@ -131,7 +130,7 @@ def test_a_host_that_dies_before_the_average_loses_nothing(hosts, actors):
 @pytest.mark.parametrize("rule", [Median(), MultiKrum(2), NormClipping()], ids=lambda rule: rule.name)
 def test_robust_averages_are_the_same_bits_with_a_host_killed(hosts, actors, rule, monkeypatch):
     """Cut into ranges of columns, so that both hosts have work. A rejected client is no member."""
-    monkeypatch.setattr(aggregation, "_RANGE", 1 << 15)
+    monkeypatch.setattr(apply, "_RANGE", 1 << 15)
     rows = []
     for backend in fresh(hosts).values():
         asked = clients(hosts, backend, rule=rule)
