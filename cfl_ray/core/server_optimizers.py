@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import check_options, failure_of, parse_choice, place_of
+from cfl_ray.core.errors import ConfigError, RunError, UserError
+from cfl_ray.core.own_parts import check_options, described, failure_of, parse_choice, place_of
 from cfl_ray.core.registry import Registry
 
 Moments = tuple[Tensor, ...]  # each of the shape of the change
@@ -38,9 +38,9 @@ class ServerOptimizer(Protocol):
     """A step of the server, as a pure function of a model's mean change and its moments."""
 
     def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
-        """The change of the model (trained columns,), and its moments after it.
+        """The change of the model (trained columns,), and its moments after it: as many each time, or none: ().
 
-        moments: None for a model without any.
+        moments: None for a model without any, at first.
         """
 
 
@@ -152,18 +152,40 @@ def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
 
 def _try(optimizer: Any) -> None:
     """Makes two steps. Raises ConfigError where they do not return what is expected."""
-    moments, delta_P = None, torch.ones(3)
+    moments, delta_P = None, torch.linspace(-1, 1, 7)
     for _ in range(2):
-        try:
-            step_P, moments = optimizer(delta_P, moments)
-            valid = step_P.shape == delta_P.shape and all(one.shape == delta_P.shape for one in moments)
-        except Exception as error:
-            raise ConfigError(f"server_optimizer {failure_of(optimizer, error)}") from error
-        if not valid:
-            raise ConfigError(
-                f"server_optimizer {place_of(optimizer)} must return a step and a tuple of moments of the shape of the "
-                f"change {tuple(delta_P.shape)}, got {tuple(step_P.shape)} and {[tuple(one.shape) for one in moments]}"
-            )
+        _, moments = _step(optimizer, delta_P, moments, ConfigError)
+
+
+def _step(
+    optimizer: Any, delta_P: Tensor, moments: Moments | None, kind: type[UserError] = RunError
+) -> tuple[Tensor, Moments]:
+    """The step of an optimiser and its moments. Raises `kind`, naming the optimiser, for anything else."""
+    try:
+        found = optimizer(delta_P, moments)
+    except Exception as error:
+        raise kind(f"server_optimizer {failure_of(optimizer, error)}") from error
+    if not _is_step(found, delta_P):
+        raise kind(
+            f"server_optimizer {place_of(optimizer)} must return a pair: the step, and a tuple of moments (or ()), "
+            f"all tensors of the shape of the change {tuple(delta_P.shape)}; got {_in_words(found)}"
+        )
+    if not found[0].isfinite().all():
+        raise kind(f"server_optimizer {place_of(optimizer)} returned a step with values that are not finite")
+    return found[0], found[1]
+
+
+def _is_step(found: Any, delta_P: Tensor) -> bool:
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], tuple):
+        return False
+    return all(isinstance(one, Tensor) and one.shape == delta_P.shape for one in (found[0], *found[1]))
+
+
+def _in_words(found: Any) -> str:
+    if not isinstance(found, tuple):
+        return described(found)
+    inner = (f"({', '.join(map(described, one))})" if isinstance(one, tuple) else described(one) for one in found)
+    return f"({', '.join(inner)})"
 
 
 @dataclass
@@ -206,7 +228,7 @@ class ServerMoments:
             moments = self.before.get((average, key)) if count[key] == 1 else None
             if row in changed:
                 delta_P = mean_RP[row, :trained] - before_RP[row, :trained]
-                step_P, moments = self.optimizer(delta_P, moments)
+                step_P, moments = _step(self.optimizer, delta_P, moments)
                 after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, where the two are equal
             if moments is not None:
                 found[average, _checksum(after_RP[row])] = moments
@@ -215,13 +237,13 @@ class ServerMoments:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """In the form that a checkpoint stores."""
-        keys = list(self.moments)
+        keys, values = list(self.moments), list(self.moments.values())
         if not keys:
             return {}
         return {
             "average_E": torch.tensor([average for average, _ in keys]),
             "checksum_E32": torch.tensor([list(checksum) for _, checksum in keys], dtype=torch.uint8),
-            "moment_EJP": torch.stack([torch.stack(self.moments[key]) for key in keys]),
+            "moment_EJP": torch.stack([torch.stack(moments) if moments else torch.zeros(0, 0) for moments in values]),
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:

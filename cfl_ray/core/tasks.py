@@ -106,23 +106,43 @@ class Task:
         return replace(self, metrics=(*self.metrics, *added))
 
     def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:
-        """Computes the loss of two samples once. Raises ConfigError, with the author's line, where that fails."""
-        logits = torch.zeros(2, *outputs, requires_grad=True)
-        targets = torch.zeros(2, *target_shape, dtype=TARGETS[self.targets].dtype)
+        """Computes the loss of three samples. Raises ConfigError, with the author's line, where that fails.
+
+        The losses of the first two must not depend on the third: outputs (n, 1) and targets (n,) broadcast unnoticed.
+        """
+        draw = torch.Generator().manual_seed(0)
+        logits = torch.randn(3, *outputs, generator=draw).requires_grad_()
+        targets = self._random_targets((3, *target_shape), outputs, draw)
+        other = [torch.cat([tensor[:2], tensor[:1]]) for tensor in (logits.detach(), targets)]
         try:
             losses = self.loss(logits, targets)
+            again = self.loss(*other)
         except Exception as error:
             raise ConfigError(
                 f"task {self.name}: loss {failure_of(self.loss, error)}; it gets outputs {tuple(logits.shape)} and "
                 f"targets {tuple(targets.shape)} of {targets.dtype}"
             ) from error
-        if not isinstance(losses, Tensor) or losses.shape != (2,) or not losses.requires_grad:
+        if not isinstance(losses, Tensor) or losses.shape != (3,) or not losses.requires_grad:
             got = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             more = "" if not isinstance(losses, Tensor) or losses.requires_grad else " without a gradient"
             raise ConfigError(
-                f"task {self.name}: loss {place_of(self.loss)} returns {got}{more} for 2 samples, expected the loss of "
-                "each, shape (2,)"
+                f"task {self.name}: loss {place_of(self.loss)} returns {got}{more} for 3 samples, expected the loss of "
+                "each, shape (3,)"
             )
+        if not torch.equal(losses.detach()[:2], again[:2]):
+            raise ConfigError(
+                f"task {self.name}: loss {place_of(self.loss)} mixes samples: the loss of one changes with another; "
+                f"with outputs {tuple(logits.shape)} and targets {tuple(targets.shape)}, write out the broadcasting, "
+                "e.g. targets.reshape(outputs.shape)"
+            )
+
+    def _random_targets(self, shape: tuple[int, ...], outputs: tuple[int, ...], draw: torch.Generator) -> Tensor:
+        """Targets (n, ...) of this kind."""
+        dtype = TARGETS[self.targets].dtype
+        if self.targets in ("class", "tokens"):
+            return torch.randint(outputs[-1], shape, generator=draw, dtype=dtype)
+        values = torch.randn(shape, generator=draw)
+        return values.to(dtype) if self.targets == "real" else (values > 0).to(dtype)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

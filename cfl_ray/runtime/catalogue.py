@@ -168,7 +168,7 @@ KINDS: Mapping[str, PartKind] = {
     ),
     "server_optimizers": PartKind(
         SERVER_OPTIMIZERS,
-        "a class with `begin` and `step`, as those of core/server_optimizers.py",
+        "a class whose objects are called with (delta_P, moments)",
         "methods: [{fedavg: {server_optimizer: my.py:Class}}]",
         "docs/extend/optimizer.md",
     ),

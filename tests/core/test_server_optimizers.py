@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.server_optimizers import FedAdam, FedAvgM, ServerMoments, resolve_server_optimizer
 
 DELTAS = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
@@ -97,17 +97,29 @@ class TestMoments:
         assert torch.equal(*(self.play(server, first)[0] for server in (one, other)))
         assert ServerMoments(FedAdam()).to_tensors() == {}
 
+    def test_an_optimiser_without_moments_can_be_saved(self):
+        one, other = (ServerMoments(lambda delta, moments: (0.5 * delta, ())) for _ in range(2))
+        self.play(one, DELTAS)
+        other.restore({name: value.clone() for name, value in one.to_tensors().items()})
+        assert one.moments == other.moments and set(one.moments.values()) == {()}
+
+    def test_a_wrong_step_in_a_round_names_the_optimiser(self):
+        one = ServerMoments(lambda delta, moments: (delta[:1], ()))
+        with pytest.raises(RunError, match="server_optimizer <lambda> .*test_server_optimizers.py, line .* a pair"):
+            self.play(one, DELTAS)
+
 
 @pytest.mark.parametrize(
     "value, text",
     [
         ("fedadm", "unknown server optimizer 'fedadm'.*did you mean 'fedadam'"),
         ({"fedadam": {"beta3": 1}}, "FedAdam has no option 'beta3'"),
-        (
-            lambda delta, moments: (delta.sum(), ()),
-            "must return a step and a tuple of moments of the shape",
-        ),
-        (lambda delta, moments: None, "failed: TypeError"),
+        (lambda delta, moments: (delta.sum(), ()), r"must return a pair: .* of the change \(7,\); got \(one number"),
+        (lambda delta, moments: None, "must return a pair: .*; got None"),
+        (lambda delta, moments: delta, r"must return a pair: .*; got Tensor of float32 and shape \(7,\)"),
+        (lambda delta, moments: (delta, [delta]), "must return a pair: .*; got "),
+        (lambda delta, moments: (delta / 0, ()), "returned a step with values that are not finite"),
+        (lambda delta, moments: (1 / 0, ()), "failed: ZeroDivisionError"),
     ],
 )
 def test_what_is_refused(value, text):

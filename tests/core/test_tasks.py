@@ -77,9 +77,24 @@ def test_metrics_of_a_task_may_be_functions_and_names():
 
 
 def test_a_loss_is_tried_before_a_run():
-    with pytest.raises(ConfigError, match=r"returns a tensor of shape \(\) for 2 samples, expected the loss of each"):
+    with pytest.raises(ConfigError, match=r"returns a tensor of shape \(\) for 3 samples, expected the loss of each"):
         Task(lambda f, y: f.mean(), "real").check((1,), ())
     with pytest.raises(ConfigError, match="without a gradient"):
         Task(lambda f, y: y, "real").check((1,), ())
-    with pytest.raises(ConfigError, match=r"failed: RuntimeError.*outputs \(2, 1\) and targets \(2,\) of torch.f"):
+    with pytest.raises(ConfigError, match=r"failed: RuntimeError.*outputs \(3, 1\) and targets \(3,\) of torch.f"):
         Task(lambda f, y: f @ f, "real").check((1,), ())
+
+
+def test_a_loss_that_mixes_samples_by_broadcasting_is_refused():
+    """(n, 1) - (n,) is (n, n), whose mean over one axis has the shape of a loss."""
+    for axis in (0, 1):
+        with pytest.raises(ConfigError, match=r"mixes samples.*outputs \(3, 1\) and targets \(3,\)"):
+            Task(lambda f, y: ((f - y) ** 2).mean(axis), "real").check((1,), ())
+    Task(lambda f, y: (f[:, 0] - y) ** 2, "real").check((1,), ())
+    for name, outputs, target_shape in (
+        ("classification", (4,), ()),
+        ("regression", (2,), (2,)),
+        ("multi_label", (3,), (3,)),
+        ("next_token", (5, 7), (5,)),
+    ):
+        resolve_task(name).check(outputs, target_shape)
