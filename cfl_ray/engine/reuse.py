@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.own_parts import described, place_of
 from cfl_ray.core.work import (
     Backend,
     ClientStateKey,
@@ -92,7 +94,7 @@ class ReusingBackend:
 
     def run(self, work: Work) -> Outcome:
         if not _is_reusable(work):
-            return self._note_states(work, self.backend.run(work))
+            return self._note_states(work, self._carried_out(work))
         self._begin(work)
         return self._losses(work) if isinstance(work, Losses) else self._tests(work)  # type: ignore[arg-type]
 
@@ -119,7 +121,7 @@ class ReusingBackend:
                 arrays[name][index_m[at_m >= 0]] = array[at_m[at_m >= 0]]
         missing_m, excluded = np.flatnonzero(~known_M), {}
         if len(missing_m):
-            outcome = self.backend.run(replace(work.take(missing_m), tables=work.tables))
+            outcome = self._carried_out(replace(work.take(missing_m), tables=work.tables))
             excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
             for name, array in outcome.arrays.items():
                 arrays[name][missing_m] = array
@@ -181,7 +183,7 @@ class ReusingBackend:
             if len(missing_k) < work.num_models:
                 tables = (work.tables[0][missing_k], *work.tables[1:])
                 part = replace(part, num_models=len(missing_k), tables=tables)
-            outcome = self.backend.run(part)
+            outcome = self._carried_out(part)
             excluded = {int(missing_m[i]): exclusion for i, exclusion in outcome.excluded.items()}
             loss_MK[np.ix_(missing_m, missing_k)] = outcome.arrays["losses"]
         if work.address.exchange < 0:
@@ -240,6 +242,13 @@ class ReusingBackend:
         self._changes += 1
         for name in self._change_N:
             self._changes_of(name)[ids] = -self._changes
+
+    def _carried_out(self, work: Work) -> Outcome:
+        """The outcome of the backend. Raises RunError where a user's own returns anything else."""
+        outcome = self.backend.run(work)
+        if not isinstance(outcome, Outcome):
+            raise RunError(f"backend {place_of(self.backend)}: run must return an Outcome, got {described(outcome)}")
+        return outcome
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         self.backend.restore(entries)

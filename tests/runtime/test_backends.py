@@ -3,7 +3,7 @@
 import pytest
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.engine.in_process import InProcessBackend
 
 
@@ -69,3 +69,12 @@ def test_others_are_refused(backend, message):
 def test_a_backend_is_no_part_of_the_hash_and_is_recorded_by_reference():
     assert experiment(backend=Counting).config_hash == experiment().config_hash
     assert experiment(backend=Counting).to_dict()["runtime"]["backend"] == f"{__name__}.Counting"
+
+
+def test_a_backend_that_returns_nothing_is_named():
+    class Silent(InProcessBackend):
+        def run(self, work):
+            super().run(work)
+
+    with pytest.raises(RunError, match=r"Silent \(.*test_backends.py, line .*\): run must return an Outcome, got None"):
+        cfl_ray.simulate(experiment(backend=Silent))
