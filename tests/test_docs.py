@@ -104,6 +104,7 @@ def test_every_command_of_the_table_exists(capsys):
         "list",
         "export",
         "status",
+        "table",
         "join",
         "leave",
         "stop",
