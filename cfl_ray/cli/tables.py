@@ -170,9 +170,9 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
         meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
         table.add_row(option["name"], default_text(option["default"]), range_text(option), escape(meaning))
     console.print(table if options else "It has no options.")
-    example = (
-        f"{{{reference}: {{{options[0]['name']}: {default_text(options[0]['default'])}}}}}" if options else reference
-    )
+    example = reference
+    if options:
+        example = f"{{{reference}: {{{options[0]['name']}: {default_text(options[0]['default'])}}}}}"
     _print(console, f"In a config: methods: [{example}]")
 
 

@@ -80,13 +80,11 @@ def _samples(shape: DataShape) -> tuple[Tensor, Tensor]:
     sizes = (count, *shape.target_shape)
     if shape.targets == "real":
         return outputs, torch.randn(sizes, generator=draw)
-    numbers = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    dtype = TARGETS[shape.targets].dtype
     if shape.targets == "binary":  # every label occurs, and not with every sample
-        numbers = torch.arange(count).reshape(-1, *[1] * len(shape.target_shape)) + torch.zeros(
-            sizes, dtype=torch.int64
-        )
-    classes = 2 if shape.targets == "binary" else shape.num_classes
-    return outputs, (numbers % classes).to(TARGETS[shape.targets].dtype)
+        return outputs, (torch.arange(count) % 2).to(dtype)[:, None].expand(sizes).contiguous()
+    numbers = torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+    return outputs, (numbers % shape.num_classes).to(dtype)
 
 
 def _copy(part: Any) -> Any:

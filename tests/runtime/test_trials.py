@@ -61,7 +61,7 @@ def attack(method: str, result: str) -> str:
             "metric",
             "def mine(outputs, targets):\n    return outputs",
             "mine",
-            r"returns Tensor .*, expected one number",
+            "returns Tensor .*, expected one number",
         ),
         ("metric", "def mine(outputs, targets):\n    return outputs @ targets", "mine", r"\(line 2\); it gets outputs"),
     ],
@@ -126,7 +126,7 @@ def test_uploads_are_as_long_as_the_model():
     assert len(lengths) == 2 and len(set(lengths)) == 1, "one of the trial, one of the run"
 
 
-def test_the_trial_leaves_state_and_draws_alone():
+def test_the_trial_leaves_the_state_of_a_part_alone():
     class Counting:
         def __init__(self):
             self.calls = 0
@@ -136,11 +136,7 @@ def test_the_trial_leaves_state_and_draws_alone():
             return upload_P
 
     made = Counting()
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
     prepare(experiment(PARTS["attack"](made)))
     assert made.calls == 0
     simulate(experiment(PARTS["attack"](made)))
     assert made.calls == 1
-    assert len(expected) == 2

@@ -60,7 +60,7 @@ def check_contract(rule: Any) -> None:
 
 
 def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:
-    """Calls a rule with `count` random results. Raises RunError where it fails, or for a result of another type or shape.
+    """Calls a rule with `count` random results. Raises RunError where it fails, or returns another type or shape.
 
     Numbers that are not allowed are left to the run: they may be due to the random ones.
     """
