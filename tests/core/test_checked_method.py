@@ -126,14 +126,13 @@ def test_right_results_pass_and_exceptions_note_the_authors_line(stage):
 
 
 @pytest.mark.parametrize("error, noted", [(RunError("mine.py, line 3"), False), (ValueError("shapes"), True)])
-def test_lines_of_this_package_are_noted_where_an_error_names_none(stage, error, noted):
+def test_lines_of_this_package_are_noted_where_an_error_names_none(stage, monkeypatch, error, noted):
     def failing(*arguments, **options):
         raise error
 
-    clients = stage.clients()
-    clients.train = failing
+    monkeypatch.setattr("cfl_ray.methods.fedavg.global_weights", failing)
     with pytest.raises(type(error)) as found:
-        CheckedMethod(FedAvg(), 68).round(CheckedMethod(FedAvg(), 68).init(stage.start()), clients, Draws(0, 1))
+        CheckedMethod(FedAvg(), 68).round(CheckedMethod(FedAvg(), 68).init(stage.start()), stage.clients(), Draws(0, 1))
     assert [note.startswith("in FedAvg.round") for note in getattr(found.value, "__notes__", [])] == [True] * noted
 
 
