@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cfl_ray import Method
 from cfl_ray.cli import main
 from cfl_ray.methods import resolve
 
@@ -303,7 +304,8 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert call(capsys, "methods", "stokfl")[0] == 2
 
 
-def test_methods_refers_to_ones_own_as_a_config_does(capsys):
+def test_methods_refers_to_ones_own_as_a_config_does(capsys, monkeypatch):
+    monkeypatch.setattr(Method, "registry", dict(Method.registry))
     Path("ema.py").write_text(
         "from dataclasses import dataclass\nfrom cfl_ray.methods.fedavg import FedAvg\n\n"
         "@dataclass(frozen=True)\nclass EMA(FedAvg, name='ema'):\n    decay: float = 0.8\n"
