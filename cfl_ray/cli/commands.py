@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, Interrupted, RunStopped, UserError
+from cfl_ray.core.errors import ConfigError, Interrupted, RunStopped, UserError, says_where
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
@@ -242,7 +242,7 @@ def methods(
     if name is None:
         tables.list_methods(REGISTRY, out)
     else:
-        tables.describe_method(find(name), out)
+        tables.describe_method(find(name), out, name)
 
 
 @app.command(name="list", short_help="List the parts of one kind: methods, models, shifts, trackers ...")
@@ -254,14 +254,15 @@ def list_parts(
     """List the parts of one kind with their parameters and defaults, and how to bring one's own; or the kinds."""
     from cfl_ray.cli import tables
     from cfl_ray.core.errors import did_you_mean
-    from cfl_ray.runtime.catalogue import KINDS
+    from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
 
     if kind is None:
         tables.list_kinds(KINDS, out)
     elif kind in KINDS:
         tables.list_parts(KINDS[kind], out)
     else:
-        raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
+        near = f" (did you mean {OTHER_NAMES[kind]!r}?)" if kind in OTHER_NAMES else did_you_mean(kind, KINDS)
+        raise ConfigError(f"unknown kind {kind!r}{near}")
 
 
 @app.command(short_help="Compare the methods of runs over seeds.")
@@ -385,9 +386,9 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("CFL_RAY_DEBUG"):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        location = f"{Path(frame.filename).name}, line {frame.lineno}"
+        location = "" if says_where(error) else f" ({Path(frame.filename).name}, line {frame.lineno})"
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
-        _fail(f"{type(error).__name__}: {error} ({location}){notes}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
+        _fail(f"{type(error).__name__}: {error}{location}{notes}; set CFL_RAY_DEBUG=1 for the whole traceback", 1)
 
 
 def _message_of_interruption(error: BaseException | None) -> str | None:

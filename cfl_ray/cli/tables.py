@@ -157,8 +157,11 @@ def list_parts(kind: "PartKind", console: Console) -> None:
     _print(console, f"In an installed package: entry points of the group {kind.registry.group}. More: {kind.page}")
 
 
-def describe_method(cls: "type[Method[Any]]", console: Console) -> None:
-    """Prints the header of the method's module (paper, equations, departures) and a table of its options."""
+def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) -> None:
+    """Prints the header of the method's module (paper, equations, departures) and a table of its options.
+
+    reference: the name by which a config refers to the method.
+    """
     module = importlib.import_module(cls.__module__)
     _print(console, (module.__doc__ or cls.__doc__ or "").strip())
     options = cls.options()
@@ -167,7 +170,9 @@ def describe_method(cls: "type[Method[Any]]", console: Console) -> None:
         meaning = f"{option['doc']} (default: {option['source']})" if option["source"] else option["doc"] or ""
         table.add_row(option["name"], default_text(option["default"]), range_text(option), escape(meaning))
     console.print(table if options else "It has no options.")
-    example = f"{{{cls.name}: {{{options[0]['name']}: {options[0]['default']}}}}}" if options else cls.name
+    example = reference
+    if options:
+        example = f"{{{reference}: {{{options[0]['name']}: {default_text(options[0]['default'])}}}}}"
     _print(console, f"In a config: methods: [{example}]")
 
 

@@ -313,6 +313,8 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(section))}")
         else:
             what = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
+                what = f"expected a list, write [{problem['input']}]"
             lines.append(f"{where}: {what}, got {problem['input']!r}"[:500])
     return "\n".join(lines)
 

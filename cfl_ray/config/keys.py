@@ -76,9 +76,16 @@ def find(name: str) -> list[KeySection]:
     for section in everything:
         if one := [key for key in section.keys if _plain(key.name) == wanted]:
             return [KeySection(section.name, section.meaning, tuple(one)), *inside]
-    if not inside:
-        raise ConfigError(f"unknown key {name!r}{_nearest(wanted, everything)}")
-    return inside
+    if inside:
+        return inside
+    from cfl_ray.core.method import SHARED_OPTIONS  # imports torch, which takes seconds
+
+    if wanted in SHARED_OPTIONS:
+        raise ConfigError(
+            f"unknown key {name!r}: it is an option of every method that averages, "
+            f"methods: [{{fedavg: {{{name}: ...}}}}]; its values: cfl-ray methods fedavg"
+        )
+    raise ConfigError(f"unknown key {name!r}{_nearest(wanted, everything)}")
 
 
 def _nearest(wanted: str, everything: list[KeySection]) -> str:

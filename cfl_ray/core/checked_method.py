@@ -8,8 +8,9 @@ import numpy as np
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.contract import check_serving, check_state
+from cfl_ray.core.errors import says_where
 from cfl_ray.core.method import Method, Start
-from cfl_ray.core.own_parts import raised_at
+from cfl_ray.core.own_parts import is_own, raised_at
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -52,10 +53,14 @@ class CheckedMethod:
 
 
 def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of the step. Its exceptions go on as they are, with a note that names the author's line."""
+    """The result of the step. Its exceptions go on as they are, with a note that names the author's line.
+
+    A line of this package is noted only where the error does not say where it arose.
+    """
     try:
         return hook(*arguments)
     except Exception as error:
-        if found := raised_at(hook, error):
+        found = raised_at(hook, error)
+        if found and (is_own(found[0]) or not says_where(error)):
             error.add_note(f"in {hook.__qualname__}, {found[0]}, line {found[1]}")
         raise

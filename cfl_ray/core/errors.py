@@ -8,6 +8,7 @@ class UserError(Exception):
     """An error whose message says what is wrong, what the limit is and what to do. It is shown without a traceback."""
 
     exit_status = 1
+    says_where = True  # see `says_where`
 
 
 class ConfigError(UserError):
@@ -38,6 +39,26 @@ class RunStopped(UserError):
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Returns ` (did you mean 'x'?)`, or the list of valid words when none is close."""
-    valid = sorted(set(valid))
-    close = difflib.get_close_matches(str(word), valid, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else f"; valid: {', '.join(valid)}"
+    word, valid = str(word), sorted(set(valid))
+    close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
+    # difflib counts the letters in common: adma has more of them in common with adamax than with adam
+    nearest = min(close, key=lambda one: _edits(word, one), default=None)
+    return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
+
+
+def says_where(error: BaseException) -> bool:
+    """Whether the text of an error says where it arose, so that no line of this package belongs beside it."""
+    return getattr(error, "says_where", False) is True
+
+
+def _edits(a: str, b: str) -> int:
+    """Least number of letters to insert, leave out or replace, or of neighbours to swap, that makes `b` of `a`."""
+    rows = [list(range(len(b) + 1))]
+    for i in range(1, len(a) + 1):
+        row = [i]
+        for j in range(1, len(b) + 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a[i - 1] != b[j - 1])))
+            if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
+                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]

@@ -25,7 +25,7 @@ from cfl_ray.core.state import UNASSIGNED, State
 
 S = TypeVar("S", bound=State)  # the state of a method
 
-_SHARED = ("aggregation", "server_optimizer")  # options of every method that averages
+SHARED_OPTIONS = ("aggregation", "server_optimizer")  # options of every method that averages
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
 
@@ -134,7 +134,7 @@ class Method(ABC, Generic[S]):
         if self.server_step is not None and (reason := self.only_mean or self.needs_mean):
             raise ValueError(f"{self.name}.server_optimizer must be none, got {self.server_optimizer!r}: {reason}")
         for item in fields(self):
-            if item.name in _SHARED:
+            if item.name in SHARED_OPTIONS:
                 continue
             value, meta = getattr(self, item.name), item.metadata
             if meta.get("choices") and value not in meta["choices"]:
@@ -232,7 +232,7 @@ class Method(ABC, Generic[S]):
                 **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
             for item in sorted(fields(cls), key=lambda item: item.kw_only is True)
-            if not (item.name in _SHARED and cls.only_mean)
+            if not (item.name in SHARED_OPTIONS and cls.only_mean)
         ]
 
     @classmethod

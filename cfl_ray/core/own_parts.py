@@ -22,7 +22,7 @@ def place_of(part: Any) -> str:
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
     file, line = _definition(source)
-    return f"{name} ({file}, line {line})" if _is_own(file) else name
+    return f"{name} ({file}, line {line})" if is_own(file) else name
 
 
 def failure_of(part: Any, error: Exception, where: str = "") -> str:
@@ -39,7 +39,7 @@ def explained(part: Any, error: Exception) -> str:
     if found is None:
         return f"{type(error).__name__}: {error}"
     file, line = found
-    return f"{type(error).__name__}: {error} ({'' if _is_own(file) else f'{file}, '}line {line})"
+    return f"{type(error).__name__}: {error} ({'' if is_own(file) else f'{file}, '}line {line})"
 
 
 def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
@@ -76,7 +76,7 @@ def _definition(source: Any) -> tuple[Path | None, int]:
         return None, 0
 
 
-def _is_own(file: Path | None) -> bool:
+def is_own(file: Path | None) -> bool:
     """Whether a file is the user's: neither of this package nor of an installed one."""
     return file is not None and not file.is_relative_to(_PACKAGE) and not _INSTALLED & set(file.parts)
 

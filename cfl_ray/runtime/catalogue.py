@@ -225,3 +225,13 @@ KINDS: Mapping[str, PartKind] = {
         given=("worker",),
     ),
 }
+
+OTHER_NAMES: Mapping[str, str] = {  # what users may call a kind, and its name above
+    "data": "datasets",
+    "sources": "datasets",
+    "source": "datasets",
+    "rules": "aggregation",
+    "networks": "models",
+    "algorithms": "methods",
+    "scores": "metrics",
+}

@@ -39,6 +39,7 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.runtime.trials import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name
 
@@ -152,7 +153,18 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     attack_kind = _attack_kind(experiment.attack)
     setup = Setup(experiment, federation, recipe, methods, availability, task, learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
+    _try_own_parts(setup)
     return setup
+
+
+def _try_own_parts(setup: Setup) -> None:
+    """Raises ConfigError for a part of the user's that fails when it is called."""
+    shape, num_clients = setup.federation.shape, setup.federation.num_clients
+    try_metrics(setup.task, shape)
+    for method in setup.methods.values():
+        try_aggregation(method.aggregation_rule, setup.division.cohort)
+    try_attack(setup.attack_kind, setup.recipe, shape)
+    try_availability(setup.availability, num_clients)
 
 
 def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[Task, Learning]:

@@ -1,13 +1,17 @@
 """Commands: their output, and for invalid input one message that names the cause, exit status 2 and no traceback."""
 
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from cfl_ray import Method
 from cfl_ray.cli import main
+from cfl_ray.methods import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -300,8 +304,42 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert call(capsys, "methods", "stokfl")[0] == 2
 
 
+def test_methods_refers_to_ones_own_as_a_config_does(capsys, monkeypatch):
+    monkeypatch.setattr(Method, "registry", dict(Method.registry))
+    Path("ema.py").write_text(
+        "from dataclasses import dataclass\nfrom cfl_ray.methods.fedavg import FedAvg\n\n"
+        "@dataclass(frozen=True)\nclass EMA(FedAvg, name='ema'):\n    decay: float = 0.8\n"
+    )
+    printed = call(capsys, "methods", "ema.py:EMA")[1]
+    shown = printed.rpartition("In a config: ")[2]
+    assert yaml.safe_load(shown) == {"methods": [{"ema.py:EMA": {"weights": "samples"}}]}
+    assert list(resolve(yaml.safe_load(shown)["methods"])) == ["ema"], "a config that is accepted"
+
+
+METRIC_OF_MANY = """def mine(outputs, targets):
+    if len(targets) > 20:  # a trial has two samples of each class
+        return outputs.wrong
+    return 0.0
+"""
+
+
+def test_an_error_that_names_the_authors_line_names_no_other(capsys):
+    Path("mine.py").write_text(METRIC_OF_MANY)
+    status, _, message = call(capsys, "run", *QUICK, "evaluation.metrics=[mine.py:mine]", "runtime.backend=in_process")
+    assert status == 1 and message.count("line") == 2 and re.search(r"mine\.py, line 1\) failed.*\(line 3\);", message)
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_own_parts_that_cannot_work_are_refused(capsys, command):
+    Path("mine.py").write_text("def mine(outputs, targets):\n    return outputs\n")
+    status, _, message = call(capsys, command, *QUICK, "evaluation.metrics=[mine.py:mine]")
+    assert (
+        status == 2 and "mine.py, line 1) returns Tensor of float32 and shape (20, 10), expected one number" in message
+    )
+
+
 def test_list_shows_the_parts_of_every_kind_and_how_to_bring_ones_own(capsys):
-    from cfl_ray.runtime.catalogue import KINDS
+    from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
 
     status, printed, _ = call(capsys, "list")
     assert status == 0 and all(kind in printed for kind in KINDS)
@@ -311,6 +349,9 @@ def test_list_shows_the_parts_of_every_kind_and_how_to_bring_ones_own(capsys):
         assert kind.own in printed and kind.page in printed and kind.registry.group in printed
     status, _, errors = call(capsys, "list", "modls")
     assert status == 2 and "unknown kind 'modls' (did you mean 'models'?)" in errors
+    for other, name in OTHER_NAMES.items():
+        status, _, errors = call(capsys, "list", other)
+        assert status == 2 and f"unknown kind {other!r} (did you mean {name!r}?)" in errors and name in KINDS
 
 
 def test_config_explains_every_key(capsys):

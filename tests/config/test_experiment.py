@@ -51,6 +51,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "values, message",
         [
+            ({"methods": "fedavg"}, r"^methods: expected a list, write \[fedavg\], got 'fedavg'$"),
             ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
             ({"local": {"epoch": 3}}, r"unknown key 'local.epoch' \(did you mean 'epochs'\?\)"),
             ({"data": {"partition": {"alhpa": 3}}}, r"unknown key 'data.partition.alhpa' \(did you mean 'alpha'\?\)"),

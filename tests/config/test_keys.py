@@ -80,6 +80,12 @@ def test_an_unknown_key_that_is_near_to_none():
         keys.find("zzz")
 
 
+@pytest.mark.parametrize("name", ["aggregation", "server_optimizer"])
+def test_options_of_methods_are_no_keys(name):
+    with pytest.raises(ConfigError, match=rf"unknown key '{name}': it is an option of .*: cfl-ray methods fedavg$"):
+        keys.find(name)
+
+
 def test_meanings_list_every_name_of_a_part():
     """The sections do not import torch, so that the names are written there by hand."""
     from cfl_ray.core.metrics import METRICS

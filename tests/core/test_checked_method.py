@@ -15,6 +15,7 @@ from cfl_ray.core.errors import RunError
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import Losses
 from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.methods.fedavg import FedAvg
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +123,17 @@ def test_right_results_pass_and_exceptions_note_the_authors_line(stage):
         CheckedMethod(Wrong(), 68).round(first, stage.clients(), Draws(0, 1))
     line = Wrong.round.__code__.co_firstlineno + 1
     assert error.value.__notes__[0].endswith(f"Wrong.round, {__file__}, line {line}")
+
+
+@pytest.mark.parametrize("error, noted", [(RunError("mine.py, line 3"), False), (ValueError("shapes"), True)])
+def test_lines_of_this_package_are_noted_where_an_error_names_none(stage, monkeypatch, error, noted):
+    def failing(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("cfl_ray.methods.fedavg.global_weights", failing)
+    with pytest.raises(type(error)) as found:
+        CheckedMethod(FedAvg(), 68).round(CheckedMethod(FedAvg(), 68).init(stage.start()), stage.clients(), Draws(0, 1))
+    assert [note.startswith("in FedAvg.round") for note in getattr(found.value, "__notes__", [])] == [True] * noted
 
 
 class TestDescribe:

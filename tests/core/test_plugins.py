@@ -51,4 +51,6 @@ def test_a_failing_file_is_reported_and_can_be_corrected(tmp_path):
 
 def test_did_you_mean_names_one_word_or_lists_all():
     assert did_you_mean("stocf", ["ifca", "stocfl"]) == " (did you mean 'stocfl'?)"
+    assert did_you_mean("adma", ["adam", "adamax", "adamw"]) == " (did you mean 'adam'?)"
+    assert did_you_mean("fedadm", ["fedadam", "fedavg"]) == " (did you mean 'fedadam'?)"
     assert did_you_mean("zzz", ["b", "a"]) == "; valid: a, b"

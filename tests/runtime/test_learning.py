@@ -155,9 +155,12 @@ class TestOwnMetric:
         assert found["fedavg"].final["samples"] == expected[view]
 
     def test_a_wrong_value_names_the_line_and_the_client(self, tmp_path):
-        (tmp_path / "own.py").write_text("def score(outputs, targets):\n    return 'high'\n")
+        (tmp_path / "own.py").write_text(
+            "calls = []\n\ndef score(outputs, targets):\n    calls.append(1)\n"
+            "    return 0.0 if len(calls) == 1 else 'high'\n"  # right in the trial before the run
+        )
         metrics = [f"{tmp_path}/own.py:score"]
-        with pytest.raises(ClientFailure, match=r"client \d+ failed while testing: metric score: .*own.py, line 1\)"):
+        with pytest.raises(ClientFailure, match=r"client \d+ failed while testing: metric score: .*own.py, line 3\)"):
             simulate(experiment("classification", evaluation={"metrics": metrics}))
 
     @pytest.mark.parametrize("name", ["test_loss", "loss", "accuracy_local", "mine_std", "Mine"])

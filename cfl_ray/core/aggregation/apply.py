@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation.median import Median
 from cfl_ray.core.aggregation.multi_krum import MultiKrum
-from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_array
+from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import call_own, place_of
+from cfl_ray.core.own_parts import place_of
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import AverageDeferred, Averaging, Backend, CombineColumns, Outcome, Train
 
@@ -31,8 +31,7 @@ class ByColumns:
         return np.concatenate([self._one(values_nF) for values_nF in blocks])
 
     def _one(self, values_nF: np.ndarray) -> np.ndarray:
-        found = call_own("aggregation rule", self.rule.combine, values_nF, self.weight_n)
-        return checked_array(self.rule, "combine", found, values_nF.shape[1], "")
+        return checked_result(self.rule, "combine", values_nF, self.weight_n)
 
 
 def squared_distances(blocks: Iterable[np.ndarray]) -> np.ndarray:
@@ -93,8 +92,7 @@ def _members(averaging: Averaging, out: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _weights(rule: WeightRule, squared_nn: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
     """The weights that a rule gives, which add up to 1."""
-    found = call_own("aggregation rule", rule.weigh, squared_nn, weight_n)
-    result_n = checked_array(rule, "weigh", found, len(weight_n), "weights >= 0")
+    result_n = checked_result(rule, "weigh", squared_nn, weight_n, "weights >= 0")
     total = result_n.sum()
     if not total:
         raise RunError(f"aggregation rule {place_of(rule.weigh)} returned 0 for all {len(weight_n)} results")
@@ -148,8 +146,7 @@ def _clipped_mean(
     for out in np.unique(averaging.out_E):
         mine = averaging.out_E == out
         weight_n = averaging.weight_E[mine] / averaging.weight_E[mine].sum()
-        scales = call_own("aggregation rule", rule.scale, distance_E[mine], weight_n)
-        scale_E[mine] = checked_array(rule, "scale", scales, int(mine.sum()), "factors in 0 .. 1", 1.0)
+        scale_E[mine] = checked_result(rule, "scale", distance_E[mine], weight_n, "factors in 0 .. 1", 1.0)
     scaled = replace(averaging, weight_E=averaging.weight_E * scale_E)
     plain = backend.run(AverageDeferred.of(training, training.address, ids_M, scaled))
     assert plain.arrived_R is not None

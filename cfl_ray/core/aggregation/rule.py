@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.core.own_parts import described, place_of
+from cfl_ray.core.own_parts import call_own, described, place_of
 
 
 @runtime_checkable
@@ -59,18 +59,54 @@ def check_contract(rule: Any) -> None:
         )
 
 
-def checked_array(rule: Any, method: str, value: Any, count: int, allowed: str, high: float = np.inf) -> np.ndarray:
-    """The numbers that a rule returned, float64 (count,). Raises RunError for others, naming the author's line.
+def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:
+    """Calls a rule with `count` random results. Raises RunError where it fails, or returns another type or shape.
+
+    Numbers that are not allowed are left to the run: they may be due to the random ones.
+    """
+    draw = np.random.default_rng(0)
+    values_nF = draw.standard_normal((count, 8)).astype(np.float32)
+    weight_n = draw.uniform(1, 2, count)
+    weight_n /= weight_n.sum()
+    if isinstance(rule, ClippingRule):
+        result_of(rule, "scale", np.linalg.norm(values_nF, axis=1).astype(np.float64), weight_n)
+    elif count >= 3:  # of fewer results these rules are their mean
+        if isinstance(rule, ColumnRule):
+            result_of(rule, "combine", values_nF, weight_n)
+        else:
+            squared_n = np.square(values_nF, dtype=np.float64).sum(1)
+            gram_nn = values_nF.astype(np.float64) @ values_nF.T
+            squared_nn = np.maximum(squared_n[:, None] + squared_n - 2 * gram_nn, 0)
+            result_of(rule, "weigh", squared_nn, weight_n)
+
+
+def result_of(rule: Any, method: str, values: np.ndarray, weight_n: np.ndarray) -> np.ndarray:
+    """The numbers that a method of a rule returns, float64 (F,) or (n,). Raises RunError for another type or shape.
+
+    values: its first argument.
+    """
+    function = getattr(rule, method)
+    value = call_own("aggregation rule", function, values, weight_n)
+    count = values.shape[1] if method == "combine" else len(weight_n)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        array = None
+    if array is None or array.shape != (count,):
+        where = f"aggregation rule {place_of(function)}"
+        raise RunError(f"{where} returned {described(value)}, expected {count} numbers, shape ({count},)")
+    return array
+
+
+def checked_result(
+    rule: Any, method: str, values: np.ndarray, weight_n: np.ndarray, allowed: str = "", high: float = np.inf
+) -> np.ndarray:
+    """The same. Raises RunError, naming the author's line, also for numbers that are not finite, or not allowed.
 
     allowed: the range in words, from 0 to `high`; empty for any finite values.
     """
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        array = np.zeros(0)
-    where = f"aggregation rule {place_of(getattr(type(rule), method))}"
-    if array.shape != (count,):
-        raise RunError(f"{where} returned {described(value)}, expected {count} numbers, shape ({count},)")
+    array = result_of(rule, method, values, weight_n)
+    where, count = f"aggregation rule {place_of(getattr(rule, method))}", len(array)
     if not np.isfinite(array).all():
         at = int(np.flatnonzero(~np.isfinite(array))[0])
         raise RunError(f"{where} returned {array[at]} at position {at} of {count}, expected finite numbers")
