@@ -121,7 +121,7 @@ def from_record(text: str) -> dict[str, str]:
         if line.startswith(_WRITTEN):
             try:
                 return {str(new): str(old) for new, old in dict(json.loads(line.removeprefix(_WRITTEN))).items()}
-            except (ValueError, TypeError):  # a line that somebody edited
+            except (ValueError, TypeError):  # the line was edited
                 return {}
     return {}
 

@@ -315,8 +315,8 @@ class DataConfig(ConfigSection):
     options: dict[str, Any] = Field({}, description="keyword arguments of the function (file.py:function)")
     root: str | None = Field(
         None,
-        description="folder of the data set (arrays: the .npz file); null: the environment variable CFL_RAY_DATA, "
-        "then ./data",
+        description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
+        "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",
     )
     vocabulary: int | None = Field(
         None,
@@ -412,7 +412,7 @@ class DataConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """What in this section is valid, and probably not meant."""
+        """Keys of this section that are valid and probably have another effect than the one that was meant."""
         return [one for one in (self.view_warning, self.client_warning) if one is not None]
 
     @property
