@@ -133,6 +133,11 @@ class Experiment(ConfigSection):
         """Returns the resolved config; loading it gives an equal experiment."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, width=120)
 
+    def to_dict_as_written(self) -> dict[str, Any]:
+        """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
+        values: dict[str, Any] = as_written(self.to_dict(), self._written)
+        return values
+
     def to_record(self) -> str:
         """Returns the resolved config with absolute paths, so that a run is found again from any folder.
 
@@ -149,8 +154,7 @@ class Experiment(ConfigSection):
     @property
     def config_hash(self) -> str:
         """12 hex digits: a hash of everything that can change a result."""
-        values = as_written(self.to_dict(), self._written)
-        values = {key: value for key, value in values.items() if key not in NOT_HASHED}
+        values = {key: value for key, value in self.to_dict_as_written().items() if key not in NOT_HASHED}
         if self.runtime.precision != "float32":
             values["precision"] = self.runtime.precision
         if self.data.federation is not None:

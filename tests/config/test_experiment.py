@@ -611,6 +611,7 @@ class TestRecord:
         assert again.model.name == f"{tmp_path}/own.py:N" and again.data.root == f"{tmp_path}/here"
         assert again.methods[1] == {"fedavg": {"aggregation": {f"{tmp_path}/own.py:R": {"a": 1}}}}
         assert again.config_hash == experiment.config_hash != Experiment().config_hash
+        assert again.to_dict_as_written() == experiment.to_dict() != again.to_dict()
         assert again.data.to_recipe({"root"}) == experiment.data.to_recipe({"root"})
         assert (
             load(tmp_path / "config.yaml", ["rounds=3"]).config_hash == Experiment(**self.VALUES, rounds=3).config_hash
