@@ -196,7 +196,7 @@ def show(found: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
     _show_sizes(sizes, experiment.rounds, console)
-    if warning := experiment.data.view_warning:
+    for warning in experiment.data.warnings:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")

@@ -129,7 +129,7 @@ class Display(Watcher):
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
-        if setup.experiment.data.federation is None and (warning := setup.experiment.data.view_warning):
+        for warning in setup.experiment.data.warnings if setup.experiment.data.federation is None else []:
             self._line(f"warning: {warning}")
         if ignored := ignored_events(setup.experiment):
             self._line(f"note: {ignored}")

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.paths import as_written, beside, from_record, root_beside, to_record
 from cfl_ray.config.sections import (
     CohortConfig,
     ConfigSection,
@@ -83,6 +84,9 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
+    _written: dict[str, str] = PrivateAttr(
+        default_factory=dict
+    )  # of a run's record: paths as written, by absolute ones
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -129,10 +133,28 @@ class Experiment(ConfigSection):
         """Returns the resolved config; loading it gives an equal experiment."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, width=120)
 
+    def to_dict_as_written(self) -> dict[str, Any]:
+        """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
+        values: dict[str, Any] = as_written(self.to_dict(), self._written)
+        return values
+
+    def to_record(self) -> str:
+        """Returns the resolved config with absolute paths, so that a run is found again from any folder.
+
+        Loading it gives an experiment of the same hash.
+        """
+        line, values = to_record(self.to_dict(), self._written)
+        return line + yaml.safe_dump(values, sort_keys=False, width=120)
+
+    def _with_written(self, written: dict[str, str]) -> "Experiment":
+        self._written = written
+        self.data._written = written
+        return self
+
     @property
     def config_hash(self) -> str:
         """12 hex digits: a hash of everything that can change a result."""
-        values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
+        values = {key: value for key, value in self.to_dict_as_written().items() if key not in NOT_HASHED}
         if self.runtime.precision != "float32":
             values["precision"] = self.runtime.precision
         if self.data.federation is not None:
@@ -164,14 +186,15 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file's folder, then in the working directory; those of overrides are relative to the working directory.
     """
     values = _read(QUICKSTART if file is None else Path(file))
+    written = {} if file is None else from_record(Path(file).read_text())
     if file is not None:
-        values = _beside(values, Path(file).parent)
+        values = root_beside(beside(values, Path(file).parent), Path(file).parent)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
         _set(values, key.split("."), _parse(text, override), override)
-    return Experiment(**values)
+    return Experiment(**values)._with_written(written)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -181,79 +204,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
     return values
-
-
-_PATHS = (
-    ("data", "root"),
-    ("data", "source"),
-    ("data", "shift", "kind"),
-    ("data", "partition", "kind"),
-    ("model",),
-    ("model", "name"),
-    ("cohort", "availability", "kind"),
-    ("cohort", "availability", "file"),
-    ("attack", "kind"),
-    ("task",),
-    ("task", "loss"),
-    ("task", "metrics"),
-    ("evaluation", "metrics"),
-    ("local", "optimizer"),
-    ("local", "schedule"),
-    ("local", "step_schedule"),
-)
-
-
-def _beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the values with every relative path that exists in `folder` as a path in `folder`."""
-    for path in _PATHS:
-        section: Any = values
-        for key in path[:-1]:
-            section = section.get(key) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or path[-1] not in section:
-            continue
-        value, whole = section[path[-1]], path[-1] in ("root", "file")
-        if isinstance(value, dict) and path[-1] in ("schedule", "step_schedule"):
-            value = _choice_in_folder(value, folder)
-        elif isinstance(value, list):
-            value = [_in_folder(one, folder) for one in value]
-        section[path[-1]] = _in_folder(value, folder, whole)
-    if isinstance(values.get("methods"), list):
-        values["methods"] = [_method_in_folder(entry, folder) for entry in values["methods"]]
-    runtime, tracking = values.get("runtime"), values.get("tracking")
-    if isinstance(runtime, dict) and "backend" in runtime:
-        runtime["backend"] = _choice_in_folder(runtime["backend"], folder)
-    if isinstance(tracking, dict) and isinstance(tracking.get("trackers"), list):
-        tracking["trackers"] = [_choice_in_folder(entry, folder) for entry in tracking["trackers"]]
-    return values
-
-
-def _method_in_folder(entry: Any, folder: Path) -> Any:
-    """Returns an entry of `methods` with its file, and those of its aggregation and server optimiser, in `folder`."""
-    entry = _choice_in_folder(entry, folder)
-    if isinstance(entry, dict):
-        for name, options in entry.items():
-            if isinstance(options, dict):
-                own = {key: options[key] for key in ("aggregation", "server_optimizer") if key in options}
-                entry[name] = options | {key: _choice_in_folder(value, folder) for key, value in own.items()}
-    return entry
-
-
-def _choice_in_folder(value: Any, folder: Path) -> Any:
-    """Returns a name, or {name: options}, with the name's file in `folder`."""
-    if isinstance(value, dict):
-        return {_in_folder(name, folder): options for name, options in value.items()}
-    return _in_folder(value, folder)
-
-
-def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
-    """Returns a path, or with `whole` False the path before the colon in `file.py:Name`, as one in `folder`.
-
-    The value itself where there is no such file.
-    """
-    if not isinstance(value, str) or not (whole or ":" in value):
-        return value
-    path = Path(value if whole else value.rpartition(":")[0]).expanduser()
-    return str(folder / value) if not path.is_absolute() and (folder / path).exists() else value
 
 
 def _parse(text: str, where: str) -> Any:

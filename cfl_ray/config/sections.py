@@ -9,12 +9,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PrivateAttr,
     field_serializer,
     field_validator,
     model_validator,
 )
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
+from cfl_ray.config.paths import as_written
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.plugins import entry_points_of
@@ -313,8 +315,8 @@ class DataConfig(ConfigSection):
     options: dict[str, Any] = Field({}, description="keyword arguments of the function (file.py:function)")
     root: str | None = Field(
         None,
-        description="folder of the data set (arrays: the .npz file); null: the environment variable CFL_RAY_DATA, "
-        "then ./data",
+        description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
+        "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",
     )
     vocabulary: int | None = Field(
         None,
@@ -350,6 +352,9 @@ class DataConfig(ConfigSection):
     synthetic_samples: int = Field(50, ge=1, description="training samples per client (synthetic)")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups (synthetic)")
     datasets_group: ClassVar[str] = "cfl_ray.datasets"
+    _written: dict[str, str] = PrivateAttr(
+        default_factory=dict
+    )  # of a run's record: paths as written, by absolute ones
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes (synthetic)")
 
     @model_validator(mode="after")
@@ -399,6 +404,27 @@ class DataConfig(ConfigSection):
         if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_own or not has_tests:
             return "holdout"
         return "label" if part.kind == "classes" or part.sizes or part.cut else "cluster"
+
+    def to_recipe(self, exclude: set[str]) -> dict[str, Any]:
+        """Returns the values that decide the content of shards, with paths as they were written."""
+        values: dict[str, Any] = as_written(self.model_dump(mode="json", exclude=exclude), self._written)
+        return self.without_defaults(values)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Keys of this section that are valid and probably have another effect than the one that was meant."""
+        return [one for one in (self.view_warning, self.client_warning) if one is not None]
+
+    @property
+    def client_warning(self) -> str | None:
+        """Why the column of clients does not decide the clients; None where it does, or none is named."""
+        kind = reference_of(self.partition.kind)
+        if self.columns.client is None or kind == "writer" or self.source in UNDIVIDED or self.is_function:
+            return None
+        return (
+            f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} divides "
+            "all samples anew; for one client of each value set data.partition: {kind: writer, clients: null}"
+        )
 
     @property
     def view_warning(self) -> str | None:

@@ -151,8 +151,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
         "synthetic_groups",
         "synthetic_classes",
     }
-    values = data.without_defaults(data.model_dump(mode="json", exclude=no_effect))
-    recipe: dict[str, Any] = {"data": values, "seed": seed}
+    recipe: dict[str, Any] = {"data": data.to_recipe(no_effect), "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
     for name, part in (("shift", data.shift), ("partition", data.partition)):

@@ -1,5 +1,6 @@
 """Base data sets before their division: images or other inputs, labels and, where known, the client of each sample."""
 
+import glob
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -74,11 +75,29 @@ class Source:
 
 
 def roots(data: DataConfig) -> list[Path]:
-    """Returns the folders in which data sets are looked for, in this order."""
+    """Returns the folders in which data sets are looked for, in this order; named files also in the working directory.
+
+    Raises DataError where `data.root` is a file.
+    """
     if data.root is not None:
-        return [Path(data.root).expanduser()]
+        root = Path(data.root).expanduser()
+        if root.is_file():
+            raise DataError(
+                f"data.root: {root} is a file, expected a folder; write root: {root.parent}"
+                + (f" and train_files: {root.name}" if data.train_files is None else "")
+            )
+        return [root]
     named = os.environ.get("CFL_RAY_DATA")
-    return ([Path(named).expanduser()] if named else []) + [Path("data")]
+    here = [Path()] if data.train_files else []
+    return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
+
+
+def with_file_as_root(data: DataConfig) -> DataConfig:
+    """The section with a file that `data.root` names as the training file of its folder."""
+    root = Path(data.root or "").expanduser()
+    if data.root is None or not root.is_file() or data.train_files is not None:
+        return data
+    return data.model_copy(update={"root": str(root.parent), "train_files": glob.escape(root.name)})
 
 
 def find(

@@ -15,7 +15,7 @@ from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import leaf, parquet, tables
-from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.data.images import Images, Progress, Source, find, roots, with_file_as_root
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
@@ -171,6 +171,7 @@ def _join_writers(images: Images, file: Path) -> Images:
 def images(data: DataConfig) -> Source:
     """Returns the data set of this name."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
+    data = with_file_as_root(data)
     patterns = (
         [data.train_files]
         if data.train_files
@@ -185,6 +186,7 @@ def femnist(data: DataConfig) -> Source:
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
         "or use source femnist_leaf for LEAF's JSON"
     )
+    data = with_file_as_root(data)
     patterns = [data.train_files] if data.train_files else ["hf/femnist/data/*.parquet", "data/*.parquet", "*.parquet"]
     columns = ColumnsConfig(
         **{"label": "character", "client": "writer_id", **data.columns.model_dump(exclude_unset=True)}
@@ -260,6 +262,7 @@ def sent140_leaf(data: DataConfig) -> Source:
 def csv(data: DataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
+    data = with_file_as_root(data)
     folder, train = find(data, [""], [data.train_files or "*.csv"], "csv", get)
     train, test = _without_test(data, folder, train)
     return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))

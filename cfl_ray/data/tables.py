@@ -21,6 +21,12 @@ Named = tuple[str, pa.Table]  # the name of a part for messages, and its rows
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
     """Returns the samples of CSV files: inputs float32 (n, F), one number per feature column."""
     parts = [_concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
+    for part in parts:
+        for name in _names(columns.label):
+            _column(part, name)
+    for column in (columns.client, columns.group):
+        if column is not None:
+            _column(parts[0], column)
     special = {*_names(columns.label), columns.client, columns.group}
     features = columns.features or [name for name in parts[0][1].column_names if name not in special]
     if not features:
@@ -146,12 +152,30 @@ def _column(part: Named, column: str) -> pa.ChunkedArray:
 
 def _numbers(part: Named, column: str) -> np.ndarray:
     values = _column(part, column)
-    kind = values.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise DataError(
-            f"{part[0]}: feature column {column!r} must hold numbers, it holds {kind}; set data.columns.features"
-        )
+    _check_numbers(part, column, "feature column", "set data.columns.features")
     return _finite(part, column, values.to_numpy().astype(np.float32))
+
+
+def _check_numbers(part: Named, column: str, what: str, advice: str) -> None:
+    """Raises DataError, with the first row that holds something else, for a column that does not hold numbers."""
+    values = _column(part, column)
+    kind = values.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return
+    found = ""
+    if _is_text(kind):
+        cells = values.to_pylist()
+        row = next((row for row, cell in enumerate(cells) if not _is_number(cell)), 0)
+        found = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
+    raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{found}; {advice}")
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
@@ -175,7 +199,8 @@ def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
     if not all(_is_text(one.type) for one in values):
         raise DataError(
             f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {values[0].type}; "
-            "set data.columns.label"
+            + ("set task: regression to learn numbers, or " if pa.types.is_floating(values[0].type) else "")
+            + "set data.columns.label"
         )
     words = [np.asarray(one.to_pylist(), np.str_) for one in values]
     known = np.unique(words[0])
@@ -195,6 +220,8 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
         if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
             y = np.asarray(_column(part, columns).to_pylist())
         else:
+            for name in _names(columns):
+                _check_numbers(part, name, "label column", "correct the cell, or set data.columns.label")
             parts = [_column(part, name).to_numpy() for name in _names(columns)]
             y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
         return targets_of(where, y, targets).astype(TARGETS[targets].stored)

@@ -45,7 +45,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     for run in runs:
         results = load_run(run)
         experiment = config.load(Path(run) / CONFIG)
-        settings = _without_seed(experiment.to_dict())
+        settings = _without_seed(experiment.to_dict_as_written())
         name = names.setdefault(settings, _free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:

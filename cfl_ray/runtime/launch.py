@@ -228,7 +228,7 @@ def _path(path: str | Path | None) -> Path | None:
 def _write_config(directory: Path, experiment: Experiment) -> None:
     """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_yaml()}", mode=0o600)
+    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}", mode=0o600)
 
 
 def _hash_of(file: Path) -> str:

@@ -15,6 +15,7 @@ from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method
+from cfl_ray.core.plugins import load_plugin
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.methods.ifca import IFCA
@@ -579,6 +580,55 @@ def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
     assert (changed.model.name, changed.data.root) == ("my.py:Net", "data")
     (tmp_path / "conf" / "my.py").unlink()
     assert load("conf/mine.yaml").model.name == "my.py:Net"
+    with pytest.raises(ConfigError, match=f"there is no file {tmp_path}/conf/my.py or {tmp_path}/my.py"):
+        load_plugin("my.py:Net", "model")
+
+
+def test_data_files_are_looked_for_in_the_folder_of_the_config(tmp_path):
+    (tmp_path / "houses.csv").write_text("a,label\n1,0\n")
+    (tmp_path / "mine.yaml").write_text("data: {source: csv, train_files: houses.csv}\n")
+    assert load(tmp_path / "mine.yaml").data.root == str(tmp_path)
+    assert load(tmp_path / "mine.yaml", ["data.root=there"]).data.root == "there"
+    (tmp_path / "houses.csv").unlink()
+    assert load(tmp_path / "mine.yaml").data.root is None
+
+
+class TestRecord:
+    VALUES = {
+        "methods": ["fedavg", {"fedavg": {"aggregation": {"own.py:R": {"a": 1}}}}],
+        "model": {"name": "own.py:N"},
+        "data": {"shift": {"kind": "own.py:f"}, "root": "here"},
+        "runtime": {"backend": "own.py:B"},
+    }
+
+    def test_names_files_by_absolute_paths_and_keeps_the_hash(self, tmp_path, monkeypatch):
+        (tmp_path / "own.py").write_text("")
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path)
+        experiment = Experiment(**self.VALUES)
+        (tmp_path / "config.yaml").write_text(experiment.to_record())
+        monkeypatch.chdir("/")
+        again = load(tmp_path / "config.yaml")
+        assert again.model.name == f"{tmp_path}/own.py:N" and again.data.root == f"{tmp_path}/here"
+        assert again.methods[1] == {"fedavg": {"aggregation": {f"{tmp_path}/own.py:R": {"a": 1}}}}
+        assert again.config_hash == experiment.config_hash != Experiment().config_hash
+        assert again.to_dict_as_written() == experiment.to_dict() != again.to_dict()
+        assert again.data.to_recipe({"root"}) == experiment.data.to_recipe({"root"})
+        assert (
+            load(tmp_path / "config.yaml", ["rounds=3"]).config_hash == Experiment(**self.VALUES, rounds=3).config_hash
+        )
+        (tmp_path / "copy.yaml").write_text(again.to_record())
+        assert load(tmp_path / "copy.yaml").to_record() == again.to_record() == (tmp_path / "config.yaml").read_text()
+
+    def test_without_files_it_is_the_plain_yaml(self):
+        assert Experiment().to_record() == Experiment().to_yaml()
+
+    def test_one_file_written_in_two_ways_stays_as_written(self, tmp_path, monkeypatch):
+        """Its absolute path alone would not give back the hash."""
+        (tmp_path / "own.py").write_text("")
+        monkeypatch.chdir(tmp_path)
+        experiment = Experiment(model="own.py:N", evaluation={"metrics": ["./own.py:N"]})
+        assert experiment.to_record() == experiment.to_yaml()
 
 
 class TestParts:

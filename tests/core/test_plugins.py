@@ -1,7 +1,9 @@
+import sys
+
 import pytest
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.plugins import load_plugin
+from cfl_ray.core.plugins import load_plugin, sent_by_value
 
 
 def test_loads_an_object_of_the_file(tmp_path):
@@ -47,6 +49,35 @@ def test_a_failing_file_is_reported_and_can_be_corrected(tmp_path):
         load_plugin(f"{file}:Net", "model")
     file.write_text("Net = 'corrected'\n")
     assert load_plugin(f"{file}:Net", "model") == "corrected"
+
+
+class TestNeighbours:
+    def write(self, folder, value):
+        folder.mkdir(exist_ok=True)
+        (folder / "floor_of_mine.py").write_text(f"FLOOR = {value}\ndef floor(): return FLOOR\n")
+        (folder / f"part{value}.py").write_text("from floor_of_mine import FLOOR, floor\nimport json, wave\n")
+        return folder / f"part{value}.py"
+
+    def test_a_file_imports_the_files_of_its_folder(self, tmp_path):
+        """And those of its own folder, where another folder has one of the same name."""
+        path = list(sys.path)
+        files = [self.write(tmp_path / str(value), value) for value in (1, 2)]
+        assert [load_plugin(f"{file}:FLOOR", "model") for file in files] == [1, 2]
+        assert [load_plugin(f"{file}:floor", "model")() for file in files] == [1, 2]
+        assert sys.path == path
+
+    def test_neighbours_are_sent_and_installed_modules_are_not(self, tmp_path):
+        load_plugin(f"{self.write(tmp_path, 3)}:floor", "model")
+        names = {module.__name__ for module in sent_by_value()}
+        assert {"cfl_ray_plugin_part3", "floor_of_mine"} <= names and not {"json", "wave"} & names
+
+    def test_a_neighbour_that_fails_can_be_corrected(self, tmp_path):
+        file = self.write(tmp_path, 4)
+        (tmp_path / "floor_of_mine.py").write_text("FLOOR = 4\n1 / 0\n")
+        with pytest.raises(ConfigError, match=r"part4.py cannot be imported: ZeroDivisionError: .* \(line 1\)"):
+            load_plugin(f"{file}:FLOOR", "model")
+        self.write(tmp_path, 4)
+        assert load_plugin(f"{file}:FLOOR", "model") == 4
 
 
 def test_did_you_mean_names_one_word_or_lists_all():

@@ -148,8 +148,18 @@ class TestCsv:
         "text, columns, message",
         [
             ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, found -1..-1"),
-            ("a,kind,shop\n1,0.5,x\n", {}, "label column 'kind' must hold integers or words, it holds double"),
-            ("a,kind,shop\none,0,x\n", {}, "feature column 'a' must hold numbers, it holds string"),
+            (
+                "a,kind,shop\n1,0.5,x\n",
+                {},
+                "label column 'kind' must hold integers or words, it holds double; set task: regression",
+            ),
+            (
+                "a,kind,shop\n1,0,x\ntwo,0,x\n",
+                {},
+                r"feature column 'a' must hold numbers, it holds string, e.g. 'two' in row 1 \(the first is row 0\)",
+            ),
+            ("a,kind,shop\n1,pear,x\n", {"label": "kidn"}, r"has no column 'kidn' \(did you mean 'kind'\?\)"),
+            ("a,kind,shop\n1,pear,x\n", {"client": "shp"}, r"has no column 'shp' \(did you mean 'shop'\?\)"),
             ("a,kind,shop\n,0,x\n2,1,x\n", {}, "column 'a' is empty in row 0"),
             ("a,kind,shop\n1,0,x\n", {"label": "kindd"}, r"has no column 'kindd' \(did you mean 'kind'\?\)"),
             ("a,kind,shop\n", {}, "t.csv holds no row"),
@@ -159,6 +169,30 @@ class TestCsv:
     def test_errors_name_the_column(self, tmp_path, text, columns, message):
         with pytest.raises(DataError, match=message):
             self.read(tmp_path, text, columns=columns)
+
+    def test_the_root_may_be_the_file(self, tmp_path):
+        self.read(tmp_path)
+        (tmp_path / "other.csv").write_text("c\n1\n")
+        data = DataConfig(source="csv", root=str(tmp_path / "t.csv"), columns={"label": "kind", "client": "shop"})
+        assert locate("csv", data).files == (tmp_path / "t.csv",)
+        wrong = data.model_copy(update={"train_files": "o*.csv"})
+        for one, name in ((wrong, "csv"), (data.model_copy(update={"source": "femnist_leaf"}), "femnist_leaf")):
+            with pytest.raises(DataError, match=f"data.root: .*t.csv is a file, .* write root: {tmp_path}"):
+                locate(name, one)
+
+    def test_without_a_root_named_files_are_also_looked_for_here(self, tmp_path, monkeypatch):
+        self.read(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        found = locate("csv", DataConfig(source="csv", train_files="t.csv")).files
+        assert [file.absolute() for file in found] == [tmp_path / "t.csv"]
+        with pytest.raises(DataError, match="data set 'csv' not found"):
+            locate("csv", DataConfig(source="csv"))
+
+    def test_a_column_of_clients_without_effect_is_told(self):
+        columns = {"label": "kind", "client": "shop"}
+        (text,) = DataConfig(source="csv", columns=columns).warnings
+        assert text.startswith("data.columns.client 'shop' does not decide the clients: partition.kind iid divides")
+        assert not DataConfig(source="csv", columns=columns, partition={"kind": "writer", "clients": None}).warnings
 
 
 class TestImageFolder:

@@ -113,7 +113,7 @@ class TestTables:
         [
             (["height", "weight"], "class", "data.columns.label names 2 columns, a class has 1"),
             (["height"], "binary", "values other than 0 and 1 in 4 of 4 rows, first in row 0"),
-            (["shop"], "real", "must be numbers"),
+            (["shop"], "real", "label column 'shop' must hold numbers, it holds string, e.g. 'x' in row 0"),
             (["hight"], "real", "no column 'hight'.*did you mean 'height'"),
         ],
     )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cfl_ray import ConfigError, resume, run, simulate
+from cfl_ray import ConfigError, load_run, resume, run, simulate
+from cfl_ray.config import load
 from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.journal import Journal, JournalEvent
 
@@ -58,3 +59,36 @@ def test_replay_of_a_damaged_journal_is_refused_before_anything_starts(experimen
     with pytest.raises(DataError, match=r"events.jsonl is damaged"):
         simulate(experiment(rounds=2), tmp_path / "again", replay=run_dir)
     assert not (tmp_path / "again/config.yaml").exists()
+
+
+def test_a_run_with_files_of_its_own_goes_on_from_any_folder(tmp_path, monkeypatch, figures):
+    """Its config.yaml names them by absolute paths; hash and labels are those of the config as written."""
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    start.mkdir()
+    elsewhere.mkdir()
+    (start / "floor_beside.py").write_text("SCALE = 0.5\n")
+    (start / "mine.py").write_text(
+        "import numpy as np\nfrom floor_beside import SCALE\n\n\nclass Rule:\n"
+        "    def scale(self, distance_n, weight_n):\n        return np.full(len(weight_n), SCALE)\n\n\n"
+        "def top2(outputs, y):\n    return (outputs.topk(2).indices == y[:, None]).any(1).float().mean()\n"
+    )
+    (start / "houses.csv").write_text("a,b,kind\n" + "1,2,pear\n4,1,plum\n0,2,pear\n5,1,plum\n" * 10)
+    (start / "mine.yaml").write_text(
+        "rounds: 2\nmethods: [fedavg, {fedavg: {aggregation: 'mine.py:Rule'}}]\ntracking: {enabled: false}\n"
+        "evaluation: {metrics: ['mine.py:top2']}\n"
+        "data: {source: csv, train_files: houses.csv, columns: {label: kind}, partition: {clients: 4}}\n"
+    )
+    monkeypatch.chdir(start)
+    experiment = load("mine.yaml")
+    whole = simulate(experiment)
+    simulate(experiment, "run")
+    before = (start / "run/config.yaml").read_text()
+    for label in whole.methods:
+        for file in (start / "run" / label / "checkpoints").glob("000002*"):
+            file.unlink()
+    monkeypatch.chdir(elsewhere)
+    assert load(start / "run/config.yaml").config_hash == experiment.config_hash
+    assert figures(resume(start / "run", on_ray=False)) == figures(whole)
+    assert figures(simulate(load(start / "run/config.yaml"), "again")) == figures(whole)
+    assert load_run(start / "run").methods.keys() == whole.methods.keys()
+    assert (start / "run/config.yaml").read_text() == before == (elsewhere / "again/config.yaml").read_text()

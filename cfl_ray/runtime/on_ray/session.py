@@ -1,7 +1,6 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -16,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.plugins import PREFIX
+from cfl_ray.core.plugins import sent_by_value
 from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.placement import host_count
@@ -162,7 +161,6 @@ def _stop_on_sigterm() -> Any:
 
 
 def _send_plugins_by_value() -> None:
-    """A user's file cannot be imported on other nodes, so its definitions are sent whole."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(PREFIX):
-            ray.cloudpickle.register_pickle_by_value(module)
+    """A user's file cannot be imported on other nodes, so its definitions and its neighbours' are sent whole."""
+    for module in sent_by_value():
+        ray.cloudpickle.register_pickle_by_value(module)

@@ -8,6 +8,7 @@ from cfl_ray.core.errors import RunError
 FILE = '''
 from dataclasses import dataclass
 
+import half_beside
 import numpy as np
 import torch
 
@@ -45,9 +46,7 @@ class Even:
         return np.ones(len(weight_n))
 
 
-class Half:
-    def scale(self, distance_n, weight_n):
-        return np.full(len(weight_n), 0.5)
+class Half(half_beside.Half): ...
 
 
 def rider(upload_P, start_P, draw, sigma):
@@ -63,10 +62,20 @@ class Wrong:
         return np.full(values_nF.shape[1], np.nan)
 '''
 
+BESIDE = """
+import numpy as np
+
+
+class Half:
+    def scale(self, distance_n, weight_n):
+        return np.full(len(weight_n), 0.5)
+"""
+
 
 @pytest.fixture
 def own(tmp_path, experiment):
     file = tmp_path / "own.py"
+    (tmp_path / "half_beside.py").write_text(BESIDE)
     file.write_text(FILE)
 
     def made(**changes):
