@@ -7,6 +7,7 @@ the end, rounds on 2 and 16 real hosts of this machine stand beside the simulati
 
 import heapq
 import itertools
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, PieceResult, Rows, Train
@@ -265,7 +268,8 @@ def measure_round(hosts: int, cohort: int, clusters: int, hidden: int) -> Measur
     import ray
 
     from cfl_ray import Experiment
-    from cfl_ray.runtime.on_ray.host_actor import host_environment, start_host
+    from cfl_ray.runtime.on_ray.connect import connect
+    from cfl_ray.runtime.on_ray.host_actor import start_host
     from cfl_ray.runtime.on_ray.pool import Pool
     from cfl_ray.runtime.prepare import prepare
 
@@ -283,8 +287,7 @@ def measure_round(hosts: int, cohort: int, clusters: int, hidden: int) -> Measur
         tracking={"enabled": False},
         runtime={"engine": "sequential", "hosts": hosts, "cpus_per_host": 0.01},
     )
-    with host_environment():
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    connect(None)
     try:
         setup = prepare(experiment)
         setup_ref = ray.put(setup)
