@@ -128,6 +128,8 @@ def submitted(head, tmp_path):
     for name in ("jobs", "cfl_ray"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "small.yaml").write_text(EXPERIMENT)
+    # a package of its own: Ray removes that of a job that has ended, also where another begins with an equal one
+    (folder / "test.txt").write_text(str(tmp_path))
 
     def submit(*entrypoint: str, options=(), **changes) -> subprocess.CompletedProcess:
         submission = [RAY, "job", "submit", "--address", dashboard, "--working-dir", ".", *options]
