@@ -108,7 +108,11 @@ def to_record(values: dict[str, Any], written: Mapping[str, str]) -> tuple[str, 
     values: of a whole config; a relative path in them is relative to the working directory. written: the paths as
     written of those that are absolute already.
     """
-    absolute = beside(json.loads(json.dumps(values)), Path.cwd())
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the folder in which the run was started is gone, and its files with it
+        return "", values
+    absolute = beside(json.loads(json.dumps(values)), here)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
     if as_written(absolute, changed) != as_written(values, written):  # one file, written in two ways
         return "", values

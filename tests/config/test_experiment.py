@@ -687,3 +687,12 @@ tracking: {trackers: ["own.py:T", {"own.py:U": {}}]}
         assert experiment.to_dict()["data"]["shift"]["kind"] == f"{__name__}.{shift.__qualname__}"
         with pytest.raises(ConfigError, match="data.shift.kind: a shift is a name, file.py:Name or, in Python"):
             Experiment(data={"shift": {"kind": 5}})
+
+
+def test_a_record_is_made_also_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+    """Ray may remove the folder of a job while the job runs."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert Experiment(rounds=3).to_record() == Experiment(rounds=3).to_yaml()
