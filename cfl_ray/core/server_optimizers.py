@@ -18,6 +18,7 @@ its moments. All others begin anew: a new cluster, the two parts of a split, mer
 merged cluster take over the model of one of its parts says so (`Clients.restart_moments`).
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class FedAvgM:
 
 
 @dataclass(frozen=True)
-class AdaptiveServer:
+class AdaptiveServer(ABC):
     """The common part of the three adaptive optimisers: everything except the second moment."""
 
     name: ClassVar[str] = "server optimizer"
@@ -74,9 +75,9 @@ class AdaptiveServer:
         limits = {"lr": (self.lr, 0, None), "tau": (self.tau, 0, None)}
         _check(self.name, beta1=(self.beta1, -1e-300, 1), beta2=(self.beta2, -1e-300, 1), **limits)
 
+    @abstractmethod
     def second_moment(self, v_P: Tensor, square_P: Tensor) -> Tensor:
         """V after a change whose square is `square_P`."""
-        raise NotImplementedError
 
     def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
         m_P, v_P = moments or (torch.zeros_like(delta_P), torch.full_like(delta_P, self.tau**2))

@@ -15,6 +15,7 @@ monotone, so both orders select the same values. The result equals that of `sequ
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,7 +212,7 @@ class _Buffers:
         return view
 
 
-class Layer:
+class Layer(ABC):
     """A layer with its arrays. `backward` belongs to the `forward` before it."""
 
     uses_output = False  # whether `backward` reads the output, which the next layer may therefore not overwrite
@@ -219,16 +220,16 @@ class Layer:
     def __init__(self) -> None:
         self.buffers = _Buffers()
 
+    @abstractmethod
     def forward(self, x: Array) -> Array:
         """The output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, grad: Array, needs_input: bool) -> Array:
         """The gradient at the input, from that at the output, which may be overwritten.
 
         Writes the gradients of the parameters. needs_input: False where the gradient at the input is not needed.
         """
-        raise NotImplementedError
 
 
 class _Linear(Layer):

@@ -154,9 +154,8 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M  # C_m
         exponent_M = np.minimum(1, loss_M / max(loss_M[s], 1e-12))
         more_N = state.more_N.astype(np.float64)
-        more_N[ids_M] += np.where(
-            total_M > total_M[s], (self.alpha * num_samples_M[s] / num_samples_M) ** exponent_M, 0
-        )
+        behind_M = (total_M > total_M[s]) & (self.alpha > 0)
+        more_N[ids_M] += np.where(behind_M, (self.alpha * num_samples_M[s] / num_samples_M) ** exponent_M, 0)
         return state.advance(loss_N=loss_N, more_N=more_N, variance=float(total_M.var()))
 
     def cluster(self, state: AutoCFLState, clients: Clients, updates: Updates) -> AutoCFLState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cfl_ray import config
+from cfl_ray.config import Experiment
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.runtime.load import load_run
@@ -45,8 +45,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     for run in runs:
         results = load_run(run)
         experiment = config.load(Path(run) / CONFIG)
-        settings = _without_seed(experiment.to_dict_as_written())
-        name = names.setdefault(settings, _free_name(experiment.name, list(names.values())))
+        name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:
                 of_seeds = found.setdefault((name, label), {})
@@ -80,14 +79,9 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _without_seed(settings: dict[str, Any]) -> str:
-    """Settings that the runs of one experiment share: all that figures depend on, but for the seed and the methods."""
-    kept = {
-        key: value
-        for key, value in settings.items()
-        if key not in ("name", "seed", "methods", "output", "runtime", "tracking")
-    }
-    return json.dumps(kept, sort_keys=True, default=str)
+def _settings_of(experiment: Experiment) -> str:
+    """Hash of the settings that the runs of one experiment share: all that figures depend on but seed and methods."""
+    return experiment.model_copy(update={"seed": 0, "methods": []}).config_hash
 
 
 def _free_name(name: str, taken: list[str]) -> str:

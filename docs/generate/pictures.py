@@ -189,7 +189,7 @@ def protocols() -> Picture:
 
 
 def ledger() -> Picture:
-    """What a round of three methods enters into the ledger of traffic."""
+    """Numbers that a client sends and receives in a round of three methods."""
     drawn = Picture("ledger", "Numbers sent and received by a client in one round", 760, 300)
     drawn.text(20, 26, "one client, one round, a model of P numbers; 32 bits a number", "strong", "start")
     rows = [

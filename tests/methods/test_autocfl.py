@@ -66,6 +66,10 @@ class TestTwoClients:
             assert state.variance == pytest.approx(((total[0] - total[1]) / 2) ** 2, abs=1e-5)
         assert (epochs[1] > E_0) == behind
 
+    def test_alpha_0_leaves_the_epochs_as_they_are(self):
+        one, method = linear(), AutoCFL(alpha=0, min_rounds=9, max_rounds=9)
+        assert not one.play(method, *[None] * 3).more_N.any()
+
     @pytest.mark.parametrize("weights", ["samples", "uniform"])
     def test_a_cluster_starts_from_its_members_last_models(self, weights):
         one = linear(seed=1)

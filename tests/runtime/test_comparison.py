@@ -9,6 +9,7 @@ from scipy.stats import ttest_rel
 
 import cfl_ray
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime import comparison
 from cfl_ray.runtime.comparison import compare_runs, format_table
 
 
@@ -54,6 +55,14 @@ def test_other_settings_are_another_experiment(runs):
     frame = compare_runs(runs)
     assert frame["experiment"].tolist() == ["small"] * 2 + ["small (2)"] * 2 and frame["runs"].tolist() == [3, 3, 1, 1]
     assert frame["p"][2:].isna().all() and frame["accuracy_std"][2:].isna().all()
+
+
+def test_what_figures_depend_on_makes_an_experiment():
+    plain = cfl_ray.Experiment()
+    same = cfl_ray.Experiment(seed=3, name="other", methods=["local"], runtime={"hosts": 2}, output="elsewhere")
+    assert comparison._settings_of(plain) == comparison._settings_of(same)
+    for other in ({"rounds": 3}, {"runtime": {"precision": "bf16"}}, {"local": {"lr": 0.2}}):
+        assert comparison._settings_of(plain) != comparison._settings_of(cfl_ray.Experiment(**other))
 
 
 def test_metrics_by_name(runs):

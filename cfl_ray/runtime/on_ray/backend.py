@@ -211,10 +211,11 @@ class Exchange:
 
     def _files(self, pieces: Sequence[Piece]) -> list[int]:
         """The file that holds the first client of each piece; empty where hosts fetch no files."""
-        if not self.work.is_per_client:
+        federation = self.setup.federation
+        if not self.work.is_per_client or federation.files_of(np.zeros(0, np.int64)) is None:
             return []
         firsts = [int(self.work.ids_M[piece.index_m[0]]) for piece in pieces if len(piece.index_m)]
-        files = self.setup.federation.files_of(np.array(firsts, np.int64))
+        files = federation.files_of(np.array(firsts, np.int64))
         return [] if files is None or len(firsts) < len(pieces) else files.tolist()
 
     def _nodes(self, pieces: Sequence[Piece]) -> list[str]:
