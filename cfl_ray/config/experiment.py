@@ -6,7 +6,7 @@ Every key has one place, one default and one description; an unknown key is an e
 import hashlib
 import json
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     ),
     "evaluation": (("metrics", []),),
 }
+_SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -92,7 +93,7 @@ class Experiment(ConfigSection):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(explain(error, type(self))) from None
         self._check_target()
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
@@ -234,33 +235,43 @@ def _name_of(value: Any) -> Any:
         return value.item()
     if is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        options = {} if isinstance(value, type) else {item.name: getattr(value, item.name) for item in fields(value)}
-        return name if isinstance(value, type) else {name: options}
+        if isinstance(value, type):
+            return name
+        given = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {name: {key: one for key, one in given.items() if key not in ("local", "label") or one is not None}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _without_default(entry: Any) -> Any:
-    """Returns an entry of `methods` without the defaults of options that all methods share."""
+    """Returns an entry of `methods` without its label and the defaults of options that all methods share."""
     if not isinstance(entry, dict):
         return entry
     return {
         name: {
             key: value
             for key, value in (options or {}).items()
-            if (key, value) not in (("aggregation", "mean"), ("server_optimizer", "none"))
+            if key != "label" and (key, value) not in _SHARED_DEFAULTS
         }
         for name, options in entry.items()
     }
 
 
-def _explain(error: ValidationError) -> str:
+def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
+    """Returns the section `local` with some keys changed. Raises ConfigError, which says `where` they were given."""
+    try:
+        return LocalConfig(**(local.model_dump() | dict(changes)))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
+
+
+def explain(error: ValidationError, config: type[ConfigSection]) -> str:
     """Returns one line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
     lines = []
     for problem in error.errors():
         where = ".".join(map(str, problem["loc"])) or "config"
         if problem["type"] == "extra_forbidden":
             *section, key = problem["loc"]
-            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(section))}")
+            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(config, section))}")
         else:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
@@ -269,9 +280,9 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _keys_at(path: Iterable[int | str]) -> list[str]:
-    """Returns the valid keys of the section at `path`; the numbers in it are places in lists."""
-    section: Any = Experiment
+def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str]:
+    """Returns the valid keys of the section at `path` of a config; the numbers in it are places in lists."""
+    section: Any = config
     for key in path:
         if isinstance(key, int):
             continue
