@@ -186,19 +186,18 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
     file's folder, then in the working directory; those of overrides are relative to the working directory.
     """
-    values = _read(QUICKSTART if file is None else Path(file))
+    values = read_yaml(QUICKSTART if file is None else Path(file))
     written = {} if file is None else from_record(Path(file).read_text())
     if file is not None:
         values = root_beside(beside(values, Path(file).parent), Path(file).parent)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
-        _set(values, key.split("."), _parse(text, override), override)
+        key, value = split_override(override)
+        set_key(values, key, value, f"override {override!r}")
     return Experiment(**values)._with_written(written)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Returns the keys and values of a YAML file. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
     values = _parse(file.read_text(), str(file)) or {}
@@ -214,12 +213,45 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
 
 
-def _set(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+def split_override(override: str) -> tuple[list[str], Any]:
+    """Returns the path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
+    return key.split("."), _parse(text, override)
+
+
+def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
+    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of one method. Raises ConfigError.
+
+    where: the override or the parameter, for messages.
+    """
+    if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
+        values["methods"] = _with_option(values["methods"], path[1], path[2:], value, where)
+        return
     for key in path[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+            raise ConfigError(f"{where}: {key} is a value, not a section")
     values[path[-1]] = value
+
+
+def _with_option(entries: list[Any], label: str, path: list[str], value: Any, where: str) -> list[Any]:
+    """Returns the entries of `methods` with an option of the method `label` set."""
+    if not path:
+        raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
+    found, labels = [], []
+    for entry in entries:
+        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {})
+        options = dict(options or {})
+        labels.append(str(options.get("label", name)))
+        if labels[-1] == label:
+            set_key(options, path, value, where)
+            entry = {name: options}
+        found.append(entry)
+    if label not in labels:
+        raise ConfigError(f"{where}: no method {label!r} is in the config{did_you_mean(label, labels)}")
+    return found
 
 
 def check_cohort(wanted: int, available: int) -> None:
