@@ -45,6 +45,8 @@ def principal_components(signature_SF: Tensor) -> np.ndarray:
     """Coordinates (S, Q) on the leading principal components, at most `COMPONENTS` and at least one."""
     from sklearn.decomposition import PCA  # here: loading it takes a second, and hosts do not need it
 
+    if len(signature_SF) < 2:
+        return np.zeros((len(signature_SF), 1))
     most = min(COMPONENTS, *signature_SF.shape)
     found: np.ndarray = PCA(most, random_state=0).fit_transform(signature_SF.double().numpy())
     return found
@@ -53,4 +55,5 @@ def principal_components(signature_SF: Tensor) -> np.ndarray:
 def cosines(signature_SF: Tensor) -> np.ndarray:
     """Cosine of every two signatures, float32 (S, S); 0 with one of zeros."""
     unit_SF = normalize(signature_SF, dim=1)
-    return (unit_SF @ unit_SF.T).clamp(-1, 1).numpy()
+    cosine_SS = (unit_SF @ unit_SF.T).clamp(-1, 1)
+    return ((cosine_SS + cosine_SS.T) / 2).numpy()  # the product is symmetric up to rounding
