@@ -1,7 +1,9 @@
 """Diagnostics of a run: in metrics, in the file of the method, in checkpoints, and as results read back."""
 
 import json
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +97,12 @@ def test_names_of_diagnostics_are_names_of_metrics(experiment, tmp_path):
     table = compare_runs([tmp_path / "run"], ["global_score", "objective"])
     assert table["global_score"].tolist() == [result.final["global_score"]] and result.final["global_score"] > 0
     assert table["objective"].tolist() == [result.final["objective"]]
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    space = {"load_run": load_run, "RUN": tmp_path / "run"}
+    exec(block, space)
+    assert space["matrix"].axes == ("clusters", "clusters") and len({*space["matrix"].value.shape}) == 1
+    assert list(space["frame"].columns) == ["round", "global_score", "objective"]
     assert format_table(table, "md").startswith("| method | runs | global_score | objective |")
 
 
