@@ -38,7 +38,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     experiment, over the seeds that both have; NaN for the best one and below 3 such seeds. Methods that have no
     evaluation yet are left out.
 
-    metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
+    metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
+        which the last value counts; empty: those of `_SHOWN` that occur, or
         else the first metrics of the task. Raises ConfigError for a metric that no run has.
     """
     import pandas as pd
@@ -95,7 +96,7 @@ def _free_name(name: str, taken: list[str]) -> str:
 def _values(result: MethodResult) -> dict[str, float]:
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
-    return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+    return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
 def _chosen(found: dict[tuple[str, str], dict[int, dict[str, float]]], metrics: Sequence[str]) -> list[str]:

@@ -82,8 +82,13 @@ class MethodResult:
 
     def diagnostics_frame(self) -> pd.DataFrame:
         """One row per round: `round`, then a column for each diagnostic that is a number; NaN where it has none."""
-        numbers = [name for name, found in self.diagnostics.items() if not next(iter(found.values())).axes]
-        return self.to_frame().reindex(columns=["round", *numbers])
+        return self.to_frame().reindex(columns=["round", *self.last_numbers])
+
+    @property
+    def last_numbers(self) -> dict[str, float]:
+        """The last value of each diagnostic that is a number."""
+        last = {name: found[max(found)] for name, found in self.diagnostics.items()}
+        return {name: float(one.value) for name, one in last.items() if not one.axes}
 
     # ---- what it has learned
 
