@@ -46,6 +46,9 @@ class CheckedMethod:
     def leave(self, state: State, ids: np.ndarray) -> State:
         return self._checked(self.method.leave, len(state.assign_N), state, ids)
 
+    def diagnose(self, state: State, clients: Clients) -> None:
+        _noting(self.method.diagnose, state, clients)
+
     def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
         found: State = _noting(hook, *arguments)
         check_state(found, hook, self.method.state_type, num_clients, self.columns)

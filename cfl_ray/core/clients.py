@@ -17,6 +17,7 @@ from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.server_optimizers import ServerMoments
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.updates import RoundStats, Traffic, Updates
 from cfl_ray.core.work import (
     Address,
@@ -134,6 +135,8 @@ class Clients:
     aggregation: AggregationRule = Mean()  # used in every average
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
+    # returns the scores (M, num_scores) of the clients with the models of a Serving; None: no evaluation is at work
+    tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -156,6 +159,45 @@ class Clients:
     def first_row(self) -> np.ndarray:
         """Row 0 for every client, int64 (M,)."""
         return np.zeros(len(self), np.int64)
+
+    # ---- diagnostics
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        axes: Sequence[str] = (),
+        *,
+        ids: np.ndarray | None = None,
+        diagonal: float = 0.0,
+    ) -> None:
+        """Reports a diagnostic of this round: a number, which is recorded like a metric, or an array.
+
+        Of arrays, the last one of each name is recorded with the next evaluated round, if it differs from the one
+        recorded before.
+
+        name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
+        value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
+            array and is called only where the array is recorded. Of a symmetric matrix, the condensed form (pairs
+            (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it) will do.
+        axes: of an array, the word for each axis: "clients", "clusters", or any other word.
+        ids: clients of the axis "clients"; None: these clients.
+        diagonal: of a matrix in condensed form.
+
+        Of more than 10,000 clients (1,000 in a matrix of clients or clusters by clients or clusters) a random sample
+        is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
+        """
+        self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids, diagonal)
+
+    def test(self, serving: Serving) -> np.ndarray:
+        """Scores (M, S) of the models of `serving` on each client's test data: the task's metrics, then the loss.
+
+        For `Method.diagnose`, to report how well further models do; no traffic. NaN for a client without test data or
+        model. Raises ValueError outside of an evaluation: training must not see test data.
+        """
+        if self.tester is None:
+            raise ValueError("clients are tested in `diagnose` only, after a round that is evaluated")
+        return self.tester(self, serving)
 
     # ---- sending
 

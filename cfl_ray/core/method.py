@@ -246,6 +246,13 @@ class Method(ABC, Generic[S]):
         """The state after the clients `ids` left for good."""
         return state.forget(ids)
 
+    def diagnose(self, state: S, clients: Clients) -> None:
+        """Reports diagnostics of an evaluated round with `clients.record`; by default none.
+
+        Called after the evaluation, with its clients: for what needs a test (`clients.test`), or takes too long for
+        every round. What is at hand in `round` is reported there.
+        """
+
     @classmethod
     def options(cls) -> list[dict[str, Any]]:
         """Every hyper-parameter as a dict of name, type, default, doc, source, low, high and choices.

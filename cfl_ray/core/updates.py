@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.diagnostics import Diagnostics
 from cfl_ray.core.params import Columns
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
@@ -105,7 +106,7 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """Statistics of a round: traffic, losses, local scores and excluded clients."""
+    """Statistics of a round: traffic, losses, local scores, excluded clients and the method's diagnostics."""
 
     traffic: Traffic = field(default_factory=Traffic)
     exchanges: int = 0  # number of exchanges so far
@@ -113,6 +114,7 @@ class RoundStats:
     train_loss: dict[int, float] = field(default_factory=dict)  # by client
     # by client: the first two scores of P-local, accuracy and macro-F1 of classes
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     @property
     def rejected(self) -> dict[int, str]:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 FORMATS = ("md", "csv", "latex", "html")
 # shown where a method has them; the first that occurs is the score that methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
-_LESS = ("test_loss", "train_loss", "mbit", "seconds", "rounds_to_target", "mbit_to_target")  # is better
+_LESS = (  # is better
+    *("test_loss", "train_loss", "mbit", "seconds"),
+    *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
+)
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
@@ -42,7 +45,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     and p: of a paired t-test of the first metric against the best method of the experiment, over the seeds that both
     have; NaN for the best one and below 3 such seeds. Methods that have no evaluation yet are left out.
 
-    metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
+    metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
+        which the last value counts; empty: those of `_SHOWN` that occur, or
         else the first metrics of the task. Raises ConfigError for a metric that no run has.
     """
     found: Found = {}
@@ -204,7 +208,7 @@ def _free_name(name: str, taken: list[str]) -> str:
 def _values(result: MethodResult) -> dict[str, float]:
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
-    return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+    return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
 def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ The end of a method (figures, and what MLflow lacks) is written beside the round
 """
 
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.core.errors import DataError, RunStopped
 from cfl_ray.core.files import write_text
 from cfl_ray.methods import full_label
+from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.export import save_models
-from cfl_ray.runtime.journal import Journal, grown_by
+from cfl_ray.runtime.journal import EVENTS, Journal, grown_by
 from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
 from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.run_lock import CONFIG
@@ -127,13 +131,14 @@ class Driver:
         records = list(read_records(directory)) if directory else []
         if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
             return self._result(label, records, dict(end.summary.metrics))
-        tracker, moves, clients = (
+        tracker, moves, clients, diagnostics = (
             self._tracker(label),
             ClusterMoves(directory),
             ClientMetrics(directory, self.setup.task.score_names),
+            DiagnosticsLog(directory),
         )
         try:
-            report = self._rounds(label, records, moves, clients, tracker)
+            report = self._rounds(label, records, moves, clients, diagnostics, tracker)
             summary = self._summary(records, moves, report)
             self._check_ending(wait=True)
             if self.uri is not None and directory is not None and self.experiment.tracking.log_models:
@@ -146,11 +151,17 @@ class Driver:
                 self._finish(tracker, status, {})
             raise
         self.ending = self.writer.submit(self._end, directory, label, records, moves, tracker, summary)
-        return self._result(label, records, summary)
+        return self._result(label, records, summary, diagnostics.kept)
 
-    def _result(self, label: str, records: list[RoundRecord], summary: dict[str, float]) -> MethodResult:
+    def _result(
+        self,
+        label: str,
+        records: list[RoundRecord],
+        summary: dict[str, float],
+        reported: Sequence[ReportedDiagnostic] = (),
+    ) -> MethodResult:
         if (run_dir := self.directory) is None:
-            return MethodResult(label, records, summary, open_trained=self.session.trained())
+            return MethodResult(label, records, summary, open_trained=self.session.trained(), reported=reported)
         return MethodResult(label, records, summary, run_dir / label, lambda: load_trained(self.setup, label, run_dir))
 
     def _end(
@@ -184,16 +195,17 @@ class Driver:
         records: list[RoundRecord],
         moves: ClusterMoves,
         clients: ClientMetrics,
+        diagnostics: DiagnosticsLog,
         tracker: Tracker | None,
     ) -> RoundReport:
         """Advances the session until the method is finished. Raises RunStopped when a request ended the run before."""
         report = self.session.begin(label)
-        self._record(report, records, moves, clients, tracker)  # saved before a crash and not recorded
+        self._record(report, records, moves, clients, diagnostics, tracker)  # saved before a crash and not recorded
         self.watcher.method(label, report)
         while not (report.finished or report.stop):
             self._check_ending()
             report = self.session.advance()
-            self._record(report, records, moves, clients, tracker)
+            self._record(report, records, moves, clients, diagnostics, tracker)
             self.watcher.round(label, report)
         self.stopped = report.stop
         if not report.finished:
@@ -206,6 +218,7 @@ class Driver:
         records: list[RoundRecord],
         moves: ClusterMoves,
         clients: ClientMetrics,
+        diagnostics: DiagnosticsLog,
         tracker: Tracker | None,
     ) -> None:
         """Records a round, in each file that does not have it: one that was replayed after a fault may be in all, or
@@ -215,11 +228,12 @@ class Driver:
             return
         moves.add(report)
         clients.add(report)
+        diagnostics.add(report)
         if records and report.round <= records[-1].round:
             return
         run_only = RUN_METRICS.keys() | {f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned"}
         metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
-        record = RoundRecord(report.round, metrics, report.time_ms, self.of_task)
+        record = RoundRecord(report.round, metrics, report.time_ms, self.of_task.union(report.numbers))
         records.append(record)
         if tracker is not None:
             tracker.log(record)
@@ -240,6 +254,10 @@ class Driver:
         federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
         moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
         write_figures(directory / ARTIFACTS, {label: records})
+        if (directory / DIAGNOSTICS).exists():
+            shutil.copyfile(directory / DIAGNOSTICS, directory / ARTIFACTS / DIAGNOSTICS)
+        if (directory / EVENTS).exists():  # who joined and left on request
+            write_text(directory / ARTIFACTS / EVENTS, redact((directory / EVENTS).read_text()))
         write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
 
     # ---- tracking

@@ -179,6 +179,22 @@ def _mean(values_M: np.ndarray) -> float:
     return float(np.nanmean(values_M)) if defined.any() else float("nan")
 
 
+def cluster_vectors(state: State, online: np.ndarray, found: Scores) -> tuple[np.ndarray, np.ndarray] | None:
+    """(mean of the first metric over the tested clients of each cluster, clients of each that are online), (K,) each.
+
+    NaN for a cluster without tested clients. None below two clusters.
+    """
+    count = state.num_clusters
+    if count < 2:
+        return None
+    sizes_K = np.bincount(state.assign_N[online] + 1, minlength=count + 1)[1:]  # without those in no cluster
+    tested = ~np.isnan(found.primary_M)
+    assign_M = state.assign_N[found.ids_M][tested] + 1
+    total_K = np.bincount(assign_M, found.primary_M[tested], minlength=count + 1)[1:]
+    tested_K = np.bincount(assign_M, minlength=count + 1)[1:]
+    return np.divide(total_K, tested_K, out=np.full(count, np.nan), where=tested_K > 0), sizes_K
+
+
 def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:
     """Number and sizes of the clusters of the clients online, and their agreement with the true groups."""
     assign_M = state.assign_N[online]

@@ -121,7 +121,7 @@ def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | N
             return None
         records, end = list(read_records(directory / label)), read_end(directory / label)
         assert end is not None  # it is finished
-        methods[label] = MethodResult(label, records, dict(end.summary.metrics))
+        methods[label] = MethodResult(label, records, dict(end.summary.metrics), directory / label)
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
     return Results(methods, directory, redact(uri) if uri else None)
 

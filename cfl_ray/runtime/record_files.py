@@ -10,8 +10,8 @@ from pathlib import Path
 from cfl_ray.core.files import sync
 from cfl_ray.tracking.tracker import METRICS_LOG
 
-CLIENT_METRICS, MOVES = "client_metrics.arrow", "moves.jsonl"
-RECORD_FILES = (METRICS_LOG, MOVES, CLIENT_METRICS)
+CLIENT_METRICS, MOVES, DIAGNOSTICS = "client_metrics.arrow", "moves.jsonl", "diagnostics.arrow"
+RECORD_FILES = (METRICS_LOG, MOVES, CLIENT_METRICS, DIAGNOSTICS)
 
 
 def sync_records(directory: Path) -> None:

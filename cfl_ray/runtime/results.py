@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +13,14 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor, nn
 
-from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.files import append_line, cut_torn_line
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
-from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
+from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
+from cfl_ray.runtime.diagnostics_log import by_name, read_diagnostics
+from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES
 from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.tracking import RoundRecord
@@ -38,6 +40,7 @@ class MethodResult:
     directory: Path | None = None  # of its files; None: nothing was kept
     # opens what the method has learned; None: it has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
+    reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # where nothing was kept
 
     @property
     def seconds(self) -> float:
@@ -66,6 +69,26 @@ class MethodResult:
         if self.directory is None:
             raise ConfigError(f"client metrics of {self.label} are in files; give the run a directory (run_dir)")
         return read_client_metrics(self.directory / CLIENT_METRICS).to_pandas()
+
+    @property
+    def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
+        """Values that the method reported beside its metrics (docs/metrics.md): {name: {round: diagnostic}}.
+
+        An array is there for each evaluated round in which it differs from the one before, by the round in which the
+        method reported it.
+        """
+        reported = self.reported if self.directory is None else read_diagnostics(self.directory / DIAGNOSTICS)
+        return by_name(reported, self.records)
+
+    def diagnostics_frame(self) -> pd.DataFrame:
+        """One row per round: `round`, then a column for each diagnostic that is a number; NaN where it has none."""
+        return self.to_frame().reindex(columns=["round", *self.last_numbers])
+
+    @property
+    def last_numbers(self) -> dict[str, float]:
+        """The last value of each diagnostic that is a number."""
+        last = {name: found[max(found)] for name, found in self.diagnostics.items()}
+        return {name: float(one.value) for name, one in last.items() if not one.axes}
 
     # ---- what it has learned
 
@@ -148,57 +171,28 @@ class ClientMetrics:
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
         self.schema = _schema(scores)
-        self.file = directory / CLIENT_METRICS if directory else None
-        self.last = 0  # the last round in the file
-        if self.file is not None and self.file.exists():
-            batches, end, schema = _whole_batches(self.file)
-            if schema not in (None, self.schema):
-                raise DataError(f"{self.file} has columns {schema.names}, expected {self.schema.names}")
-            self.last = max((batch["round"][0].as_py() for batch in batches if batch.num_rows), default=0)
-            if end < self.file.stat().st_size:
-                os.truncate(self.file, end)
+        self.log = ArrowLog(directory / CLIENT_METRICS, self.schema) if directory else None
+        batches = self.log.open() if self.log else []
+        self.last = max((batch["round"][0].as_py() for batch in batches if batch.num_rows), default=0)  # in the file
 
     def add(self, report: RoundReport) -> None:
         """Keeps the scores of a round; they are in the file when this returns."""
-        if self.file is None or report.scores_M4 is None or report.round <= self.last:
+        if self.log is None or report.scores_M4 is None or report.round <= self.last:
             return
         client, *scores = report.scores_M4.T
         columns = [np.full(len(client), report.round, np.int32), client.astype(np.int64)]
         columns += [values.astype(np.float32) for values in scores]
-        batch = pa.record_batch([pa.array(column) for column in columns], schema=self.schema)
-        begun = self.file.exists() and self.file.stat().st_size > 0
-        content = batch.serialize().to_pybytes()
-        with self.file.open("ab", buffering=0) as out:
-            append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
+        self.log.append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))
         self.last = report.round
 
 
 def read_client_metrics(path: Path) -> pa.Table:
     """The whole batches of the file; an empty table where there is none. Raises DataError for a damaged one."""
-    batches, _, schema = _whole_batches(path) if path.exists() else ([], 0, None)
-    return pa.Table.from_batches(batches, schema or _schema(_SCORES))
-
-
-def _whole_batches(path: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
-    """The batches that are complete, the byte after the last of them, and their columns; None where there are none yet.
-
-    Raises DataError for columns that are not those of clients' scores.
-    """
-    batches: list[pa.RecordBatch] = []
-    schema = None
-    with pa.OSFile(str(path)) as source:
-        end = 0
-        try:
-            reader = pa.ipc.open_stream(source)
-            if reader.schema != _schema(reader.schema.names[2:]):
-                raise DataError(f"{path} has columns {reader.schema.names}, expected {_schema(_SCORES).names}")
-            schema = reader.schema
-            end = source.tell()
-            while True:
-                batches.append(reader.read_next_batch())
-                end = source.tell()
-        except (StopIteration, pa.ArrowInvalid, OSError):
-            return batches, end, schema
+    batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
+    schema = schema or _schema(_SCORES)
+    if schema != _schema(schema.names[2:]):
+        check_columns(path, schema, _schema(_SCORES))
+    return pa.Table.from_batches(batches, schema)
 
 
 class ClusterMoves:

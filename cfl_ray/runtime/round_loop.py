@@ -12,11 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
+from cfl_ray.core.diagnostics import CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
 from cfl_ray.core.errors import RunError, RunStopped, UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
+from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Backend
 from cfl_ray.data.federation import Federation
@@ -24,7 +26,14 @@ from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.runtime.checkpoint.cadence import Cadence
 from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
-from cfl_ray.runtime.evaluation import Evaluator, cluster_metrics, initial_scores, score_metrics
+from cfl_ray.runtime.evaluation import (
+    Evaluator,
+    Scores,
+    cluster_metrics,
+    cluster_vectors,
+    initial_scores,
+    score_metrics,
+)
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.lifecycle import (
     Broken,
@@ -45,9 +54,11 @@ from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
+from cfl_ray.tracking.record import cluster_diagnostics_of, taken_names
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors in a checkpoint
+_DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
 _LISTED = 8  # clients that a note names
 
 
@@ -63,6 +74,8 @@ class RoundReport:
     scores_M4: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
     time_ms: int = 0
     stop: bool = False  # a request ends the run here
+    numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
+    diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
 
     @property
     def finished(self) -> bool:
@@ -75,11 +88,20 @@ class _SavedTraffic(BaseModel):
     up_bits: int
 
 
+class _SavedDiagnostic(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: str
+    round: int
+    axes: list[str]
+
+
 class _SavedReport(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     metrics: dict[str, float]
     moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
     time_ms: int
+    numbers: list[str] = []
+    diagnostics: list[_SavedDiagnostic] = []
 
 
 class _SavedValues(BaseModel):
@@ -140,6 +162,9 @@ class RoundLoop:
         self.saved = 0  # the last round with a checkpoint
         self.state: State
         self.scores_M4: np.ndarray | None = None  # of the evaluation of this round: see `RoundReport`
+        self.taken = taken_names([metric.name for metric in self.task.metrics])
+        self.diagnostics: dict[str, ReportedDiagnostic] = {}  # arrays since the evaluated round before, by name
+        self.deferred: dict[str, tuple[int, Diagnostics]] = {}  # those that are not made yet: (round, found there)
         self.report = RoundReport(self.now, 0)
 
     # ---- the loop
@@ -197,8 +222,18 @@ class RoundLoop:
 
     def _report(self, round: int) -> RoundReport:
         stop = self._stops_after(round)
-        notes, moved = tuple(self.notes), tuple(self.moved)
-        return RoundReport(self.now, round, self.metrics, notes, moved, self.scores_M4, self.time_ms, stop)
+        return RoundReport(
+            self.now,
+            round,
+            self.metrics,
+            tuple(self.notes),
+            tuple(self.moved),
+            self.scores_M4,
+            self.time_ms,
+            stop,
+            tuple(self.numbers),
+            tuple(self.diagnostics.values()) if self.scores_M4 is not None else (),
+        )
 
     # ---- starting
 
@@ -242,7 +277,11 @@ class RoundLoop:
         self.requests.take_up(checkpoint.round)
         self.requests.set_population(self.population)
         self.backend.restore(checkpoint.client_states())
+        self.scores_M4 = saved.report.scores_M4
+        self.diagnostics = {one.name: one for one in saved.report.diagnostics}
         self.report = replace(saved.report, state=self.now, notes=checkpoint.refused)
+        if self.scores_M4 is None:
+            self.report = replace(self.report, diagnostics=())  # they go out with the next evaluated round
 
     def _saved(self, checkpoint: Checkpoint) -> _Saved:
         """The content of a checkpoint. Raises RunError where that is not what `_save` writes for this method."""
@@ -253,6 +292,7 @@ class RoundLoop:
             scores_M4 = tensors.pop("server.scores_M4").numpy()
             names = [name for name in tensors if name.startswith(_MOMENTS)]
             moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
+            diagnostics = tuple(_saved_diagnostic(one, tensors) for one in values.report.diagnostics)
             state = self.method.state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -266,7 +306,14 @@ class RoundLoop:
         moved = tuple((client, cluster) for client, cluster in values.report.moved)
         scores = scores_M4 if len(scores_M4) else None
         report = RoundReport(
-            Starting(), checkpoint.round, values.report.metrics, (), moved, scores, values.report.time_ms
+            Starting(),
+            checkpoint.round,
+            values.report.metrics,
+            moved=moved,
+            scores_M4=scores,
+            time_ms=values.report.time_ms,
+            numbers=tuple(values.report.numbers),
+            diagnostics=diagnostics,
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
         return _Saved(state, traffic, local_scores_N2, moments, report)
@@ -274,10 +321,13 @@ class RoundLoop:
     # ---- the effects of the states
 
     def _run(self, round: int) -> None:
+        if self.scores_M4 is not None:
+            self.diagnostics = {}  # they went out with the round before
         began, self.notes, self.metrics, self.scores_M4 = time.perf_counter(), [], {}, None
+        self.numbers: list[str] = []
         self._take_up_requests(round)
         before_N = self.state.assign_N
-        self.stats = RoundStats(traffic=self.traffic)
+        self.stats = RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics())
         self._come_and_go(round)
         settings = self.experiment.cohort
         cohort = self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
@@ -295,6 +345,7 @@ class RoundLoop:
         self.moved = _moved(before_N, self.state.assign_N)
         if self.stats.train_loss:
             self.metrics["train_loss"] = float(np.mean(list(self.stats.train_loss.values())))
+        self._take_diagnostics(round, self.stats.diagnostics)
         self.metrics["round_seconds"] = time.perf_counter() - began
         self.time_ms = time.time_ns() // 1_000_000
 
@@ -328,9 +379,11 @@ class RoundLoop:
             self.backend.forget(left)
             self._set_local_scores(left, np.nan)
             self.notes.append(f"left: {_listed(left)}")
+            self.metrics["clients_left"] = float(len(left))
         if len(joined):
             self.state = self.steps.join(self.state, self.clients_of(joined, round))
             self.notes.append(f"joined: {_listed(joined)}")
+            self.metrics["clients_joined"] = float(len(joined))
         changed = self.federation.changed(round)
         changed = changed[self.population.is_online_N[changed]]
         if len(changed):
@@ -358,11 +411,12 @@ class RoundLoop:
 
     def _evaluate(self, round: int) -> None:
         settings, online = self.experiment.evaluation, self.population.online
-        stats = RoundStats()
+        stats = RoundStats(diagnostics=self._no_diagnostics())
         clients = replace(
             self.clients_of(self.evaluator.chosen(online), round, stats=stats),
             evaluated=True,
             choice_samples=settings.choice_samples,
+            tester=self._test,
         )
         serving = self.steps.serve(self.state, clients)
         scores = self.evaluator.scores(serving, clients)
@@ -381,6 +435,7 @@ class RoundLoop:
             self.metrics[f"{self.primary}_tuned"] = float(np.nanmean(tuned_M))
             if newcomers.any():
                 self.metrics[f"newcomer_{self.primary}_tuned"] = float(np.nanmean(tuned_M[newcomers]))
+        self.steps.diagnose(self.state, clients)
         self._note_excluded(stats)
         mbit = 1e-6 / self.present.num_clients  # from bits of all clients to Mbit per client of the federation
         self.metrics |= {
@@ -388,6 +443,38 @@ class RoundLoop:
             "mbit_down": self.traffic.down_bits * mbit,
             "mbit_up": self.traffic.up_bits * mbit,
         }
+        self._take_diagnostics(round, stats.diagnostics)
+        self._take_diagnostics(round, self._of_clusters(online, scores))
+        self._resolve_diagnostics()
+
+    # ---- diagnostics of the method
+
+    def _no_diagnostics(self) -> Diagnostics:
+        return Diagnostics(self.label, self.taken, self.experiment.seed)
+
+    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
+        return self.evaluator.scores(serving, clients).table_MS
+
+    def _take_diagnostics(self, round: int, found: Diagnostics) -> None:
+        """Numbers are metrics of the round. Of arrays, the last of each name goes out with the next evaluated round."""
+        self.metrics |= found.numbers
+        self.numbers += [name for name in found.numbers if name not in self.numbers]
+        self.deferred |= dict.fromkeys(found.names, (round, found))
+
+    def _resolve_diagnostics(self) -> None:
+        """Makes the arrays that were reported since the last time."""
+        self.diagnostics = self.diagnostics | {
+            name: ReportedDiagnostic(name, round, found.array(name)) for name, (round, found) in self.deferred.items()
+        }
+        self.deferred = {}
+
+    def _of_clusters(self, online: np.ndarray, scores: Scores) -> Diagnostics:
+        """Score and size of every cluster, where there are several."""
+        found = Diagnostics(self.label)
+        if vectors := cluster_vectors(self.state, online, scores):
+            for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
+                found.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
+        return found
 
     def _local_metrics(self, clients: Clients) -> dict[str, float]:
         """P-local over all clients, and over those that have trained; the others hold the initial model."""
@@ -402,6 +489,7 @@ class RoundLoop:
     def _save(self, round: int) -> None:
         if self.store is None:
             return
+        self._resolve_diagnostics()
         tensors, scalars = self.state.to_checkpoint()
         if self.server is not None:
             tensors |= {f"{_MOMENTS}{name}": value for name, value in self.server.to_tensors().items()}
@@ -409,7 +497,18 @@ class RoundLoop:
         scores_M4 = np.zeros((0, 1 + len(self.task.score_names))) if self.scores_M4 is None else self.scores_M4
         tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
         # scores and report are for a driver that is killed before it recorded the round
-        report = {"metrics": self.metrics, "moved": self.moved, "time_ms": self.time_ms}
+        report = {
+            "metrics": self.metrics,
+            "moved": self.moved,
+            "time_ms": self.time_ms,
+            "numbers": self.numbers,
+            "diagnostics": [
+                {"name": one.name, "round": one.round, "axes": list(one.diagnostic.axes)}
+                for one in self.diagnostics.values()
+            ],
+        }
+        for one in self.diagnostics.values():
+            tensors |= _diagnostic_tensors(one)
         values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
         with nullcontext() if self.cadence is None else self.cadence.measured():
             sync_records(self.store.directory)
@@ -450,6 +549,21 @@ def _moved(before_N: np.ndarray, after_N: np.ndarray) -> list[tuple[int, int]]:
         return []
     changed = np.flatnonzero(before_N != after_N)
     return list(zip(changed.tolist(), after_N[changed].tolist(), strict=True))
+
+
+def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, torch.Tensor]:
+    """The tensors of a diagnostic in a checkpoint."""
+    first, diagnostic = f"{_DIAGNOSTICS}{one.name}.", one.diagnostic
+    labels = {f"{first}labels{axis}": torch.from_numpy(label) for axis, label in enumerate(diagnostic.labels)}
+    return {f"{first}value": torch.from_numpy(diagnostic.value)} | labels
+
+
+def _saved_diagnostic(one: _SavedDiagnostic, tensors: dict[str, torch.Tensor]) -> ReportedDiagnostic:
+    """The inverse; takes the tensors out of those of a checkpoint."""
+    first = f"{_DIAGNOSTICS}{one.name}."
+    labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(one.axes)))
+    value = tensors.pop(f"{first}value").numpy()
+    return ReportedDiagnostic(one.name, one.round, Diagnostic(value, tuple(one.axes), labels))
 
 
 def _listed(ids: np.ndarray) -> str:

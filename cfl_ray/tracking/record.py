@@ -34,6 +34,8 @@ ROUND_METRICS = {
     "purity": "share of the clients that belong to the commonest true group of their cluster, 0..1",
     "correct_clients": "clients in the right cluster under the best matching of clusters to groups (Hungarian)",
     "clients_online": "clients that belong to the federation in the round, reachable or not",
+    "clients_joined": "clients that joined before the round, by schedule or on request; absent where none did",
+    "clients_left": "clients that left before the round, by schedule or on request; absent where none did",
     "clients_dropped": "clients that were selected and did not report",
     "clients_rejected": "clients that were excluded because their data or results are not valid",
     "clients_late": "clients that were excluded because their work took longer than runtime.round_deadline",
@@ -44,11 +46,15 @@ ROUND_METRICS = {
 RUN_METRICS = {
     "rounds_to_target": "rounds until `accuracy` first reached evaluation.target",
     "mbit_to_target": "mbit_down + mbit_up at that round",
+    "rounds_to_target_local": "rounds until `accuracy_local` first reached evaluation.target",
+    "mbit_to_target_local": "mbit_down + mbit_up at that round",
     "rounds_to_stable_clusters": "the last round in which a client changed from one cluster to another; 0: none did",
     "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }
 METRICS = ROUND_METRICS | RUN_METRICS
+# of records, of client_metrics.arrow, and of tables of several runs
+_COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "experiment", "runs", "mbit", "seconds", "p"})
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_honest", "_std", "_p10", "_p90")  # of the first metric of a task
 
@@ -57,6 +63,16 @@ def score_metrics_of(names: Sequence[str]) -> set[str]:
     """Names of everything that is recorded of the metrics `names` of a task, the first of which is its score."""
     first = names[0]
     return {*names, *(f"{first}{ending}" for ending in _DERIVED), f"newcomer_{first}", f"newcomer_{first}_tuned"}
+
+
+def cluster_diagnostics_of(score: str) -> tuple[str, str]:
+    """Names of the diagnostics of every method with clusters: mean score, and number, of each cluster's clients."""
+    return f"cluster_{score}", "cluster_sizes"
+
+
+def taken_names(names: Sequence[str]) -> frozenset[str]:
+    """Names that no diagnostic of a method can have, with the metrics `names` of the task."""
+    return frozenset({*METRICS, *_COLUMNS, *score_metrics_of(names), *cluster_diagnostics_of(names[0])})
 
 
 def check_score_name(name: str) -> None:

@@ -14,13 +14,15 @@ def summarise(
 ) -> dict[str, float]:
     """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
 
-    target: of the metric `score`, or None for no target.
+    target: of the metric `score` and, by itself, of its P-local; None: no target.
     change_rounds: rounds in which a client changed from one cluster to another, or None for a method without clusters.
     """
     summary: dict[str, float] = {}
-    if reached := first_at_target(records, target, score, higher_is_better):
-        summary["rounds_to_target"] = float(reached.round)
-        summary["mbit_to_target"] = mbit(reached)
+    records = list(records)
+    for name, ending in ((score, ""), (f"{score}_local", "_local")):
+        if reached := first_at_target(records, target, name, higher_is_better):
+            summary[f"rounds_to_target{ending}"] = float(reached.round)
+            summary[f"mbit_to_target{ending}"] = mbit(reached)
     if change_rounds is not None:
         summary["rounds_to_stable_clusters"] = float(rounds_to_stable_clusters(change_rounds))
     return summary

@@ -10,10 +10,12 @@ import pytest
 from cfl_ray import resume, simulate
 from cfl_ray.core.errors import Interrupted
 from cfl_ray.core.tasks import CLASSIFICATION
+from cfl_ray.runtime.arrow_log import whole_batches
 from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
+from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.driver import Driver
-from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES, RECORD_FILES
-from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
+from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES, RECORD_FILES
+from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.tracking import FileTracker, read_info, read_records
 from cfl_ray.tracking.tracker import METRICS_LOG
 
@@ -63,14 +65,16 @@ def test_records_are_on_the_disk_before_the_checkpoint(changing, tmp_path, monke
     monkeypatch.setattr(os, "fsync", flushing)
     monkeypatch.setattr(CheckpointManifest, "write", writing)
     simulate(changing, tmp_path / "run")
-    assert checked == [(2, 3), (4, 3), (6, 3), (8, 3)]
+    assert checked == [(2, 4), (4, 4), (6, 4), (8, 4)]
 
 
 def synced(file):
     """The bytes of a file up to the round before the checkpoint: a power failure can cut what follows."""
-    if file.name == CLIENT_METRICS:
-        schema = len(read_client_metrics(file).schema.serialize())
-        return schema + (file.stat().st_size - schema) * (SAVED - 1) // (LAST - 1)
+    if file.suffix == ".arrow":
+        batches, end, schema = whole_batches(file)
+        sizes = {batch["round"][0].as_py(): batch.serialize().size for batch in batches}
+        assert schema.serialize().size + sum(sizes.values()) == end == file.stat().st_size
+        return schema.serialize().size + sum(size for round, size in sizes.items() if round < SAVED)
     lines = file.read_bytes().splitlines(keepends=True)
     return sum(len(line) for line in lines if json.loads(line)["round"] < SAVED)
 
@@ -85,11 +89,12 @@ def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
     for cut in range(first, len(whole)):
         os.truncate(folder / name, cut)
         moves, clients, tracker = ClusterMoves(folder), ClientMetrics(folder), FileTracker(folder)
+        diagnostics = DiagnosticsLog(folder)
         records = list(read_records(folder))
         tracker.start(read_info(folder))
         driver = SimpleNamespace(primary=CLASSIFICATION.metrics[0], of_task=frozenset())
         for report in reports[SAVED - 1 :]:
-            Driver._record(driver, report, records, moves, clients, tracker)
+            Driver._record(driver, report, records, moves, clients, diagnostics, tracker)
         tracker.close()
         assert [record.round for record in records] == list(range(1, LAST)), cut
         assert (folder / name).read_bytes() == whole, cut
@@ -97,9 +102,11 @@ def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
 
 def test_a_run_whose_files_were_cut_goes_on_with_the_same_figures(stopped, changing, figures, tmp_path):
     folder, _ = stopped
-    for name, cut in ((METRICS_LOG, 1), (MOVES, 20), (CLIENT_METRICS, 300)):
+    for name, cut in ((METRICS_LOG, 1), (MOVES, 20), (CLIENT_METRICS, 300), (DIAGNOSTICS, 300)):
         os.truncate(folder / name, (folder / name).stat().st_size - cut)
     found = resume(folder.parent, on_ray=False)
+    shown = (folder / DIAGNOSTICS).read_bytes()
     shutil.rmtree(folder.parent)
     expected = simulate(changing, tmp_path / "expected")
     assert figures(found) == figures(expected)
+    assert (tmp_path / "expected" / "fesem" / DIAGNOSTICS).read_bytes() == shown

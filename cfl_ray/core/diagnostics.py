@@ -1,0 +1,193 @@
+"""Diagnostics: numbers, vectors and matrices that a method reports by name beside its metrics.
+
+Arrays are bounded, so that a large federation records nothing huge: of clients, a random sample that is the same in all
+rounds; of clusters, the first ones.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.core.errors import RunError
+from cfl_ray.core.own_parts import call_own, described
+from cfl_ray.core.rng import stream
+
+CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
+MOST_PAIRED = 1_000  # clients of a matrix whose other axis is clients or clusters too
+MOST_PAIRED_CLUSTERS = 256  # clusters of such a matrix: it may change in every round
+MOST_LABELLED = 10_000  # clients or clusters otherwise
+MOST_VALUES = 1_000_000  # of one array, 4 MB
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_SPREAD = "_std"  # ends the name that marks the first metric of a task (`tracking.record.primary_of`)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnostic:
+    """A value that a method has reported."""
+
+    value: np.ndarray  # float64 () of a number, float32 (A,) or (A, B) of an array; NaN: not defined
+    axes: tuple[str, ...] = ()  # of each axis "clients", "clusters" or another word
+    labels: tuple[np.ndarray, ...] = ()  # int64, of each axis: client ids, numbers of clusters, or 0, 1, 2 ..
+
+    def equals(self, other: "Diagnostic") -> bool:
+        """Whether both have the same values of the same clients, clusters ..."""
+        return (
+            self.axes == other.axes
+            and np.array_equal(self.value, other.value, equal_nan=True)
+            and all(map(np.array_equal, self.labels, other.labels))
+        )
+
+
+@dataclass(frozen=True)
+class ReportedDiagnostic:
+    """A diagnostic with its name and the round in which it was reported."""
+
+    name: str
+    round: int
+    diagnostic: Diagnostic
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array as a method reports it: `Diagnostics.add`."""
+
+    value: Any
+    axes: tuple[str, ...]
+    ids: np.ndarray
+    diagonal: float
+
+
+@dataclass
+class Diagnostics:
+    """The diagnostics of a round; a name that is reported again replaces what it had.
+
+    method: its label, for messages. taken: names of metrics, which no diagnostic can have.
+    """
+
+    method: str = "the method"
+    taken: frozenset[str] = frozenset()
+    seed: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    _arrays: dict[str, Diagnostic | _Array] = field(default_factory=dict)  # _Array: its value is a function
+
+    def add(self, name: str, value: Any, axes: Sequence[str], ids: np.ndarray, diagonal: float) -> None:
+        """Keeps a value, as `Clients.record` says. Raises RunError with the names of method and diagnostic."""
+        self._check_name(name)
+        if callable(value) or len(axes):
+            self._check_axes(name, tuple(axes))
+            array = _Array(value, tuple(axes), np.asarray(ids, np.int64), diagonal)
+            self._arrays[name] = array if callable(value) else self._resolved(name, array)
+            return
+        number = self._numbers(name, value)
+        if number.ndim:
+            self._fail(name, f"is {described(value)} without `axes`; name each axis: clients, clusters or another word")
+        self._check_finite(name, number)
+        self.numbers[name] = float(number)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the arrays."""
+        return list(self._arrays)
+
+    def array(self, name: str) -> Diagnostic:
+        """An array, bounded; where a function was reported in its place, its result."""
+        array = self._arrays[name]
+        return array if isinstance(array, Diagnostic) else self._resolved(name, array)
+
+    # ---- parts
+
+    def _fail(self, name: str, what: str) -> None:
+        raise RunError(f"{self.method}: the diagnostic {name!r} {what}")
+
+    def _check_name(self, name: Any) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            self._fail(name, "has no valid name: it consists of a-z, 0-9 and _, and begins with a letter")
+        if name in self.taken or name.endswith(_SPREAD):
+            self._fail(name, "has the name of a metric (docs/metrics.md); give it another one")
+
+    def _check_axes(self, name: str, axes: tuple[str, ...]) -> None:
+        wrong = [axis for axis in axes if not isinstance(axis, str) or not _NAME.fullmatch(axis)]
+        if wrong or not 1 <= len(axes) <= 2:
+            self._fail(name, f"has the axes {axes!r}, expected one or two words of a-z, 0-9 and _, such as 'clients'")
+
+    def _numbers(self, name: str, value: Any) -> np.ndarray:
+        try:
+            array = np.asarray(value)
+            if array.dtype.kind in "fiub":
+                return array.astype(np.float64) if array.dtype.kind != "f" else array
+        except (TypeError, ValueError, RuntimeError):
+            pass
+        self._fail(name, f"is {described(value)}, expected a number, or an array of numbers with one or two axes")
+        raise AssertionError
+
+    def _check_finite(self, name: str, array: np.ndarray) -> None:
+        if np.isinf(array).any():
+            self._fail(name, "has values that are infinite, or beyond float32; NaN stands for what is not defined")
+
+    def _called(self, name: str, function: Callable[[], Any]) -> Any:
+        return call_own("function", function, where=f" of the diagnostic {name!r} of {self.method}")
+
+    def _resolved(self, name: str, array: _Array) -> Diagnostic:
+        value = self._numbers(name, self._called(name, array.value) if callable(array.value) else array.value)
+        condensed, shape = value.ndim == 1 and len(array.axes) == 2, value.shape
+        if condensed:
+            size = len(array.ids) if array.axes[0] == CLIENTS else (1 + math.isqrt(1 + 8 * len(value))) // 2
+            shape = (size, size)
+            if array.axes[0] != array.axes[1] or len(value) != math.comb(size, 2):
+                self._fail(
+                    name,
+                    f"is {described(value)} with the axes {array.axes}; the pairs of {size} {array.axes[0]} are "
+                    f"{math.comb(size, 2)} values with twice the same axis",
+                )
+        elif value.ndim != len(array.axes):
+            self._fail(name, f"is {described(value)} with the axes {array.axes}, expected one axis for each")
+        labels = tuple(self._labels(name, array, axis, size) for axis, size in zip(array.axes, shape, strict=True))
+        positions = [self._kept(array, axis, label) for axis, label in zip(array.axes, labels, strict=True)]
+        bounded = _square(value, shape[0], positions[0], array.diagonal) if condensed else value[np.ix_(*positions)]
+        if bounded.size > MOST_VALUES:
+            self._fail(name, f"has {bounded.size:,} values, more than {MOST_VALUES:,}; report fewer")
+        with np.errstate(over="ignore"):
+            bounded = np.ascontiguousarray(bounded, np.float32)
+        self._check_finite(name, bounded)
+        return Diagnostic(bounded, array.axes, tuple(map(np.take, labels, positions)))
+
+    def _labels(self, name: str, array: _Array, axis: str, size: int) -> np.ndarray:
+        if axis != CLIENTS:
+            return np.arange(size)
+        if len(array.ids) != size:
+            self._fail(name, f"has {size} entries on its axis {CLIENTS!r}, but there are {len(array.ids)} client ids")
+        return array.ids
+
+    def _kept(self, array: _Array, axis: str, labels: np.ndarray) -> np.ndarray:
+        """Positions of the entries of an axis that are kept."""
+        if axis not in (CLIENTS, CLUSTERS):
+            return np.arange(len(labels))
+        most = MOST_LABELLED
+        if len(array.axes) == 2 and {*array.axes} <= {CLIENTS, CLUSTERS}:
+            most = MOST_PAIRED if axis == CLIENTS else MOST_PAIRED_CLUSTERS
+        return sample_of(labels, most, self.seed) if axis == CLIENTS else np.arange(min(len(labels), most))
+
+
+def sample_of(ids: np.ndarray, most: int, seed: int) -> np.ndarray:
+    """Positions, ascending, of at most `most` of the clients `ids`.
+
+    Every client has a random number of its own, and those with the lowest are taken: the same in all rounds.
+    """
+    if len(ids) <= most:
+        return np.arange(len(ids))
+    chance_N = stream(seed, 0, 0, -1, "diagnostics").random(int(ids.max()) + 1)
+    return np.sort(np.argpartition(chance_N[ids], most)[:most])
+
+
+def _square(condensed: np.ndarray, count: int, at: np.ndarray, diagonal: float) -> np.ndarray:
+    """Rows and columns `at`, ascending, of the symmetric matrix (count, count) with these condensed values."""
+    matrix = np.full((len(at), len(at)), diagonal)
+    i, j = np.triu_indices(len(at), 1)
+    a, b = at[i], at[j]
+    matrix[i, j] = matrix[j, i] = condensed[count * a - a * (a + 1) // 2 + b - a - 1]
+    return matrix

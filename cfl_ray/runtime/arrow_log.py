@@ -1,0 +1,56 @@
+"""Arrow streams that grow by a batch per round: record files of a method beside its lines of JSON."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import append_line
+
+
+class ArrowLog:
+    """A stream to append to."""
+
+    def __init__(self, file: Path, schema: pa.Schema):
+        self.file, self.schema = file, schema
+
+    def open(self) -> list[pa.RecordBatch]:
+        """The batches that the file has; one that a crash has torn is cut off. Raises DataError for other columns."""
+        if not self.file.exists():
+            return []
+        batches, end, found = whole_batches(self.file)
+        check_columns(self.file, found, self.schema)
+        if end < self.file.stat().st_size:
+            os.truncate(self.file, end)
+        return batches
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Appends a batch; it is in the file when this returns."""
+        begun = self.file.exists() and self.file.stat().st_size > 0
+        content = batch.serialize().to_pybytes()
+        with self.file.open("ab", buffering=0) as out:
+            append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
+
+
+def check_columns(file: Path, found: pa.Schema | None, expected: pa.Schema) -> None:
+    """Raises DataError where a file has other columns than expected; None: it has none yet."""
+    if found not in (None, expected):
+        raise DataError(f"{file} has columns {found.names}, expected {expected.names}")
+
+
+def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
+    """The batches that are complete, the byte after the last of them, and their columns; None: there are none yet."""
+    batches: list[pa.RecordBatch] = []
+    schema = None
+    with pa.OSFile(str(file)) as source:
+        end = 0
+        try:
+            reader = pa.ipc.open_stream(source)
+            schema = reader.schema
+            end = source.tell()
+            while True:
+                batches.append(reader.read_next_batch())
+                end = source.tell()
+        except (StopIteration, pa.ArrowInvalid, OSError):
+            return batches, end, schema
