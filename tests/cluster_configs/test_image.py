@@ -133,11 +133,7 @@ def test_the_steps_run(tmp_path, stand_in):
         done = subprocess.run(["bash", "-euc", command], cwd=source, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, command + done.stdout + done.stderr
     called = (tmp_path / "calls").read_text().splitlines()
-    assert (
-        len(called) == 7
-        and ("whl/cpu" in called[4]) == (device == "cpu")
-        and called[5].endswith(".[aws,gcp,tensorboard]")
-    )
+    assert len(called) == 7 and "whl/cpu" in called[4] and called[5].endswith(".[aws,gcp,tensorboard]")
 
     shown = subprocess.run(
         [fresh / "bin" / "python", "-c", "import cfl_ray; print(cfl_ray.__file__)"],
