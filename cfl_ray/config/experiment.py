@@ -309,7 +309,8 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
                 what = f"expected a list, write [{problem['input']}]"
-            is_said = re.search(r"\bgot\b", what) or problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            own = problem["type"] == "value_error"  # a message of ours
+            is_said = own and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
             given = "" if is_said else f", got {problem['input']!r}"
             lines.append(f"{where}: {what}{given}"[:500])
     return "\n".join(lines)
