@@ -5,6 +5,7 @@ Every key has one place, one default and one description; an unknown key is an e
 
 import hashlib
 import json
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -308,7 +309,10 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
                 what = f"expected a list, write [{problem['input']}]"
-            lines.append(f"{where}: {what}, got {problem['input']!r}"[:500])
+            own = problem["type"] == "value_error"  # a message of ours
+            is_said = own and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
+            given = "" if is_said else f", got {problem['input']!r}"
+            lines.append(f"{where}: {what}{given}"[:500])
     return "\n".join(lines)
 
 

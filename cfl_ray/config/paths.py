@@ -118,7 +118,18 @@ def to_record(values: dict[str, Any], written: Mapping[str, str]) -> tuple[str, 
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
     if as_written(absolute, changed) != as_written(values, written):  # one file, written in two ways
         return "", values
-    return f"{_WRITTEN}{json.dumps(changed)}\n" if changed else "", absolute
+    return record_line(changed), absolute
+
+
+def record_line(written: Mapping[str, str]) -> str:
+    """Returns the line of a record that keeps the paths as written; empty where there are none."""
+    return f"{_WRITTEN}{json.dumps(dict(written))}\n" if written else ""
+
+
+def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
+    """Returns the paths of `values` by their absolute form; none where one file is written in two ways."""
+    changed = dict(_changes(absolute, values))
+    return changed if as_written(absolute, changed) == values else {}
 
 
 def from_record(text: str) -> dict[str, str]:
