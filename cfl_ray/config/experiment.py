@@ -317,10 +317,12 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
 
 
 def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str]:
-    """Returns the valid keys of the section at `path` of a config; the numbers in it are places in lists."""
+    """Returns the valid keys of the section at `path` of a config; numbers and names in it that are no keys are places
+    in lists and mappings.
+    """
     section: Any = config
     for key in path:
-        if isinstance(key, int):
+        if isinstance(key, int) or key not in section.model_fields:
             continue
         annotation = section.model_fields[key].annotation
         # the inner type of a list or an optional section

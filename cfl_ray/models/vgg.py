@@ -14,8 +14,8 @@ _CHANNELS = (
 def vgg16(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) -> nn.Module:
     """Thirteen 3x3 convolutions (configuration D of arXiv:1409.1556) and three linear layers; sides of at least 32.
 
-    Initialised as torchvision does. hidden: width of the first two linear layers; ImageNet's VGG16 has 4,096 there, after
-    a map of 7x7. 15,245,130 parameters on 3x32x32 images with 10 classes.
+    Initialised as torchvision does. hidden: width of the first two linear layers; ImageNet's VGG16 has 4,096 there,
+    after a map of 7x7. 15,245,130 parameters on 3x32x32 images with 10 classes.
     """
     inputs, height, width = input_shape
     layers: list[nn.Module] = []
