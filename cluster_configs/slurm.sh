@@ -8,7 +8,6 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --no-kill
 #SBATCH --signal=B:USR1@180
 # A Ray cluster of the nodes of a Slurm job, for one run; the head and the driver are on the first node.
 #
@@ -16,8 +15,10 @@
 #   sbatch --gpus-per-node=2 cluster_configs/slurm.sh RUN mine.yaml runtime.gpus_per_host=0.25
 #
 # RUN is the folder of the run, on a file system that all nodes share. The same command continues a run that was interrupted: by
-# scancel, the time limit, preemption or a lost head node. Three minutes before the time limit the run is ended, and with
-# CFL_RAY_REQUEUE=1 the job goes back into the queue. The run goes on without nodes that fail later (--no-kill).
+# scancel, the time limit, preemption or a lost node. After the last two Slurm puts the job back into the queue by itself. Three
+# minutes before the time limit the run is ended, and with CFL_RAY_REQUEUE=1 the job goes back into the queue, too. A Ray that dies
+# on a node other than the first does not end the run; with `sbatch --no-kill`, neither does the loss of such a node (but then a
+# lost first node keeps the others until the time limit).
 #
 # cfl_ray is found on the nodes by PATH: activate its virtual environment, on a shared file system, before sbatch, which passes
 # the environment on. Further variables:
@@ -90,10 +91,14 @@ ray_node() { # on every node, as its one task
 }
 
 nodes_joined() {
-    listens "$HEAD" "$GCS_PORT" && python -c '
+    local count=0
+    if listens "$HEAD" "$GCS_PORT"; then
+        count=$(python -c '
 import ray, sys
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-print(sum(node["Alive"] for node in ray.nodes()))' "$RAY_ADDRESS" 2> /dev/null || echo 0
+print(sum(node["Alive"] for node in ray.nodes()))' "$RAY_ADDRESS" 2> /dev/null) || count=0
+    fi
+    echo "$count"
 }
 
 cluster="" driver="" early=""
@@ -124,9 +129,9 @@ export HEAD GCS_PORT DASHBOARD_PORT CLIENT_PORT RAY_ADDRESS=$HEAD:$GCS_PORT
 nodes=$SLURM_JOB_NUM_NODES
 echo "slurm.sh: $nodes nodes: $(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' '); head $RAY_ADDRESS, dashboard $DASHBOARD_PORT"
 
-# A node that fails ends neither the step nor the other nodes.
+# A Ray that dies ends neither the step nor the other nodes.
 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" \
-    --cpu-bind=none --no-kill --kill-on-bad-exit=0 --wait=0 \
+    --cpu-bind=none --kill-on-bad-exit=0 --wait=0 \
     bash -c "set -euo pipefail; $(declare -f node_address free_ports listens wait_for ray_node); ray_node" &
 cluster=$!
 

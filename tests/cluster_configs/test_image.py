@@ -102,10 +102,10 @@ def test_the_script_of_jobs_runs_and_resumes(tmp_path):
     assert subprocess.run([script], capture_output=True).returncode != 0
 
 
-# Packages of others are those of this environment; cfl_ray is installed.
+# Packages of others are those of this environment; cfl_ray is installed, first without its package as in the image.
 PIP = """#!/bin/bash
 echo "$*" >> "$CALLS"
-case "$*" in *--force-reinstall*) exec {python} -m pip "$@";; esac
+case "$*" in *.) exec {python} -m pip "$@";; *.[[]*) exec {python} -m pip "$@" --no-deps;; esac
 """
 
 

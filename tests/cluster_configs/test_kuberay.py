@@ -1,7 +1,7 @@
 """The Kubernetes files: known fields, the token, not root, spot workers, limits. No Kubernetes is started.
 
-`kuberay_fields.json` has the fields that the files use. With CFL_RAY_KUBERAY_CRDS, a folder of `ray.io_rayclusters.yaml`
-and `ray.io_rayjobs.yaml` of a release, the same objects are validated by the definitions of KubeRay.
+`kuberay_fields.json` has the fields that the files use. With CFL_RAY_KUBERAY_CRDS, a folder of ray.io_rayclusters.yaml
+and ray.io_rayjobs.yaml of a release, the same objects are validated by the definitions of KubeRay.
 """
 
 import json
