@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
-from cfl_ray.config.paths import as_written, beside, from_record, root_beside, to_record
+from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.sections import (
     CohortConfig,
     ConfigSection,
@@ -88,6 +88,7 @@ class Experiment(ConfigSection):
     _written: dict[str, str] = PrivateAttr(
         default_factory=dict
     )  # of a run's record: paths as written, by absolute ones
+    _moved: dict[str, str] = PrivateAttr(default_factory=dict)  # of the record of a run that has moved: new by old paths
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -136,7 +137,7 @@ class Experiment(ConfigSection):
 
     def to_dict_as_written(self) -> dict[str, Any]:
         """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
-        values: dict[str, Any] = as_written(self.to_dict(), self._written)
+        values: dict[str, Any] = with_replaced(self.to_dict(), self._written)
         return values
 
     def to_record(self) -> str:
@@ -147,10 +148,15 @@ class Experiment(ConfigSection):
         line, values = to_record(self.to_dict(), self._written)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
-    def _with_written(self, written: dict[str, str]) -> "Experiment":
-        self._written = written
-        self.data._written = written
+    def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
+        self._written = self.data._written = written
+        self._moved = moved
         return self
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """New paths by recorded ones, where this is the record of a run whose folder has moved."""
+        return self._moved
 
     @property
     def config_hash(self) -> str:
@@ -184,16 +190,22 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
 
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
-    file's folder, then in the working directory; those of overrides are relative to the working directory.
+    file's folder, then in the working directory; those of overrides are relative to the working directory. In the record
+    of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
-    written = {} if file is None else from_record(Path(file).read_text())
+    written, moved = {}, {}
     if file is not None:
+        text = Path(file).read_text()
+        moved = moves_of(values, text, Path(file).parent)
+        values = with_replaced(values, moved)
+        written = from_record(text)
+        written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = root_beside(beside(values, Path(file).parent), Path(file).parent)
     for override in overrides:
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
-    return Experiment(**values)._with_written(written)
+    return Experiment(**values)._from_record(written, moved)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.core.files import write_text
 from cfl_ray.methods import resolve
@@ -250,7 +251,8 @@ def _path(path: str | Path | None) -> Path | None:
 def _write_config(directory: Path, experiment: Experiment) -> None:
     """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}", mode=0o600)
+    header = f"{_HASH}{experiment.config_hash}\n{recorded_in(directory)}"
+    write_text(directory / CONFIG, header + experiment.to_record(), mode=0o600)
 
 
 def _hash_of(file: Path) -> str:
