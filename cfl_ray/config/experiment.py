@@ -85,10 +85,9 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    _written: dict[str, str] = PrivateAttr(
-        default_factory=dict
-    )  # of a run's record: paths as written, by absolute ones
-    _moved: dict[str, str] = PrivateAttr(default_factory=dict)  # of the record of a run that has moved: new by old paths
+    # of a run's record: paths as written by absolute ones, and, where the run has moved, new by recorded paths
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -190,8 +189,8 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
 
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
-    file's folder, then in the working directory; those of overrides are relative to the working directory. In the record
-    of a run that has moved, recorded paths that do not exist are looked for beside its new place.
+    file's folder, then in the working directory; those of overrides are relative to the working directory.
+    In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
     written, moved = {}, {}
