@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
-from cfl_ray.config.paths import as_written, beside, from_record, root_beside, to_record
+from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.sections import (
     CohortConfig,
     ConfigSection,
@@ -86,9 +86,9 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    _written: dict[str, str] = PrivateAttr(
-        default_factory=dict
-    )  # of a run's record: paths as written, by absolute ones
+    # of a run's record: paths as written by absolute ones, and, where the run has moved, new by recorded paths
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -137,7 +137,7 @@ class Experiment(ConfigSection):
 
     def to_dict_as_written(self) -> dict[str, Any]:
         """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
-        values: dict[str, Any] = as_written(self.to_dict(), self._written)
+        values: dict[str, Any] = with_replaced(self.to_dict(), self._written)
         return values
 
     def to_record(self) -> str:
@@ -148,10 +148,15 @@ class Experiment(ConfigSection):
         line, values = to_record(self.to_dict(), self._written)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
-    def _with_written(self, written: dict[str, str]) -> "Experiment":
-        self._written = written
-        self.data._written = written
+    def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
+        self._written = self.data._written = written
+        self._moved = moved
         return self
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """New paths by recorded ones, where this is the record of a run whose folder has moved."""
+        return self._moved
 
     @property
     def config_hash(self) -> str:
@@ -186,15 +191,21 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
     file's folder, then in the working directory; those of overrides are relative to the working directory.
+    In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
-    written = {} if file is None else from_record(Path(file).read_text())
+    written, moved = {}, {}
     if file is not None:
+        text = Path(file).read_text()
+        moved = moves_of(values, text, Path(file).parent)
+        values = with_replaced(values, moved)
+        written = from_record(text)
+        written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = root_beside(beside(values, Path(file).parent), Path(file).parent)
     for override in overrides:
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
-    return Experiment(**values)._with_written(written)
+    return Experiment(**values)._from_record(written, moved)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

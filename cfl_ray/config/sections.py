@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
-from cfl_ray.config.paths import as_written
+from cfl_ray.config.paths import with_replaced
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.plugins import entry_points_of
@@ -412,7 +412,7 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude: set[str]) -> dict[str, Any]:
         """Returns the values that decide the content of shards, with paths as they were written."""
-        values: dict[str, Any] = as_written(self.model_dump(mode="json", exclude=exclude), self._written)
+        values: dict[str, Any] = with_replaced(self.model_dump(mode="json", exclude=exclude), self._written)
         return self.without_defaults(values)
 
     @property

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.core.files import write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
@@ -161,6 +163,7 @@ class _Launch:
             self._check_replay(self.replay)
         with contextlib.ExitStack() as lock:
             if self.resumed and self.run_dir is not None:
+                self._say_what_moved()
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
             try:
@@ -185,11 +188,22 @@ class _Launch:
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
         facts = self.session.facts()
-        if self.directory is not None and not self.resumed:
-            self._begin_directory(self.directory, setup)
-            lock.enter_context(hold_run(self.directory / CONFIG))
+        if self.directory is not None:
+            self._keep_numerics(self.directory, self.session.numerics())
+            if not self.resumed:
+                self._begin_directory(self.directory, setup)
+                lock.enter_context(hold_run(self.directory / CONFIG))
         self.watcher.started(setup, self.directory, facts)
         return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
+
+    def _say_what_moved(self) -> None:
+        for old, new in self.experiment.moved.items():
+            self.watcher.warn(f"{old} of this run is not here; {new} takes its place, for the run directory has moved")
+        if not Path(self.experiment.output).exists():
+            self.watcher.warn(
+                f"{self.experiment.output}, the output folder of this run, is not here and is made anew: its shards "
+                "are prepared again, and a local MLflow store begins anew; to keep them, copy it to that place first"
+            )
 
     def _session(self, setup: Setup) -> Session:
         if not self.on_ray:
@@ -216,6 +230,15 @@ class _Launch:
             f"{directory} holds a run of this config already; go on with it by `{command('resume', directory)}` "
             "or choose another folder"
         )
+
+    def _keep_numerics(self, directory: Path, now: Numerics) -> None:
+        """Writes what figures depend on when a run begins; says what has changed when it goes on."""
+        if self.resumed and (before := read_numerics(directory)) is not None:
+            for line in before.changes(now):
+                self.watcher.warn(line)
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        write_numerics(directory, now)
 
     def _begin_directory(self, directory: Path, setup: Setup) -> None:
         """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""
@@ -250,7 +273,8 @@ def _path(path: str | Path | None) -> Path | None:
 def _write_config(directory: Path, experiment: Experiment) -> None:
     """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}", mode=0o600)
+    header = f"{_HASH}{experiment.config_hash}\n{recorded_in(directory)}"
+    write_text(directory / CONFIG, header + experiment.to_record(), mode=0o600)
 
 
 def _hash_of(file: Path) -> str:

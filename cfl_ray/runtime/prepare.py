@@ -332,16 +332,20 @@ def _check_attack(attack: Attack, count: int) -> None:
         raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
 
 
-def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice]) -> autotune.EngineChoice:
-    """The configured engine, or the measured one.
+def engine_choice(
+    setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice], kept: str | None = None
+) -> autotune.EngineChoice:
+    """The configured engine, the one that the run began with, or the measured one.
 
-    device: name of the device of the hosts.
+    device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
     A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
     the run goes on with its own measurement.
     """
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
         return autotune.EngineChoice(wanted, f"{wanted}: as configured")
+    if kept is not None:
+        return autotune.EngineChoice(kept, f"{kept}: as at the start of the run")
     file = Path(setup.experiment.output) / "engine-choices.json"
     key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
     known = {}
