@@ -1,12 +1,17 @@
 """Authentication, open ports, and untrusted input: pickles, paths in data and credentials."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +34,14 @@ TEXTS = [
 STARTS = re.compile(r"""^[^#\n]*(?<![`"])\bray start --|\bray\.init\(|\bCluster\(""", re.M)
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """The processes of a live `cfl-ray run` on a cluster of its own."""
-    folder = tmp_path_factory.mktemp("live")
+@contextlib.contextmanager
+def live_run(folder: Path, **variables: str) -> Iterator[list[psutil.Process]]:
+    """The processes of a live `cfl-ray run` on a cluster of its own, in the folder `run`, with these variables."""
     excluded = ("RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
-    environment = {name: value for name, value in os.environ.items() if name not in excluded}
+    environment = {name: value for name, value in os.environ.items() if name not in excluded} | variables
     log = folder / "log"
     options = ["rounds=100000", "methods=[fedavg]", "tracking.enabled=false", f"output={folder}"]
-    command = [sys.executable, "-m", "cfl_ray", "run", *options]
+    command = [sys.executable, "-m", "cfl_ray", "run", "--run-dir", str(folder / "run"), *options]
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -52,6 +56,13 @@ def live(tmp_path_factory):
             process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    """The processes of a live run."""
+    with live_run(tmp_path_factory.mktemp("live")) as processes:
+        yield processes
 
 
 def listening(processes):
@@ -91,6 +102,42 @@ def test_a_cluster_of_its_own_requires_the_token(live):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         found.append(("connected" in done.stdout, bool(re.search("(?i)authenticat|token", done.stderr))))
     assert found == [(True, False), (False, True), (False, True)]
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Ray's variables for TLS, with certificates for 127.0.0.1 that an authority made for this test has signed."""
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=authority",
+        "req -newkey rsa:2048 -nodes -keyout tls.key -out tls.csr -subj /CN=node",
+        "x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out tls.crt -days 2 -extfile names",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    names = {"SERVER_CERT": "tls.crt", "SERVER_KEY": "tls.key", "CA_CERT": "ca.crt"}
+    return {"RAY_USE_TLS": "1"} | {f"RAY_TLS_{name}": str(folder / file) for name, file in names.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_a_run_with_the_tls_of_ray(tmp_path):
+    """Beside the token: the cluster shows its certificate, demands the client's, and answers no one without TLS."""
+    tls = certificates(tmp_path)
+    with live_run(tmp_path, **tls) as processes:
+        (port,) = {address.port for process, address in listening(processes) if process.name() == "gcs_server"}
+        context = ssl.create_default_context(cafile=tls["RAY_TLS_CA_CERT"])
+        context.load_cert_chain(tls["RAY_TLS_SERVER_CERT"], tls["RAY_TLS_SERVER_KEY"])
+        context.set_alpn_protocols(["h2"])
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            shown = context.wrap_socket(plain, server_hostname="127.0.0.1").getpeercert()
+        assert ("IP Address", "127.0.0.1") in shown["subjectAltName"]
+        answers = {}
+        for name, variables in {"with": tls, "without": {}}.items():
+            variables = {"RAY_AUTH_MODE": "token", "RAY_gcs_server_port_wait_time_s": "1", "CFL_RAY_DEBUG": ""} | variables
+            command = [sys.executable, "-m", "cfl_ray", "leave", str(tmp_path / "run"), "5"]
+            done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=400)
+            answers[name] = (done.returncode, done.stdout + done.stderr)
+        assert answers["with"][0] == 0 and "client 5 leaves before round" in answers["with"][1], answers
+        assert answers["without"][0] == 1 and "cannot be reached" in answers["without"][1], answers
 
 
 def test_every_file_that_starts_ray_enables_the_token():

@@ -19,7 +19,7 @@ from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.runtime.session_file import cluster_address, withdraw_server
 from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 _HASH = "# config hash "
@@ -141,6 +141,7 @@ class _Launch:
             if self.resumed and self.run_dir is not None:
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
+                withdraw_server(self.directory)  # of a driver that was killed
             try:
                 return self._all_methods(lock)
             except KeyboardInterrupt:
@@ -166,6 +167,7 @@ class _Launch:
         if self.directory is not None and not self.resumed:
             self._begin_directory(self.directory, setup)
             lock.enter_context(hold_run(self.directory / CONFIG))
+            withdraw_server(self.directory)
         self.watcher.started(setup, self.directory, facts)
         return Driver(setup, self.session, self.directory, self.watcher, facts).all_methods()
 
