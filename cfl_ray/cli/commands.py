@@ -15,6 +15,7 @@ from rich.console import Console
 
 import cfl_ray
 from cfl_ray.core.errors import ConfigError, Interrupted, RunStopped, UserError, says_where
+from cfl_ray.core.redaction import redact
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
@@ -205,16 +206,15 @@ def check(
     Runs nothing, and refuses what `cfl-ray run` refuses.
     """
     from cfl_ray.cli import estimate, tables
-    from cfl_ray.tracking import redact
 
     experiment = _load(file, overrides)
     found = estimate.estimate(experiment)
     if as_yaml:
-        _print(redact(experiment.to_yaml()).rstrip())
+        _print(experiment.to_yaml().rstrip())
         return
     tables.show_differences(experiment, out)
     estimate.show(found, out)
-    _print(redact(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}"))
+    _print(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}")
 
 
 @app.command(name="config", short_help="List the keys of an experiment, or explain one.")
@@ -363,11 +363,11 @@ def _deliver_earlier_results(experiment: "Experiment") -> None:
 
 
 def _print(text: str) -> None:
-    out.print(text, markup=False, soft_wrap=True)
+    out.print(redact(text), markup=False, soft_wrap=True)
 
 
 def _warn(text: str) -> None:
-    err.print(text, markup=False, soft_wrap=True)
+    err.print(redact(text), markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -399,7 +399,7 @@ def _message_of_interruption(error: BaseException | None) -> str | None:
 
 
 def _fail(message: str, status: int) -> None:
-    err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    err.print(redact(f"error: {message}"), markup=False, soft_wrap=True, style="red")
     if status == Interrupted.exit_status and "ray" in sys.modules:
         # Without the exit handlers of Ray, which may wait; its processes end when this one does.
         sys.stdout.flush()

@@ -27,6 +27,7 @@ from cfl_ray.config.sections import (
     RuntimeConfig,
     TrackingConfig,
 )
+from cfl_ray.core.credentials import redact_values, with_known_credentials
 from cfl_ray.core.errors import ConfigError, did_you_mean
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
@@ -141,9 +142,11 @@ class Experiment(ConfigSection):
     def to_record(self) -> str:
         """Returns the resolved config with absolute paths, so that a run is found again from any folder.
 
+        It has no credentials; `load` finds those again that this user has used.
+
         Loading it gives an experiment of the same hash.
         """
-        line, values = to_record(self.to_dict(), self._written)
+        line, values = to_record(redact_values(self.to_dict()), self._written)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
     def _with_written(self, written: dict[str, str]) -> "Experiment":
@@ -188,7 +191,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     values = _read(QUICKSTART if file is None else Path(file))
     written = {} if file is None else from_record(Path(file).read_text())
     if file is not None:
-        values = root_beside(beside(values, Path(file).parent), Path(file).parent)
+        values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:

@@ -11,14 +11,57 @@ from typing import Any, BinaryIO
 
 from cfl_ray.core.errors import DataError
 
+PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those that the umask forbids
+
+# ---- for the user alone
+
+
+def private_folder(path: Path) -> None:
+    """Makes a folder, and those above it that do not exist, which only the user can enter. One that exists stays."""
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def open_private(path: Path, mode: str) -> BinaryIO:
+    """Opens a binary file without a buffer; one that does not exist is made for the user alone."""
+    return open(path, mode, buffering=0, opener=_opener)
+
+
+def _opener(name: str, flags: int) -> int:
+    return os.open(name, flags, PRIVATE)
+
+
+@contextmanager
+def private_umask() -> Iterator[None]:
+    """Context in which files of other packages are made for the user alone. It holds for the whole process."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def user_folder() -> Path:
+    """The folder of what this package keeps for the user: CFL_RAY_HOME, or cfl_ray in the user's configuration."""
+    if named := os.environ.get("CFL_RAY_HOME"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "cfl_ray"
+
+
 # ---- whole files
 
 
 @contextmanager
-def drafted(path: Path) -> Iterator[Path]:
-    """Context with a draft file to write, which replaces `path` in one step at the end, and is removed on an error."""
+def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
+    """Context with a draft file to write, which replaces `path` in one step at the end, and is removed on an error.
+
+    mode: PRIVATE for what a run writes about itself, SHARED for what is made for others.
+    """
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:
+        draft.unlink(missing_ok=True)  # of a process that died, or a link that another user put there
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         draft.replace(path)
     except BaseException:
@@ -26,23 +69,17 @@ def drafted(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replaces `path` in one step, once the new content is on the disk.
-
-    mode: permission bits of the file, less those that the umask forbids.
-    """
-    with (
-        drafted(path) as draft,
-        open(draft, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file,
-    ):
+def write_text(path: Path, text: str, mode: int = PRIVATE) -> None:
+    """Replaces `path` in one step, once the new content is on the disk. mode: as in `drafted`."""
+    with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
     """Replaces `path` by a JSON object, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    write_text(path, json.dumps(value, indent=1) + "\n", mode)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cfl_ray.core.credentials import redact_values, remember_credentials, with_known_credentials
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import sync
+from cfl_ray.core.files import append_line, open_private, private_folder, sync
 from cfl_ray.core.population import PopulationChange
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
@@ -57,14 +58,14 @@ class JournalEvent:
         return PopulationChange(self.round, self.join, self.leave)
 
     def to_line(self) -> str:
-        """The event as a line of the journal."""
-        return json.dumps(asdict(self)) + "\n"
+        """The event as a line of the journal, without credentials."""
+        return json.dumps(redact_values(asdict(self))) + "\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "JournalEvent":
         """The event in a line. Raises ValueError, KeyError or TypeError where it holds none."""
         values = json.loads(line)
-        shards = values["shards"]
+        shards = with_known_credentials(values["shards"])
         return cls(
             values["round"],
             tuple(values["join"]),
@@ -92,11 +93,11 @@ class Journal:
     def add(self, *events: JournalEvent) -> None:
         """Appends events; they are on disk when this returns."""
         if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab") as out:
+            private_folder(self.file.parent)
+            remember_credentials([event.shards.uri for event in events if event.shards])
+            with open_private(self.file, "ab") as out:
                 out.truncate(self.size)
-                out.write("".join(event.to_line() for event in events).encode())
-                out.flush()
+                append_line(out, "".join(event.to_line() for event in events).encode())
                 os.fsync(out.fileno())
                 size = out.tell()
             sync(self.file.parent)  # the file may be new

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import private_folder, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, Watcher
 from cfl_ray.runtime.journal import copy_events
@@ -228,9 +229,11 @@ def _path(path: str | Path | None) -> Path | None:
 
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
-    """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}", mode=0o600)
+    """config.yaml, without credentials. Its first line is the hash."""
+    directory.parent.mkdir(parents=True, exist_ok=True)  # `output`, which may be shared
+    private_folder(directory)
+    remember_credentials(experiment.to_dict())
+    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}")
 
 
 def _hash_of(file: Path) -> str:

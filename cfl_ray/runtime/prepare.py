@@ -20,7 +20,7 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import SHARED, read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
@@ -322,7 +322,7 @@ def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.Eng
     choice = measured()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, known | {key: [choice.engine, choice.reason]})
+        write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
     return choice
 
 

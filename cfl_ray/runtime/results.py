@@ -15,7 +15,7 @@ import pyarrow as pa
 from torch import Tensor, nn
 
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import append_line, cut_torn_line
+from cfl_ray.core.files import append_line, cut_torn_line, open_private
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
@@ -168,7 +168,7 @@ class ClientMetrics:
         batch = pa.record_batch([pa.array(column) for column in columns], schema=self.schema)
         begun = self.file.exists() and self.file.stat().st_size > 0
         content = batch.serialize().to_pybytes()
-        with self.file.open("ab", buffering=0) as out:
+        with open_private(self.file, "ab") as out:
             append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
         self.last = report.round
 
@@ -220,7 +220,7 @@ class ClusterMoves:
         if not report.moved or (self.rows and report.round <= self.rows[-1][0]):
             return
         if self.file is not None:
-            with self.file.open("ab", buffering=0) as out:
+            with open_private(self.file, "ab") as out:
                 append_line(out, (json.dumps({"round": report.round, "moved": report.moved}) + "\n").encode())
         self.rows.append((report.round, [list(move) for move in report.moved]))
 

@@ -1,7 +1,7 @@
 """The address of a live run's server, for the command line: session.json in the run directory.
 
-It is signed with the Ray token of the user who runs it, for the folder it is in: Ray's replies are pickles, so neither a
-folder written by another user nor a copy of a session file must lead a command to a cluster.
+It is signed with the Ray token of the user who runs it, for the folder it is in: Ray's replies are pickles, so neither
+a folder written by another user nor a copy of a session file must lead a command to a cluster.
 """
 
 import hashlib

@@ -1,9 +1,10 @@
 """Tracker that writes the metrics of a run as a table."""
 
 import csv
+import io
 from pathlib import Path
 
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import append_line, open_private, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
@@ -27,11 +28,13 @@ class CsvFile:
         if new := [name for name in record.metrics if name not in self.columns]:
             self._add_columns(new)
         is_new = not self.path.is_file()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            if is_new:
-                writer.writeheader()
-            writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        if is_new:
+            writer.writeheader()
+        writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
+        with open_private(self.path, "ab") as file:
+            append_line(file, text.getvalue().encode())
         self.last = record.round
 
     def close(self, end: RunEnd | None) -> None:

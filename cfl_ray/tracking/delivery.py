@@ -13,12 +13,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cfl_ray.core.credentials import hides, with_credentials
 from cfl_ray.core.errors import DataError, UserError
-from cfl_ray.core.files import read_json, sync, write_json
+from cfl_ray.core.files import PRIVATE, read_json, sync, write_json
+from cfl_ray.core.redaction import redact
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, read_from, read_info
-from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
+from cfl_ray.tracking.uri import accepts_connection
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
 # About 20 metrics a round: below the 1000 that MLflow accepts in one request, so a batch arrives whole or not at all.
@@ -62,7 +64,7 @@ class Delivery:
 
         Raises filelock.Timeout if another process is delivering this run, ConnectionError, or any error of MLflow.
         """
-        with FileLock(self.run_dir / LOCK, timeout=lock_seconds):
+        with FileLock(self.run_dir / LOCK, timeout=lock_seconds, mode=PRIVATE):
             try:
                 run, cursor = self._open()
                 return self._deliver(run, cursor)
@@ -72,7 +74,7 @@ class Delivery:
 
     def ensure(self) -> str:
         """Creates the run in MLflow if it does not exist, and returns its id."""
-        with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS):
+        with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS, mode=PRIVATE):
             run, _ = self._open()
             return run.run_id
 
@@ -82,6 +84,8 @@ class Delivery:
             self._run, cursor = None, self._save(replace(cursor, delivered=0, round=None))
         if self._run and self._run.run_id == cursor.run_id:
             return self._run, cursor
+        if hides(self.uri):
+            raise ConnectionError("its credentials are not known here; set MLFLOW_TRACKING_URI to it, with them")
         if not accepts_connection(self.uri):
             raise ConnectionError("no connection")
         parent_id = Delivery(self.run_dir / cursor.parent, self.uri).ensure() if cursor.parent else None
@@ -121,7 +125,7 @@ def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | Non
     if fields is None:  # without a cursor no delivery can be in progress
         write_json(run_dir / CURSOR, asdict(target))
     elif replace(Cursor(**fields), run_id=None, delivered=0, round=None, ended_ms=None) != target:
-        with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS):
+        with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS, mode=PRIVATE):
             write_json(run_dir / CURSOR, asdict(target))
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 
@@ -137,8 +137,9 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     path = sqlite_path(uri)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent / "mlartifacts")
     # Two processes that create the tables of a new file at the same time fail inside MLflow, so only one may at a time.
-    with FileLock(f"{path}.lock", timeout=CREATION_SECONDS) if path else nullcontext():
+    with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
         client = MlflowClient(uri)
@@ -163,10 +164,11 @@ def _create_store(path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
     if path.exists():
         return
-    folder.mkdir(exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
+    folder.mkdir(mode=0o700, exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
     draft = folder / uuid.uuid4().hex  # a name that is new to this process: MLflow caches its connections by name
     MlflowClient(f"sqlite:///{draft}")
     shutil.copyfile(draft, folder / "whole")
+    (folder / "whole").chmod(PRIVATE)
     (folder / "whole").rename(path)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.tracking.uri import redact
+from cfl_ray.core.redaction import redact
 
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -139,7 +139,7 @@ class RunInfo:
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the run in every store
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", {key: str(value) for key, value in self.tags.items()})
+        object.__setattr__(self, "tags", {key: redact(str(value)) for key, value in self.tags.items()})
         object.__setattr__(self, "params", {key: redact(str(value)) for key, value in self.params.items()})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line, cut_torn_line, read_json, write_json
+from cfl_ray.core.files import append_line, cut_torn_line, open_private, private_folder, read_json, write_json
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 
 INFO, METRICS_LOG, END = "run.json", "metrics.jsonl", "end.json"
@@ -50,7 +50,7 @@ class FileTracker:
 
     def start(self, info: RunInfo) -> None:
         self.close()
-        (self.run_dir / ARTIFACTS).mkdir(parents=True, exist_ok=True)
+        private_folder(self.run_dir / ARTIFACTS)
         if not (self.run_dir / INFO).exists():
             write_json(self.run_dir / INFO, asdict(info))
         (self.run_dir / END).unlink(missing_ok=True)
@@ -58,7 +58,7 @@ class FileTracker:
         cut_torn_line(path)
         for record in read_records(self.run_dir):
             self._last = record
-        self._log = path.open("ab", buffering=0)
+        self._log = open_private(path, "ab")
 
     def log(self, record: RoundRecord) -> None:
         if self._last is not None and record.round <= self._last.round:
