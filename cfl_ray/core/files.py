@@ -7,10 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from cfl_ray.core.errors import DataError
 
+Record = TypeVar("Record")
 PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those that the umask forbids
 
 # ---- for the user alone
@@ -25,7 +28,7 @@ def private_folder(path: Path) -> None:
 
 def open_private(path: Path, mode: str) -> BinaryIO:
     """Opens a binary file without a buffer; one that does not exist is made for the user alone."""
-    return open(path, mode, buffering=0, opener=_opener)
+    return cast("BinaryIO", open(path, mode, buffering=0, opener=_opener))
 
 
 def _opener(name: str, flags: int) -> int:
@@ -90,6 +93,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); restore it, or remove it to start its part afresh") from error
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """The dataclass that a JSON object in `path` holds; None if there is no such file. Raises DataError if damaged.
+
+    Fields have exactly the types that the class says; others are ignored.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise DataError(
+            f"{path} is damaged ({where}: {first['msg']}); restore it, or remove it to start its part afresh"
+        ) from error
 
 
 # ---- files that grow line by line

@@ -26,7 +26,7 @@ _LESS = ("test_loss", "train_loss", "mbit", "seconds", "rounds_to_target", "mbit
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
-def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.DataFrame:
+def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
     """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
     Runs of one experiment differ in their seed alone. Columns: experiment, method, runs (their number), and for each
@@ -36,14 +36,14 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     evaluation yet are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
-        else the first metrics of the task. Raises ConfigError for a metric that no run has.
+        else the first metrics of the task. trust: as of `load_run`. Raises ConfigError for a metric that no run has.
     """
     import pandas as pd
 
     found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}  # by (experiment, method), then seed
     names: dict[str, str] = {}  # of experiments, by their settings without seed
     for run in runs:
-        results = load_run(run)
+        results = load_run(run, trust=trust)
         experiment = config.load(Path(run) / CONFIG)
         name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():

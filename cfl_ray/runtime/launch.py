@@ -21,6 +21,7 @@ from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
+from cfl_ray.runtime.trust import load_record, sign_record
 from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 _HASH = "# config hash "
@@ -71,20 +72,26 @@ def simulate(
 
 
 def resume(
-    run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None
+    run_dir: str | Path,
+    watcher: Watcher | None = None,
+    on_ray: bool = True,
+    experiment: Experiment | None = None,
+    trust: bool = False,
 ) -> Results:
     """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
 
     Raises ConfigError where `run_dir` holds no run, RunError where the run is live.
 
     experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
+    trust: whether Python files, a cluster and an MLflow server are used that the record names and that this user did
+        not sign on this machine, as `run` does; otherwise they are a ConfigError.
     """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
         raise no_run(run_dir)
     if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
-    experiment = experiment or config.load(file)
+    experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
         return finished
     return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
@@ -143,6 +150,7 @@ class _Launch:
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
                 withdraw_server(self.directory)  # of a driver that was killed
+                sign_record(self.directory, self.experiment)  # of a run that the user trusts
             try:
                 return self._all_methods(lock)
             except KeyboardInterrupt:
@@ -233,6 +241,7 @@ def _write_config(directory: Path, experiment: Experiment) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)  # `output`, which may be shared
     private_folder(directory)
     remember_credentials(experiment.to_dict())
+    sign_record(directory, experiment)
     write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.core.errors import DataError, RunError
 from cfl_ray.core.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
@@ -79,6 +79,7 @@ class MlflowRun:
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
+        _refuse_links(artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
@@ -88,6 +89,7 @@ class MlflowRun:
 
         step: the round after which they were saved.
         """
+        _refuse_links(directory)
         for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
             self._log_model(folder, step)
 
@@ -123,6 +125,13 @@ class MlflowRun:
             for entry in self._client.get_metric_history(self.run_id, name)
         }
         return [metric for metric in metrics if (metric.key, metric.step) not in existing]
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raises DataError for a link in a folder: what it leads to is no part of the run, and would be sent."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, and is not sent to MLflow: remove it")
 
 
 def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
