@@ -29,6 +29,7 @@ from cfl_ray.config.sections import (
 )
 from cfl_ray.core.credentials import redact_values, with_known_credentials
 from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.files import read_text
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
@@ -44,6 +45,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     ),
     "evaluation": (("metrics", []),),
 }
+_DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -89,7 +91,7 @@ class Experiment(ConfigSection):
         default_factory=dict
     )  # of a run's record: paths as written, by absolute ones
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -189,7 +191,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file's folder, then in the working directory; those of overrides are relative to the working directory.
     """
     values = _read(QUICKSTART if file is None else Path(file))
-    written = {} if file is None else from_record(Path(file).read_text())
+    written = {} if file is None else from_record(read_text(Path(file)) or "")
     if file is not None:
         values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
     for override in overrides:
@@ -203,7 +205,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
-    values = _parse(file.read_text(), str(file)) or {}
+    values = _parse(read_text(file) or "", str(file)) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
     return values
@@ -211,9 +213,27 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = yaml.safe_load(text)
+        _size_of(value, {}, _DEEPEST)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
+    return value
+
+
+def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
+    """Number of values in a value, with those that an alias repeats. Raises ValueError beyond the limits."""
+    if not isinstance(value, dict | list):
+        return 1
+    if levels == 0:
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+    if id(value) not in known:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size_of(one, known, levels - 1) for one in inner)
+        if known[id(value)] > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} values, as its aliases repeat them")
+    return known[id(value)]
 
 
 def _set(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:

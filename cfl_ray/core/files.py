@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,14 +86,63 @@ def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n", mode)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO | None]:
+    """Context with the file open for reading; None if there is none.
+
+    Raises DataError if it cannot be read, or is a folder, a device or a pipe, which may have no end.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to would block
+    except FileNotFoundError:
+        descriptor = -1
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if descriptor < 0:
+        yield None
+        return
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path} is no regular file; remove it")
+    with open(descriptor, "rb") as file:
+        yield file
+
+
+def read_file(path: Path) -> bytes | None:
+    """The content of `path`; None if there is no such file. Raises DataError as `opened` does."""
+    with opened(path) as file:
+        return None if file is None else file.read()
+
+
+def read_text(path: Path) -> str | None:
+    """The text in `path`, UTF-8; None if there is no such file. Raises DataError for anything else."""
+    content = read_file(path)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in `path`; None if there is no such file. Raises DataError if it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    content = read_file(path)
+    if content is None:
         return None
+    try:
+        return parse_json(content)
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); restore it, or remove it to start its part afresh") from error
+
+
+def parse_json(content: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text. Raises ValueError for anything else."""
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, {{...}}, found {type(value).__name__}")
+    return value
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
@@ -100,10 +150,11 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
 
     Fields have exactly the types that the class says; others are ignored.
     """
-    try:
-        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
-    except FileNotFoundError:
+    content = read_file(path)
+    if content is None:
         return None
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "content"

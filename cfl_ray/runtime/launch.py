@@ -12,7 +12,7 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import private_folder, write_text
+from cfl_ray.core.files import private_folder, read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, Watcher
 from cfl_ray.runtime.journal import copy_events
@@ -247,5 +247,5 @@ def _write_config(directory: Path, experiment: Experiment) -> None:
 
 def _hash_of(file: Path) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
-    first = file.read_text().partition("\n")[0]
+    first = (read_text(file) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

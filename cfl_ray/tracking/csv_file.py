@@ -4,7 +4,8 @@ import csv
 import io
 from pathlib import Path
 
-from cfl_ray.core.files import append_line, open_private, write_text
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import append_line, open_private, read_text, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
@@ -18,9 +19,12 @@ class CsvFile:
         self.path = run_dir / self.name
         self.columns, self.last = ["round", "time_ms", *ROUND_METRICS], 0
         if self.path.is_file():
-            rows = list(csv.DictReader(self.path.read_text().splitlines()))
+            try:
+                rows = list(csv.DictReader((read_text(self.path) or "").splitlines()))
+                self.last = int(rows[-1]["round"]) if rows else 0
+            except (csv.Error, ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{self.path} is damaged ({error!r}); remove it") from error
             self.columns = list(rows[0]) if rows else self.columns
-            self.last = int(rows[-1]["round"]) if rows else 0
 
     def log(self, record: RoundRecord) -> None:
         if record.round <= self.last:  # written before its cursor was

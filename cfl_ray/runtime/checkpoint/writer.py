@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.core.errors import DataError, RunError
 from cfl_ray.core.files import PRIVATE, private_folder, read_json, write_json
 from cfl_ray.runtime.checkpoint.segments import writing
 
@@ -51,7 +51,10 @@ class Writer:
             yield
 
     def _latest(self) -> int:
-        return int((read_json(self.directory / _EPOCH) or {}).get("epoch", 0))
+        epoch = (read_json(self.directory / _EPOCH) or {}).get("epoch", 0)
+        if type(epoch) is not int or epoch < 0:
+            raise DataError(f"{self.directory / _EPOCH} is damaged: epoch {epoch!r:.80}; remove it")
+        return epoch
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
