@@ -131,7 +131,7 @@ def other_json_lines(content: bytes, draw: random.Random) -> bytes:
 
 def put_something_else(path: Path, draw: random.Random) -> None:
     """A folder, a link to nowhere, to itself, to a file of the system or to a device in the place of a file."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     kind = draw.randrange(6)
     if kind == 0:
         path.mkdir()

@@ -4,30 +4,34 @@ A mutant that a reader accepts is fine. Mutants are drawn from a seed that the f
 """
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
 from mutants import other_bytes, other_json, other_json_lines, other_value, put_something_else
 
-from cfl_ray import Experiment, compare_runs, config, data, load_run, simulate
+from cfl_ray import Experiment, compare_runs, config, data, load_run, resume, simulate
+from cfl_ray.core import credentials
 from cfl_ray.core.errors import UserError
 from cfl_ray.data import open_shards
+from cfl_ray.engine import autotune
 from cfl_ray.runtime import live_client, session_file, trust
 from cfl_ray.runtime.checkpoint.manifest import _digest
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.checkpoint.writer import Writer
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.launch import _hash_of
-from cfl_ray.runtime.results import ClusterMoves
+from cfl_ray.runtime.prepare import engine_choice, prepare
+from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
-from cfl_ray.tracking import delivery, read_end, read_info, read_records
+from cfl_ray.tracking import FileTracker, delivery, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
 from cfl_ray.tracking.delivery import set_destination
 
@@ -42,6 +46,7 @@ class Target:
     mutate: Mutate
     read: Callable[[Path], object]  # of the folder of all files
     mutants: int  # in the normal suite; ten times as many in the slow one
+    writes: bool = False  # whether reading goes on with writing
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,9 @@ def pristine(tmp_path_factory) -> Path:
     shutil.rmtree(folder / "made")
     (folder / "evil.py").write_text(f"open({str(folder / 'was_imported')!r}, 'w')\n")
     (folder / "mine.yaml").write_text(experiment.to_yaml())
+    (folder / "engine-choices.json").write_text(json.dumps({"x": ["span", "measured"]}))
+    (folder / "home").mkdir()
+    (folder / "home/credentials.json").write_text(json.dumps({"http://***@host": "http://new:word@host"}))
     return folder
 
 
@@ -148,8 +156,31 @@ def _read_results(folder: Path) -> None:
     live_client.status(folder / "run")
 
 
-def _read_moves(folder: Path) -> None:
-    ClusterMoves(folder / "copy").rounds  # noqa: B018
+def _append_to_records(folder: Path) -> None:
+    """As a driver does that goes on: torn ends are cut off."""
+    assert ClusterMoves(folder / "run/ditto").rounds is not None
+    ClientMetrics(folder / "run/ditto")
+    FileTracker(folder / "run/ditto").start(read_info(folder / "run/ditto"))
+
+
+def _resume(folder: Path) -> None:
+    for end in (folder / "run").rglob("end.json"):
+        end.unlink()
+    resume(folder / "run", on_ray=False)
+
+
+def _choose_engine(folder: Path) -> None:
+    setup = prepare(config.load(folder / "mine.yaml").model_copy(update={"output": str(folder)}))
+    runtime = setup.experiment.runtime.model_copy(update={"engine": "auto"})
+    setup = replace(setup, experiment=setup.experiment.model_copy(update={"runtime": runtime}))
+    choice = engine_choice(setup, "cpu", lambda: autotune.EngineChoice("sequential", "measured"))
+    assert choice.engine in autotune.ENGINES
+
+
+def _find_credentials(folder: Path) -> None:
+    credentials.with_credentials("http://***@host")
+    credentials.remember_credentials(["http://new:word@host"])
+    assert credentials.with_credentials("http://***@host") in (None, "http://new:word@host")
 
 
 def _read_session(folder: Path) -> None:
@@ -194,6 +225,14 @@ TARGETS = {
     "delivered metrics": Target("run/ditto/metrics.jsonl", other_json_lines, _deliver, 50),
     "client metrics": Target("run/ditto/client_metrics.arrow", other_bytes, _read_results, 50),
     "signature": Target("run/signature.json", other_json, lambda folder: trust.load_record(folder / "run"), 50),
+    "moves": Target("run/ditto/moves.jsonl", other_json_lines, _append_to_records, 60, writes=True),
+    "metrics to append to": Target("run/ditto/metrics.jsonl", other_json_lines, _append_to_records, 60, writes=True),
+    "client metrics to append to": Target(
+        "run/ditto/client_metrics.arrow", other_bytes, _append_to_records, 60, writes=True
+    ),
+    "journal of a run that goes on": Target("run/ditto/events.jsonl", other_json_lines, _resume, 3, writes=True),
+    "engines": Target("engine-choices.json", other_json, _choose_engine, 40, writes=True),
+    "credentials": Target("home/credentials.json", other_json, _find_credentials, 60, writes=True),
     "csv": Target("run/ditto/metrics.csv", other_bytes, _read_csv, 60),
 }
 
@@ -210,7 +249,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 def check(target: Target, folder: Path, mark: Path, seed: str) -> None:
     """Reads the files; any exception but an error with a message, and any file that was written, fails the test."""
-    before = contents(folder)
+    before = {} if target.writes else contents(folder)
     try:
         target.read(folder)
     except UserError as error:
@@ -218,7 +257,8 @@ def check(target: Target, folder: Path, mark: Path, seed: str) -> None:
     except BaseException as error:
         error.add_note(f"mutant {seed} of {folder / target.file}")
         raise
-    assert contents(folder) == before, seed
+    assert target.writes or contents(folder) == before, seed
+    assert not [path for path in folder.rglob(".*") if path.name.startswith(f".{os.getpid()}.")], seed  # drafts
     assert not mark.exists(), seed
 
 
@@ -226,6 +266,7 @@ def run_mutants(name: str, number: int, pristine: Path, folder: Path, monkeypatc
     target = TARGETS[name]
     monkeypatch.chdir(pristine)  # `evil.py` is here
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("CFL_RAY_HOME", str(folder / "home"))
     monkeypatch.setattr(delivery, "accepts_connection", lambda uri: False)
     shutil.copytree(pristine, folder, dirs_exist_ok=True)
     if name != "signature":
@@ -235,13 +276,16 @@ def run_mutants(name: str, number: int, pristine: Path, folder: Path, monkeypatc
     whole = file.read_bytes() if file.exists() else b"{}"
     for mutant in range(number):
         seed = f"{name}-{mutant}"
+        if target.read is _resume:
+            shutil.rmtree(folder)
+            shutil.copytree(pristine, folder)
         file.write_bytes(target.mutate(whole, random.Random(seed)))
         check(target, folder, pristine / "was_imported", seed)
-    for kind in range(8 if number < 1000 else 40):
+    for kind in range(0 if target.read is _resume else 6 if number < 200 else 12):
         draw = random.Random(f"{name}-in-place-{kind}")
         put_something_else(file, draw)
         check(target, folder, pristine / "was_imported", f"{name}-in-place-{kind}")
-        file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+        file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink(missing_ok=True)
         file.write_bytes(whole)
 
 

@@ -179,10 +179,8 @@ def append_line(file: BinaryIO, line: bytes) -> None:
 
 def cut_torn_line(path: Path) -> None:
     """Removes an incomplete last line, left by a crash; the round that is repeated writes it again."""
-    if not path.exists():
-        return
-    whole = path.read_bytes().rfind(b"\n") + 1
-    if whole < path.stat().st_size:
+    content = read_file(path)
+    if content is not None and (whole := content.rfind(b"\n") + 1) < len(content):
         os.truncate(path, whole)
 
 

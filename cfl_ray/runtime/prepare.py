@@ -317,13 +317,21 @@ def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.Eng
     known = {}
     with suppress(DataError, OSError):
         known = read_json(file) or {}
-    if key in known:
-        return autotune.EngineChoice(*known[key])
+    engine, reason = _pair(known.get(key))
+    if engine in autotune.ENGINES:
+        return autotune.EngineChoice(engine, reason)
     choice = measured()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
     return choice
+
+
+def _pair(value: object) -> tuple[str, str]:
+    """A pair of texts from a file that may hold anything; empty ones for anything else."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+        return value[0], value[1]
+    return "", ""
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:
