@@ -23,7 +23,7 @@ PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those t
 def private_folder(path: Path) -> None:
     """Makes a folder, and those above it that do not exist, which only the user can enter. One that exists stays."""
     for folder in (*reversed(path.parents), path):
-        if not folder.exists():
+        if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -93,7 +93,7 @@ def opened(path: Path) -> Iterator[BinaryIO | None]:
     Raises DataError if it cannot be read, or is a folder, a device or a pipe, which may have no end.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to would block
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
     except FileNotFoundError:
         descriptor = -1
     except (OSError, ValueError) as error:
@@ -101,9 +101,11 @@ def opened(path: Path) -> Iterator[BinaryIO | None]:
     if descriptor < 0:
         yield None
         return
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise DataError(f"{path} is no regular file; remove it")
+        what = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "it is a device or a pipe"
+        raise DataError(f"{path} cannot be read: {what}")
     with open(descriptor, "rb") as file:
         yield file
 

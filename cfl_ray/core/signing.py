@@ -1,4 +1,4 @@
-"""Signatures of this user on this machine: an HMAC with a key in the user's own folder, which nobody else can read."""
+"""Signatures of this user on this machine: an HMAC with a key that only the user can read."""
 
 import hashlib
 import hmac

@@ -12,7 +12,7 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import private_folder, read_text, write_text
+from cfl_ray.core.files import read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, Watcher
 from cfl_ray.runtime.journal import copy_events
@@ -238,8 +238,7 @@ def _path(path: str | Path | None) -> Path | None:
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
     """config.yaml, without credentials. Its first line is the hash."""
-    directory.parent.mkdir(parents=True, exist_ok=True)  # `output`, which may be shared
-    private_folder(directory)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
     remember_credentials(experiment.to_dict())
     sign_record(directory, experiment)
     write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}")

@@ -1,4 +1,4 @@
-"""What may be done with a run directory that somebody else may have made.
+"""Trust in run directories, which another user may have made.
 
 Its record, config.yaml, names Python files, and may name a Ray cluster and an MLflow server: going on with the run
 imports the files, unpickles what the cluster sends, and sends the user's credentials to the server. So a run signs what

@@ -68,7 +68,9 @@ class CheckpointManifest(BaseModel):
             raise RunError(f"{folder} is a folder, as format 1 had it; this version reads format {FORMAT}")
         try:
             values = json.loads(read_file(file) or b"")
-        except (DataError, ValueError, RecursionError) as error:
+        except DataError as error:
+            raise RunError(str(error)) from error
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is no JSON ({error})") from error
         if not isinstance(values, dict) or "format" not in values:
             raise RunError(f"{file} is no checkpoint")
