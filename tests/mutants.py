@@ -1,5 +1,6 @@
 """Damaged and hostile variants of files, drawn from a seed: other bytes, other values, or no file in their place."""
 
+import copy
 import json
 import os
 import random
@@ -90,7 +91,7 @@ def other_value(value: Any, draw: random.Random) -> Any:
     value = json.loads(json.dumps(value))
     for _ in range(draw.choice((1, 1, 1, 3))):
         place = draw.choice(_places(value))
-        new = draw.choice(VALUES)
+        new = copy.deepcopy(draw.choice(VALUES))
         if not place:
             if draw.random() < 0.1:
                 return new

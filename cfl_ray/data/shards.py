@@ -31,7 +31,7 @@ class ShardFile(BaseModel):
     """One file of the folder. The pattern of names keeps a manifest from naming files outside its folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=200)
     rows: int = Field(ge=1, le=_MOST)
     bytes: int = Field(ge=1, le=_MOST)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -165,7 +165,7 @@ class ShardFederation(IndexedFederation):
             return self._shift_of(group)
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise DataError(
-                f"{self.uri}/{MANIFEST}: the recipe's shift has no group {group}; {PREPARE_AGAIN}"
+                f"{self.uri}/{MANIFEST}: the shift in its recipe has no group {group}; {PREPARE_AGAIN}"
             ) from error
 
     def _shift_of(self, group: int) -> GroupTransform:
