@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import cfl_ray
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, says_where
+from cfl_ray.core.redaction import redact
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
@@ -43,6 +45,16 @@ Overrides = Annotated[
 ]
 RunDir = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False)
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use the Python files, the cluster and the MLflow server that the run names, though you did not start it "
+        "on this machine.",
+    ),
 ]
 
 
@@ -96,16 +108,17 @@ def run(
 
 
 @app.command(short_help="Resume a run.")
-def resume(run_dir: RunDir) -> None:
+def resume(run_dir: RunDir, trust: Trust = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint."""
-    from cfl_ray import config
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime import launch
     from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.runtime.trust import load_record
 
     if not (run_dir / CONFIG).is_file():
         raise no_run(run_dir)
-    experiment = config.load(run_dir / CONFIG)
+    trust = _is_trusted(lambda: load_record(run_dir), trust)
+    experiment = load_record(run_dir, trust)
     display = Display(out, experiment.rounds)
     results = launch.finished_results(run_dir, experiment)
     if results is not None:
@@ -114,7 +127,7 @@ def resume(run_dir: RunDir) -> None:
         display.show(results)
         return
     with display:
-        results = launch.resume(run_dir, watcher=display)
+        results = launch.resume(run_dir, watcher=display, trust=trust)
     display.finish(results)
 
 
@@ -200,22 +213,23 @@ def check(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Import Python files of other users, too.")] = False,
 ) -> None:
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
-    Runs nothing, and refuses what `cfl-ray run` refuses.
+    Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
+    (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once.
     """
     from cfl_ray.cli import estimate, tables
-    from cfl_ray.tracking import redact
 
-    experiment = _load(file, overrides)
+    experiment = _load(file, overrides, asks=not trust)
     found = estimate.estimate(experiment)
     if as_yaml:
-        _print(redact(experiment.to_yaml()).rstrip())
+        _print(experiment.to_yaml().rstrip())
         return
     tables.show_differences(experiment, out)
     estimate.show(found, out)
-    _print(redact(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}"))
+    _print(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}")
 
 
 @app.command(name="config", short_help="List the keys of an experiment, or explain one.")
@@ -376,17 +390,21 @@ def table(
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    trust: Trust = False,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over the seeds of equal experiments.
 
     p is that of a paired t-test against the best method, from three seeds on. RUN may be the folder of a study, whose
     settings are experiments. With one --metric and several experiments, these are the columns.
     """
-    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
-    frame = compare_runs(run_dirs, metric or ())
+    for run_dir in run_dirs:
+        if not is_study(run_dir):
+            trust = _may_import(run_dir, trust)
+    frame = compare_runs(run_dirs, metric or (), trust)
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     print(format_table(frame, style))
@@ -407,12 +425,13 @@ def export(
     client: Annotated[
         int | None, typer.Option(help="Client whose own model is written, instead.", min=0, show_default=False)
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
     from cfl_ray.runtime.export import export_model
     from cfl_ray.runtime.load import load_run
 
-    results = load_run(run_dir)
+    results = load_run(run_dir, trust=_may_import(run_dir, trust))
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
     trained = results.method(method or next(iter(results.methods))).trained
@@ -438,21 +457,54 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     _print(f"Next: {_command('run', file, *(overrides or ()))}")
 
 
-def _load(file: Path | None, overrides: list[str] | None) -> "Experiment":
-    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example."""
+def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
+    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
+
+    asks: before a Python file of another user is imported.
+    """
     from cfl_ray import config
     from cfl_ray.methods import resolve
+    from cfl_ray.runtime.trust import check_owners
 
     changes = list(overrides or ())
     if file is not None and "=" in str(file) and not file.exists():
         file, changes = None, [str(file), *changes]
     experiment = config.load(file, changes)
+    if asks:
+        _is_trusted(lambda: check_owners(experiment))
     resolve(experiment.methods)
     if IN_JOB in os.environ and not Path(experiment.output).is_absolute():
         # The working directory of a job is a copy that is deleted with the job.
         experiment = experiment.model_copy(update={"output": str(Path.home() / experiment.output)})
     _deliver_earlier_results(experiment)
     return experiment
+
+
+def _may_import(run_dir: Path, trust: bool) -> bool:
+    """Whether the user trusts the files that a run names; False where there is nothing to ask."""
+    from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.runtime.trust import load_record
+
+    if not (run_dir / CONFIG).is_file():
+        raise no_run(run_dir)
+    return _is_trusted(lambda: load_record(run_dir, connects=False), trust)
+
+
+def _is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
+    """Whether the user trusts what `check` refuses: by the option, or asked on a terminal."""
+    from cfl_ray.runtime.trust import UntrustedError
+
+    if not trust:
+        try:
+            check()
+        except UntrustedError as error:
+            if not sys.stdin.isatty():
+                raise
+            _warn(f"warning: {error}")
+            if not typer.confirm("Trust it?", err=True):
+                raise
+            return True
+    return trust
 
 
 def _command(*parts: object) -> str:
@@ -471,11 +523,11 @@ def _deliver_earlier_results(experiment: "Experiment") -> None:
 
 
 def _print(text: str) -> None:
-    out.print(text, markup=False, soft_wrap=True)
+    out.print(redact(text), markup=False, soft_wrap=True)
 
 
 def _warn(text: str) -> None:
-    err.print(text, markup=False, soft_wrap=True)
+    err.print(redact(text), markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -507,7 +559,7 @@ def _message_of_interruption(error: BaseException | None) -> str | None:
 
 
 def _fail(message: str, status: int) -> None:
-    err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    err.print(redact(f"error: {message}"), markup=False, soft_wrap=True, style="red")
     if status == Interrupted.exit_status and "ray" in sys.modules:
         # Without the exit handlers of Ray, which may wait; its processes end when this one does.
         sys.stdout.flush()

@@ -22,6 +22,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
+from cfl_ray.core.redaction import redact
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Work
 from cfl_ray.data import FederationSummary
@@ -265,4 +266,4 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(redact(text), markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfl_ray.core.redaction import redact
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
@@ -209,7 +210,6 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import as_yaml
-    from cfl_ray.tracking import redact
 
     ours, defaults = _leaves(experiment.to_dict()), _leaves(Experiment().to_dict())
     table = _folding("key", "value", "default", title="settings that differ from the defaults")
@@ -248,7 +248,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
     table.show_header = False
     for name, value in _status_rows(status).items():
         if value:
-            table.add_row(name, escape(value))
+            table.add_row(name, escape(redact(value)))
     console.print(table)
 
 
@@ -306,4 +306,4 @@ def duration(seconds: float) -> str:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(redact(text), markup=False, soft_wrap=True)

@@ -28,7 +28,9 @@ from cfl_ray.config.sections import (
     RuntimeConfig,
     TrackingConfig,
 )
+from cfl_ray.core.credentials import redact_values, with_known_credentials
 from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.files import read_text
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
@@ -45,6 +47,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     "evaluation": (("metrics", []),),
 }
 _SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
+_DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -90,7 +93,7 @@ class Experiment(ConfigSection):
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -143,9 +146,11 @@ class Experiment(ConfigSection):
     def to_record(self) -> str:
         """Returns the resolved config with absolute paths, so that a run is found again from any folder.
 
+        It has no credentials; `load` finds those again that this user has used.
+
         Loading it gives an experiment of the same hash.
         """
-        line, values = to_record(self.to_dict(), self._written)
+        line, values = to_record(redact_values(self.to_dict()), self._written)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
@@ -196,12 +201,12 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     values = read_yaml(QUICKSTART if file is None else Path(file))
     written, moved = {}, {}
     if file is not None:
-        text = Path(file).read_text()
+        text = read_text(Path(file)) or ""
         moved = moves_of(values, text, Path(file).parent)
         values = with_replaced(values, moved)
         written = from_record(text)
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
-        values = root_beside(beside(values, Path(file).parent), Path(file).parent)
+        values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
     for override in overrides:
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
@@ -212,7 +217,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
-    values = _parse(file.read_text(), str(file)) or {}
+    values = _parse(read_text(file) or "", str(file)) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
     return values
@@ -220,9 +225,27 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = yaml.safe_load(text)
+        _size_of(value, {}, _DEEPEST)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
+    return value
+
+
+def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
+    """Number of values in a value, with those that an alias repeats. Raises ValueError beyond the limits."""
+    if not isinstance(value, dict | list):
+        return 1
+    if levels == 0:
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+    if id(value) not in known:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size_of(one, known, levels - 1) for one in inner)
+        if known[id(value)] > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} values, as its aliases repeat them")
+    return known[id(value)]
 
 
 def split_override(override: str) -> tuple[list[str], Any]:

@@ -36,7 +36,7 @@ _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they a
 Found = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 
-def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.DataFrame:
+def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
     """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
     Runs of one experiment differ in their seed alone. A folder of a study stands for all its runs, and its settings are
@@ -47,7 +47,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
         which the last value counts; empty: those of `_SHOWN` that occur, or
-        else the first metrics of the task. Raises ConfigError for a metric that no run has.
+        else the first metrics of the task. trust: as of `load_run`. Raises ConfigError for a metric that no run has.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
@@ -58,7 +58,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     for run in runs:
         if Path(run) in studies:
             continue
-        results = load_run(run)
+        results = load_run(run, trust=trust)
         experiment = config.load(Path(run) / CONFIG)
         name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():

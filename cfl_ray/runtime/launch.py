@@ -11,8 +11,9 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.paths import recorded_in
+from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.journal import copy_events
@@ -21,7 +22,8 @@ from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.runtime.session_file import cluster_address, withdraw_server
+from cfl_ray.runtime.trust import load_record, sign_record
 from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 _HASH = "# config hash "
@@ -72,20 +74,26 @@ def simulate(
 
 
 def resume(
-    run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None
+    run_dir: str | Path,
+    watcher: Watcher | None = None,
+    on_ray: bool = True,
+    experiment: Experiment | None = None,
+    trust: bool = False,
 ) -> Results:
     """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
 
     Raises ConfigError where `run_dir` holds no run, RunError where the run is live.
 
     experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
+    trust: whether Python files, a cluster and an MLflow server are used that the record names and that this user did
+        not sign on this machine, as `run` does; otherwise they are a ConfigError.
     """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
         raise no_run(run_dir)
     if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
-    experiment = experiment or config.load(file)
+    experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
         return finished
     return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
@@ -166,6 +174,8 @@ class _Launch:
                 self._say_what_moved()
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
+                withdraw_server(self.directory)  # of a driver that was killed
+                sign_record(self.directory, self.experiment)  # of a run that the user trusts
             try:
                 return self._all_methods(lock)
             except KeyboardInterrupt:
@@ -193,6 +203,7 @@ class _Launch:
             if not self.resumed:
                 self._begin_directory(self.directory, setup)
                 lock.enter_context(hold_run(self.directory / CONFIG))
+                withdraw_server(self.directory)
         self.watcher.started(setup, self.directory, facts)
         return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
 
@@ -271,13 +282,15 @@ def _path(path: str | Path | None) -> Path | None:
 
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
-    """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """config.yaml, without credentials. Its first line is the hash."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
+    remember_credentials(experiment.to_dict())
+    sign_record(directory, experiment)
     header = f"{_HASH}{experiment.config_hash}\n{recorded_in(directory)}"
-    write_text(directory / CONFIG, header + experiment.to_record(), mode=0o600)
+    write_text(directory / CONFIG, header + experiment.to_record())
 
 
 def _hash_of(file: Path) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
-    first = file.read_text().partition("\n")[0]
+    first = (read_text(file) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

@@ -20,7 +20,7 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import SHARED, read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
@@ -351,13 +351,21 @@ def engine_choice(
     known = {}
     with suppress(DataError, OSError):
         known = read_json(file) or {}
-    if key in known:
-        return autotune.EngineChoice(*known[key])
+    engine, reason = _pair(known.get(key))
+    if engine in autotune.ENGINES:
+        return autotune.EngineChoice(engine, reason)
     choice = measured()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, known | {key: [choice.engine, choice.reason]})
+        write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
     return choice
+
+
+def _pair(value: object) -> tuple[str, str]:
+    """A pair of texts from a file that may hold anything; empty ones for anything else."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+        return value[0], value[1]
+    return "", ""
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:

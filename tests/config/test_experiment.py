@@ -289,11 +289,26 @@ class TestYaml:
             ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
             ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
             ("3: 4", "experiment.yaml must hold keys and values"),
+            ("self: 4", "unknown key 'self'"),
+            ("rounds: 2020-99-99", "experiment.yaml is not valid YAML: month must be in 1..12"),
+            (f"rounds: {'[' * 5000}", "experiment.yaml is not valid YAML"),
+            (f"rounds: {'[' * 200}{']' * 200}", "is not valid YAML: it is nested deeper than 100 levels"),
+            ("methods: &a [*a]", "is not valid YAML: it is nested deeper than 100 levels"),
+            (
+                "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+                + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)),
+                "it has more than 10,000,000 values, as its aliases repeat them",
+            ),
         ],
     )
     def test_other_files_are_refused(self, text, message, file):
         with pytest.raises(ConfigError, match=message):
             load(file(text))
+
+    def test_a_file_that_is_no_text(self, tmp_path):
+        (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n")
+        with pytest.raises(ConfigError, match="image.yaml is no text in UTF-8"):
+            load(tmp_path / "image.yaml")
 
     def test_a_file_that_is_not_there(self):
         with pytest.raises(ConfigError, match="there is no config file nowhere.yaml"):
