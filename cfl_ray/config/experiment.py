@@ -6,6 +6,7 @@ Every key has one place, one default and one description; an unknown key is an e
 import hashlib
 import json
 import re
+import shlex
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -188,6 +189,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file's folder, then in the working directory; those of overrides are relative to the working directory.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
+    if "experiment" in values:
+        verb = "sweep" if values.get("sweep") else "compare"
+        raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
     written = {} if file is None else from_record(Path(file).read_text())
     if file is not None:
         values = root_beside(beside(values, Path(file).parent), Path(file).parent)

@@ -171,7 +171,9 @@ def is_pending(run_dir: Path) -> bool:
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/* and output/*/*) could not, and returns what was delivered.
+    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
+
+    Returns what was delivered.
 
     uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
     seconds: longest wait; deliveries in progress end in the background.
@@ -188,7 +190,7 @@ def deliver_pending(
 
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[Path]:
-    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}"):
+    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}", f"*/*/*/seed-*/*/{CURSOR}"):
         for path in sorted(output.glob(pattern)):
             try:
                 if is_pending(path.parent):
