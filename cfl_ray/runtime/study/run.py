@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isnan
 from pathlib import Path
@@ -27,13 +27,14 @@ from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import END_SECONDS, Outcome, run_cells
+from cfl_ray.runtime.study.workers import END_SECONDS, Crew, Outcome
 from cfl_ray.tracking import (
     ARTIFACTS,
     FileTracker,
     MlflowTracker,
     RunInfo,
     Tracker,
+    deliver_pending,
     flatten,
     redact,
     resolve_uri,
@@ -182,6 +183,8 @@ class _Launch:
             finally:
                 summary = self._write_tables()
                 tracker.finish(status, summary)
+            if self.uri is not None:  # what the runs could not deliver while they were live
+                deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
             self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
         )
@@ -218,19 +221,19 @@ class _Launch:
     def _all_cells(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
         room = pack(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
-        while trials := self.trials.next(-(-room // of_trial)):
-            cells = plan(self.study, self.only, trials)
-            self._wait_for_others(cells)
-            done = [cell for cell in cells if cell.is_finished(self.root)]
-            left = [cell for cell in cells if cell not in done]
-            packing = pack(self.experiment.runtime, len(left), self.at_once)
-            self.watcher.planned(left, done, packing, self.root)
-            with closing(run_cells(left, self.root, packing, self.watcher.live)) as outcomes:
-                for outcome in outcomes:
+        with Crew(self.root) as crew:
+            while trials := self.trials.next(-(-room // of_trial)):
+                cells = plan(self.study, self.only, trials)
+                self._wait_for_others(cells)
+                done = [cell for cell in cells if cell.is_finished(self.root)]
+                left = [cell for cell in cells if cell not in done]
+                packing = pack(self.experiment.runtime, len(left), self.at_once)
+                self.watcher.planned(left, done, packing, self.root)
+                for outcome in crew.run(left, packing, self.watcher.live):
                     self.watcher.ended(outcome)
                     if outcome.status != "finished":
                         self.failed.append(outcome)
-            self._tell(trials)
+                self._tell(trials)
 
     def _wait_for_others(self, cells: Sequence[Cell]) -> None:
         """Waits for runs whose study was killed and which write what they have. Raises RunError for other live runs."""

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import current_process, get_context
@@ -113,65 +113,76 @@ class _Worker:
             os.kill(self.process.pid, signal.SIGINT)
 
 
-def run_cells(
-    cells: Sequence[Cell], root: Path, packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
-) -> Generator[Outcome, None, None]:
-    """Runs the cells in processes, so many at a time, and yields each as it ends.
+class Crew:
+    """The processes of a study. Closing it ends them; a context manager."""
 
-    A cell whose process dies is run again, where it was saved last; the others go on. An interruption, or closing the
-    iterator, stops the cells at work, which keep what they have saved, and starts no others.
+    def __init__(self, root: Path):
+        _check_main()
+        self.root, self.workers = root, list[_Worker]()
+        self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
-    tick: called about once a second with the cells at work.
-    """
-    _check_main()
-    waiting, deaths = list(cells), Counter[str]()
-    workers: list[_Worker] = []
-    looked = 0.0
-    try:
-        for number in range(min(packing.at_once, len(cells))):
-            workers.append(_Worker(number, packing))
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:  # all are told before the first is waited for
+            worker.interrupt()
+            worker.connection.close()
+        for worker in self.workers:
+            worker.end()
+
+    def run(
+        self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
+    ) -> Iterator[Outcome]:
+        """Runs the cells, so many at a time, and yields each as it ends.
+
+        A cell whose process dies is run again, where it was saved last; the others go on. Where the crew is closed
+        before the end, the cells at work keep what they have saved, and no others are started.
+
+        tick: called about once a second with the cells at work.
+        """
+        waiting, looked = list(cells), 0.0
+        for number in range(len(self.workers), min(packing.at_once, len(cells))):
+            self.workers.append(_Worker(number, packing))
+        workers = self.workers[: packing.at_once]
         while waiting or any(worker.cell for worker in workers):
             for worker in workers:
                 if worker.is_free and waiting:
-                    worker.begin(waiting.pop(0), root, packing.hosts)
+                    worker.begin(waiting.pop(0), self.root, packing.hosts)
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
-            for worker in [one for one in workers if one.connection in heard]:
+            for place, worker in enumerate(workers):
+                if worker.connection not in heard:
+                    continue
                 try:
                     outcome = worker.hear()
                 except EOFError:
-                    outcome = _after_death(worker, root, waiting, deaths)
+                    outcome = self._after_death(worker, waiting)
                     worker.end()
-                    workers[workers.index(worker)] = _Worker(worker.number, packing)
+                    workers[place] = self.workers[place] = _Worker(worker.number, packing)
                 if outcome is not None:
                     yield outcome
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 looked = time.monotonic()
                 tick([worker.cell for worker in workers if worker.cell is not None])
-    finally:
-        for worker in workers:  # all are told before the first is waited for
-            worker.interrupt()
-        for worker in workers:
-            worker.end()
 
-
-def _after_death(worker: _Worker, root: Path, waiting: list[Cell], deaths: Counter[str]) -> Outcome | None:
-    """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
-    if not worker.ready:
-        worker.process.join()
-        raise RunError(
-            f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
-            "what it printed is above"
-        )
-    if (cell := worker.cell) is None:
-        return None
-    worker.cell = None
-    deaths[cell.name] += 1
-    if deaths[cell.name] < _ATTEMPTS:
-        waiting.insert(0, cell)
-        return None
-    reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
-    write_failure(cell.folder(root), reason)
-    return Outcome(cell, "failed", time.monotonic() - worker.began, reason)
+    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> Outcome | None:
+        """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
+        if not worker.ready:
+            worker.process.join()
+            raise RunError(
+                f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
+                "what it printed is above"
+            )
+        if (cell := worker.cell) is None:
+            return None
+        worker.cell = None
+        self.deaths[cell.name] += 1
+        if self.deaths[cell.name] < _ATTEMPTS:
+            waiting.insert(0, cell)
+            return None
+        reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
+        write_failure(cell.folder(self.root), reason)
+        return Outcome(cell, "failed", time.monotonic() - worker.began, reason)
 
 
 def _check_main() -> None:
