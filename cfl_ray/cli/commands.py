@@ -107,14 +107,21 @@ def run(
     display.finish(results)
 
 
-@app.command(short_help="Resume a run.")
+@app.command(short_help="Resume a run or a study.")
 def resume(run_dir: RunDir, trust: Trust = False) -> None:
-    """Resume a run that was stopped or has died, from its last checkpoint."""
+    """Resume a run that was stopped or has died, from its last checkpoint.
+
+    RUN may be the folder of a study: the runs that are not finished go on, and those that failed are tried again.
+    """
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime import launch
     from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.runtime.study.folder import STUDY, is_study
     from cfl_ray.runtime.trust import load_record
 
+    if is_study(run_dir):
+        _run_study(_study(run_dir / STUDY, None), run_dir, (None, None, None), None, dry_run=False)
+        return
     if not (run_dir / CONFIG).is_file():
         raise no_run(run_dir)
     trust = _is_trusted(lambda: load_record(run_dir), trust)
@@ -131,26 +138,29 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     display.finish(results)
 
 
-@app.command(short_help="Show the progress of a run.")
+@app.command(short_help="Show the progress of a run or a study.")
 def status(
     run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
 ) -> None:
     """Show the progress of a run: round, accuracy, clusters, hosts, clients online and last fault.
 
-    For a run that is not live it also shows the command that resumes it.
+    For a run that is not live it also shows the command that resumes it. RUN may be the folder of a study: how many of
+    its runs are finished, live and left, and why others failed.
     """
     import dataclasses
     import json
 
+    from cfl_ray.cli import tables
     from cfl_ray.runtime import live_client
+    from cfl_ray.runtime.study.folder import is_study, study_status
 
-    found = live_client.status(run_dir)
+    found = study_status(run_dir) if is_study(run_dir) else live_client.status(run_dir)
     if as_json:
         _print(json.dumps(dataclasses.asdict(found), indent=1))
-        return
-    from cfl_ray.cli.tables import show_status
-
-    show_status(found, out)
+    elif isinstance(found, live_client.RunStatus):
+        tables.show_status(found, out)
+    else:
+        tables.show_study_status(found, out)
 
 
 @app.command(short_help="Let clients join a live run.")
@@ -218,10 +228,15 @@ def check(
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
     Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
-    (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once.
+    (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once. FILE may be a study:
+    all its runs are validated, and sizes and traffic printed for every setting.
     """
     from cfl_ray.cli import estimate, tables
+    from cfl_ray.config.study import is_study_file
 
+    if file is not None and file.is_file() and is_study_file(file):
+        _check_study(file, overrides, as_yaml)
+        return
     experiment = _load(file, overrides, asks=not trust)
     found = estimate.estimate(experiment)
     if as_yaml:
@@ -230,6 +245,22 @@ def check(
     tables.show_differences(experiment, out)
     estimate.show(found, out)
     _print(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}")
+
+
+def _check_study(file: Path, overrides: list[str] | None, as_yaml: bool) -> None:
+    from cfl_ray.cli import estimate
+    from cfl_ray.runtime.study.run import plan_study
+    from cfl_ray.tracking import redact
+
+    study = _study(file, overrides)
+    cells, root = plan_study(study)
+    found = estimate.estimate_study(cells)
+    if as_yaml:
+        _print(redact(study.to_yaml()).rstrip())
+        return
+    estimate.show_study(found, study, root, out)
+    verb = "sweep" if study.sweep else "compare"
+    _print(redact(f"The study is valid. Run it with: {_command(verb, file, *(overrides or ()))}"))
 
 
 @app.command(name="config", short_help="List the keys of an experiment, or explain one.")
@@ -354,7 +385,7 @@ def sweep(
 def _study(file: Path, overrides: list[str] | None) -> "Study":
     from cfl_ray.config.study import load_study
 
-    return load_study(file, overrides or ())
+    return load_study(file, overrides or (), _base())
 
 
 def _run_study(
@@ -369,18 +400,21 @@ def _run_study(
     from cfl_ray.runtime.study.run import plan_study, run_study
 
     settings, methods, seeds = only
+    folder = None if folder is None else (_base() or Path()) / folder
     selection = Selection(settings or (), methods or (), seeds or ())
     if dry_run:
         cells, root = plan_study(study, folder, selection)
         for cell in cells:
             _print(f"{cell.name}{': finished' if cell.is_finished(root) else ''}")
-        _print(f"{len(cells)} runs; folder: {root}")
+        learns = study.sweep is not None and study.sweep.sampler == "tpe"
+        _print(f"{len(cells)} runs{' at the ends of the ranges' * learns}; folder: {root}")
         return
-    with StudyDisplay(out) as display:
+    learns = study.sweep is not None and study.sweep.sampler == "tpe"
+    with StudyDisplay(out, learns) as display:
         results = run_study(study, folder, selection, at_once, display)
     display.finish(results)
     if results.failed:
-        raise RunError(f"{len(results.failed)} of the runs failed; the same command tries them again")
+        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")
 
 
 @app.command(short_help="Compare the methods of runs over seeds.")
@@ -473,9 +507,8 @@ def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) ->
     if asks:
         _is_trusted(lambda: check_owners(experiment))
     resolve(experiment.methods)
-    if IN_JOB in os.environ and not Path(experiment.output).is_absolute():
-        # The working directory of a job is a copy that is deleted with the job.
-        experiment = experiment.model_copy(update={"output": str(Path.home() / experiment.output)})
+    if (base := _base()) is not None and not Path(experiment.output).is_absolute():
+        experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
     _deliver_earlier_results(experiment)
     return experiment
 
@@ -505,6 +538,14 @@ def _is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
                 raise
             return True
     return trust
+
+
+def _base() -> Path | None:
+    """Returns the folder that a relative `output` is in; None: the working directory.
+
+    The working directory of a submitted job is a copy that is deleted with the job.
+    """
+    return Path.home() if IN_JOB in os.environ else None
 
 
 def _command(*parts: object) -> str:

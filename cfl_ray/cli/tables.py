@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.runtime.catalogue import PartKind
     from cfl_ray.runtime.live_client import RunStatus
     from cfl_ray.runtime.results import Results
+    from cfl_ray.runtime.study.folder import StudyStatus
     from cfl_ray.tracking import RoundRecord
 
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
@@ -46,8 +47,13 @@ def score_of(results: "Results") -> str:
 
 def method_table(title: str, headings: Sequence[str]) -> Table:
     """Returns a table of numbers by method; in a narrow terminal the methods' names wrap, and nothing is cut off."""
+    return number_table(title, headings, "method")
+
+
+def number_table(title: str, headings: Sequence[str], first: str) -> Table:
+    """Returns such a table whose first column, of names, is headed `first`."""
     table = Table(title=title)
-    table.add_column("method", overflow="fold")
+    table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -274,6 +280,23 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "driver": status.driver,
         "resume with": status.next,
     }
+
+
+def show_study_status(status: "StudyStatus", console: Console) -> None:
+    """Prints one row per known fact about a study."""
+    table = _folding("fact", "value", title=f"study {status.study}: {status.state}")
+    table.show_header = False
+    rows = {
+        "runs": f"{status.finished} of {status.runs} finished, {status.left} left",
+        "at work": "\n".join(status.live),
+        "stopped": "\n".join(status.stopped),
+        "failed": "\n".join(f"{name}: {reason}" for name, reason in status.failed.items()),
+        "go on with": status.next,
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, escape(value))
+    console.print(table)
 
 
 def _hosts(status: "RunStatus") -> str | None:

@@ -6,6 +6,7 @@ Every key has one place, one default and one description; an unknown key is an e
 import hashlib
 import json
 import re
+import shlex
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -199,6 +200,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
+    if "experiment" in values:
+        verb = "sweep" if values.get("sweep") else "compare"
+        raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
     written, moved = {}, {}
     if file is not None:
         text = read_text(Path(file)) or ""

@@ -14,19 +14,19 @@ import numpy as np
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from cfl_ray.config.experiment import explain, read_yaml, set_key, split_override
+from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.sections import ConfigSection
 from cfl_ray.core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
-_ALL = "all"  # the setting of a study that names none
+ALL_SETTINGS = "all"  # the setting of a study that names none
 _LONGEST_NAME = 100
 _TAKEN = "artifacts"  # the folder of the tables
 # keys of an experiment that are the same in all runs of a study, and where they are given
 _OF_STUDY = {"seed": "decided by the study's `seeds`", "name": "decided by the study's `name`"}
-_OF_ALL_RUNS = {key: "the same in all runs of a study, a key of its `experiment`" for key in ("output", "tracking")}
+_OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a study, a key of its `experiment`")
 
 
 class RangeConfig(ConfigSection):
@@ -210,7 +210,7 @@ class Study(ConfigSection):
     @property
     def setting_names(self) -> list[str]:
         """Names of the settings; one name where the study has none."""
-        return list(self.settings) or [_ALL]
+        return list(self.settings) or [ALL_SETTINGS]
 
     def to_yaml(self) -> str:
         """Returns the study as YAML; loading it gives an equal one, whose runs have the same config hashes."""
@@ -229,12 +229,23 @@ class Study(ConfigSection):
         before = self.model_dump(mode="json", by_alias=True)
         values = _beside(before, here)
         written = paths_as_written(values, before) | self._written
-        values["experiment"]["output"] = str((base or here) / Path(values["experiment"].get("output") or "runs").expanduser())
+        values["experiment"]["output"] = str(
+            (base or here) / Path(values["experiment"].get("output") or "runs").expanduser()
+        )
         return Study(**values)._with_written(written)
+
+    def paths_of(self, experiment: Experiment) -> Experiment:
+        """Returns an experiment of this study, whose config hash covers paths as the study writes them."""
+        return experiment._with_written(self._written)
 
     def _with_written(self, written: dict[str, str]) -> "Study":
         self._written = written
         return self
+
+
+def is_study_file(file: str | Path) -> bool:
+    """Returns whether a YAML file is a study, and no experiment. Raises ConfigError where it is no YAML."""
+    return "experiment" in read_yaml(Path(file))
 
 
 def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | None = None) -> Study:
@@ -267,15 +278,17 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a copy of a study's keys with every relative path that exists in `folder` as a path in it."""
-    values = copy.deepcopy(dict(values))
+    values: dict[str, Any] = copy.deepcopy(dict(given))
     settings, sweep = values.get("settings"), values.get("sweep")
     for section in (values["experiment"], *(settings.values() if isinstance(settings, dict) else ())):
         if isinstance(section, dict):
             section.update(beside(section, folder))
     parameters = sweep.get("parameters") if isinstance(sweep, dict) else None
-    for key, choices in parameters.items() if isinstance(parameters, dict) else ():
+    if not isinstance(parameters, dict):
+        return values
+    for key, choices in parameters.items():
         if isinstance(choices, list):
             parameters[key] = [_choice_beside(str(key).split("."), value, folder) for value in choices]
     return values
@@ -297,9 +310,9 @@ def _find_roots(values: dict[str, Any], folder: Path) -> None:
     if isinstance(shared, dict) and shared.get("root") is not None:
         return
     settings = values.get("settings")
-    for name, section in settings.items() if isinstance(settings, dict) else ():
-        if isinstance(section, dict):
-            settings[name] = root_beside(section, folder)
+    if isinstance(settings, dict):
+        for name, section in settings.items():
+            settings[name] = root_beside(section, folder) if isinstance(section, dict) else section
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -364,8 +377,8 @@ def _yaml_copy(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(
-        f"{where} is an object of type {type(value).__name__}, but the runs of a study are in processes of their own, which get YAML: "
-        "name a file.py:Name instead of an object, and files instead of arrays"
+        f"{where} is an object of type {type(value).__name__}, but the runs of a study are in processes of their own, "
+        "which get YAML: name a file.py:Name instead of an object, and files instead of arrays"
     )
 
 
@@ -384,15 +397,19 @@ def name_of(parameters: Mapping[str, Any]) -> str:
 
     A name that is too long, or does not say the values exactly, ends in a hash of them.
     """
-    keys = list(parameters)
-    short = [key.rpartition(".")[2] for key in keys]
-    names = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
+    names = short_names(list(parameters))
     exact = ",".join(f"{name}={_text(value)}" for name, value in zip(names, parameters.values(), strict=True))
     plain = _NO_NAME.sub("-", exact)
     if plain == exact and len(plain) <= _LONGEST_NAME:
         return plain
     digits = hashlib.sha256(json.dumps(list(parameters.items())).encode()).hexdigest()[:8]
     return f"{plain[: _LONGEST_NAME - len(digits) - 1].rstrip('-')}-{digits}"
+
+
+def short_names(keys: list[str]) -> list[str]:
+    """Returns the last part of each key, or the whole key where another one ends alike."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
 
 
 def _text(value: Any) -> str:

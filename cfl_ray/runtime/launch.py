@@ -91,7 +91,7 @@ def resume(
     file = Path(run_dir) / CONFIG
     if not file.is_file():
         raise no_run(run_dir)
-    if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
+    if experiment is not None and (there := recorded_hash(file)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
     experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
@@ -99,7 +99,9 @@ def resume(
     return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
 
 
-def run_cell(experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None) -> Results:
+def run_cell(
+    experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None, watcher: Watcher | None = None
+) -> Results:
     """Runs one cell of a study, or goes on with it where it stopped.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
@@ -110,14 +112,19 @@ def run_cell(experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: in
         experiment = experiment.model_copy(update={"runtime": runtime})
     file = run_dir / CONFIG
     if there := file.is_file():
-        if (hash := _hash_of(file)) != experiment.config_hash:
-            raise ConfigError(
-                f"{run_dir} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
-                "move it away, or choose another folder for the study"
-            )
+        check_hash_of_cell(file, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
-    return _Launch(experiment, Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
+    return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
+
+
+def check_hash_of_cell(file: Path, experiment: Experiment) -> None:
+    """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
+    if (hash := recorded_hash(file)) != experiment.config_hash:
+        raise ConfigError(
+            f"{file.parent} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
+            "move it away, or choose another folder for the study"
+        )
 
 
 def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
@@ -232,7 +239,7 @@ class _Launch:
         file = directory / CONFIG
         if not file.is_file():
             return directory
-        if (there := _hash_of(file)) != self.experiment.config_hash:
+        if (there := recorded_hash(file)) != self.experiment.config_hash:
             raise ConfigError(
                 f"{directory} belongs to another config (hash {there}, this one has {self.experiment.config_hash}); "
                 "choose another folder"
@@ -263,7 +270,7 @@ class _Launch:
         file = replay / CONFIG
         if not file.is_file():
             raise ConfigError(f"replay: {replay} holds no run: there is no {file}")
-        if (there := _hash_of(file)) != self.experiment.config_hash:
+        if (there := recorded_hash(file)) != self.experiment.config_hash:
             raise ConfigError(
                 f"replay: {replay} belongs to another config (hash {there}, this one has "
                 f"{self.experiment.config_hash}); run {file}"
@@ -290,7 +297,7 @@ def _write_config(directory: Path, experiment: Experiment) -> None:
     write_text(directory / CONFIG, header + experiment.to_record())
 
 
-def _hash_of(file: Path) -> str:
+def recorded_hash(file: Path) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
     first = (read_text(file) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

@@ -5,11 +5,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.run_lock import CONFIG, no_run
 from cfl_ray.runtime.trained import TrainedMethod, load_trained
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
@@ -25,7 +24,7 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     """
     directory = Path(run_dir).absolute()
     if not (directory / CONFIG).is_file():
-        raise ConfigError(f"{run_dir} holds no run: there is no {directory / CONFIG}")
+        raise no_run(run_dir)
     experiment = experiment or load_record(directory, trust, connects=False)
     setup = cache(partial(prepare, experiment))
     methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}

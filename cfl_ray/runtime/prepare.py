@@ -1,12 +1,13 @@
 """From an experiment to everything a process needs to work on it."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from cfl_ray import data, models
 from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, LocalConfig, changed_local, check_cohort
@@ -43,6 +44,7 @@ from cfl_ray.runtime.trials import try_aggregation, try_attack, try_availability
 from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name
 
+_MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
 ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
 AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builtin, AvailabilityConfig.group)
 
@@ -348,17 +350,30 @@ def engine_choice(
         return autotune.EngineChoice(kept, f"{kept}: as at the start of the run")
     file = Path(setup.experiment.output) / "engine-choices.json"
     key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
-    known = {}
-    with suppress(DataError, OSError):
-        known = read_json(file) or {}
-    engine, reason = _pair(known.get(key))
-    if engine in autotune.ENGINES:
-        return autotune.EngineChoice(engine, reason)
-    choice = measured()
+    with _alone(file):
+        known = {}
+        with suppress(DataError, OSError):
+            known = read_json(file) or {}
+        engine, reason = _pair(known.get(key))
+        if engine in autotune.ENGINES:
+            return autotune.EngineChoice(engine, reason)
+        choice = measured()
+        with suppress(OSError):
+            write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
+        return choice
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Lets one process of this machine at a time measure engines: the runs of a study use the first one's choice."""
+    lock = FileLock(f"{file}.lock")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
-    return choice
+        lock.acquire(timeout=_MEASURE_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _pair(value: object) -> tuple[str, str]:

@@ -197,7 +197,9 @@ def is_pending(run_dir: Path) -> bool:
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/* and output/*/*) could not, and returns what was delivered.
+    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
+
+    Returns what was delivered.
 
     The client of MLflow sends the user's token. So results go only to `uri`, to MLFLOW_TRACKING_URI and to the store
     below `output`, and to the destinations that this user has chosen on this machine; others are named in a warning.
@@ -236,7 +238,7 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
 
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Cursor]]:
-    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}"):
+    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}", f"*/*/*/seed-*/*/{CURSOR}"):
         for path in sorted(output.glob(pattern)):
             try:
                 if is_pending(path.parent):
