@@ -4,16 +4,15 @@
     python jobs/results.py collect runs/fedclust-table1                              keeps their figures
     python jobs/results.py write                                                     writes the page
 
-`collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of the
-last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes the page
-from these files, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which says in one
-sentence each why a cell differs by more than two points. No number of the page is typed by hand.
+`collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
+the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes
+the page from these files, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which
+says in one sentence each why a cell differs by more than two points. No number of the page is typed by hand.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pandas as pd
 import yaml
 
 from cfl_ray import UserError, load
-from cfl_ray.config.published import PublishedTable, load_published
+from cfl_ray.config.published import PublishedNumber, PublishedTableConfig, load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.runtime.comparison import read_study, run_folders
 from cfl_ray.runtime.study.cells import plan
@@ -33,9 +32,9 @@ STUDIES, PAGE, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results
 CLOSE = 2.0  # points, or percent of a number of rounds or Mbit
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # keys that change no result, or are the row
 _KEPT = (
-    "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned", "macro_f1",
-    "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients", "clients_online", "mbit_down",
-    "mbit_up", "rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local",
+    "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
+    "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
+    "clients_online", "mbit_down", "mbit_up", "rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local",
     "rounds_to_stable_clusters", "newcomer_accuracy", "newcomer_accuracy_tuned", "seconds",
 )  # fmt: skip
 
@@ -98,34 +97,30 @@ class Compared:
 
     paper: str
     table: str
-    row: str
-    column: str
-    published: float | None  # None: not reached
-    spread: float | None
-    metric: str
-    unit: str
-    misprint: str
+    number: PublishedNumber
     runs: pd.DataFrame  # of this cell
     because: str  # why it differs
 
     @property
     def is_run(self) -> bool:
-        return self.here is not None or (len(self.runs) > 0 and self.unit in ("rounds", "mbit"))
+        return self.here is not None or (len(self.runs) > 0 and self.number.unit in ("rounds", "mbit"))
 
     @property
     def here(self) -> float | None:
         """Mean over the seeds, in the unit of the table; None where no run has it."""
-        if not len(self.runs) or self.metric not in self.runs or self.runs[self.metric].isna().any():
+        metric = self.number.metric
+        if not len(self.runs) or metric not in self.runs or self.runs[metric].isna().any():
             return None
-        return float(self.runs[self.metric].mean()) * (100 if self.unit == "percent" else 1)
+        return float(self.runs[metric].mean()) * self.number.scale
 
     @property
     def is_close(self) -> bool:
         """Whether it is within two points of the published value, or both are not reached."""
-        if self.here is None or self.published is None:
-            return self.is_run and self.here is None and self.published is None
-        scale = 1 if self.unit in ("percent", "clients", "count") else 100 / max(abs(self.published), 1e-9)
-        return abs(self.here - self.published) * scale <= CLOSE + 1e-9
+        published = self.number.mean
+        if self.here is None or published is None:
+            return self.is_run and self.here is None and published is None
+        scale = 1 if self.number.unit in ("percent", "clients", "count") else 100 / max(abs(published), 1e-9)
+        return abs(self.here - published) * scale <= CLOSE + 1e-9
 
     @property
     def state(self) -> str:
@@ -142,18 +137,15 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     for file in sorted((folder / "published").glob("*.yaml")):
         for name, table in load_published(file).tables.items():
             runs = _runs_of(table)
-            for row, column, cell in table.cells():
+            for number in table.numbers():
+                row, column = number.row, number.column
                 at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
-                because = _reason(reasons, file.stem, name, row, column)
-                cells.append(
-                    Compared(file.stem, name, row, column, cell.mean, cell.std, cell.metric, table.unit, cell.misprint,
-                             at, because)
-                )  # fmt: skip
+                cells.append(Compared(file.stem, name, number, at, _reason(reasons, file.stem, name, row, column)))
     return cells
 
 
-def _runs_of(table: PublishedTable) -> pd.DataFrame:
-    file = FIGURES / (table.study or "-").replace("/", "-").replace(".yaml", ".csv")
+def _runs_of(table: PublishedTableConfig) -> pd.DataFrame:
+    file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
     return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
 
 
@@ -171,11 +163,11 @@ def page(cells: list[Compared]) -> str:
     lines = [
         "# Results of the published experiments",
         "",
-        "This page is generated by [jobs/results.py](../jobs/results.py) from [results/](results) and",
-        "[jobs/experiments/published](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
-        "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the protocols of",
-        "[Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol of the published cell",
-        "stands beside P-server, which is the same for every method.",
+        "[jobs/results.py](../jobs/results.py) writes this page from [the figures of the runs](results) and",
+        "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
+        "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the",
+        "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
+        "of the published cell stands beside P-server, which is the same for every method.",
         "",
         "## Count",
         "",
@@ -208,34 +200,35 @@ def _count(cells: list[Compared]) -> list[str]:
     return lines
 
 
-def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]:
+def _table(name: str, table: PublishedTableConfig, cells: list[Compared]) -> list[str]:
     lines = [f"### {_title(name)}: {table.caption}", "", f"`cfl-ray compare jobs/experiments/{table.study}`", ""]
-    for column in dict.fromkeys(cell.column for cell in cells):
-        run = [cell for cell in cells if cell.column == column and cell.is_run]
+    for column in dict.fromkeys(cell.number.column for cell in cells):
+        run = [cell for cell in cells if cell.number.column == column and cell.is_run]
         if not run:
             continue
-        lines += ["" if lines[-1] == "" else "", f"**{column}**" + _shortened(run), ""]
-        metrics = list(dict.fromkeys(cell.metric for cell in run))
+        lines += [f"**{column}**{_shortened(run)}", ""]
+        metrics = list(dict.fromkeys(cell.number.metric for cell in run))
         honest = table.unit == "percent" and metrics != ["accuracy"] and "accuracy" in run[0].runs
         head = ["method", "published", "here", *(["protocol"] if len(metrics) > 1 or honest else [])]
         head += [*(["P-server here"] if honest else []), "seeds", "difference"]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for cell in run:
-            row = [cell.row, _number(cell.published, cell.spread, cell.unit), _ours(cell, cell.metric)]
+            number = cell.number
+            row = [number.row, _number(number.mean, number.std, number.unit), _ours(cell, number.metric)]
             if "protocol" in head:
-                row.append({"accuracy": "P-server", "accuracy_local": "P-local"}.get(cell.metric, cell.metric))
+                row.append({"accuracy": "P-server", "accuracy_local": "P-local"}.get(number.metric, number.metric))
             if honest:
                 row.append(_ours(cell, "accuracy"))
             row += [str(len(cell.runs)), _difference(cell)]
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
-        lines += [f"- {cell.row}: published value marked as a misprint: {cell.misprint}" for cell in run if cell.misprint]
+        lines += [f"- {one.number.row}: a misprint? {one.number.misprint}" for one in run if one.number.misprint]
         reasons: dict[str, list[str]] = {}
         for cell in run:
             if cell.state == "explained":
-                reasons.setdefault(cell.because, []).append(cell.row)
+                reasons.setdefault(cell.because, []).append(cell.number.row)
         lines += [f"- {', '.join(rows)}: {because}" for because, rows in reasons.items()]
-        if still := [cell.row for cell in run if cell.state == "open"]:
+        if still := [cell.number.row for cell in run if cell.state == "open"]:
             lines.append(f"- open: {', '.join(still)}")
         lines += [""] if lines[-1] else []
     return lines
@@ -258,16 +251,17 @@ def _number(mean: float | None, std: float | None, unit: str) -> str:
 
 
 def _ours(cell: Compared, metric: str) -> str:
+    number = cell.number
     if metric not in cell.runs or cell.runs[metric].isna().all():
-        return "not reached" if cell.unit in ("rounds", "mbit") else "-"
-    scale = 100 if cell.unit == "percent" else 1
-    return _number(cell.runs[metric].mean() * scale, cell.runs[metric].std(ddof=1) * scale, cell.unit)
+        return "not reached" if number.unit in ("rounds", "mbit") else "-"
+    of_runs = cell.runs[metric] * number.scale
+    return _number(of_runs.mean(), of_runs.std(ddof=1), number.unit)
 
 
 def _difference(cell: Compared) -> str:
-    if cell.here is None or cell.published is None:
+    if cell.here is None or cell.number.mean is None:
         return ""
-    return f"{cell.here - cell.published:+.1f}"
+    return f"{cell.here - cell.number.mean:+.1f}"
 
 
 def main(arguments: list[str] | None = None) -> None:

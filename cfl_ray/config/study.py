@@ -236,7 +236,7 @@ class Study(ConfigSection):
 
     def paths_of(self, experiment: Experiment) -> Experiment:
         """Returns an experiment of this study, whose config hash covers paths as the study writes them."""
-        return experiment._with_written(self._written)
+        return experiment._from_record(self._written, {})
 
     def _with_written(self, written: dict[str, str]) -> "Study":
         self._written = written

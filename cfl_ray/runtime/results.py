@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import append_line, cut_torn_line, open_private, read_file
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments

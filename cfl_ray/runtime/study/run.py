@@ -19,6 +19,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
+from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
@@ -40,7 +41,6 @@ from cfl_ray.tracking import (
     resolve_uri,
 )
 from cfl_ray.tracking.record import METRICS, EndStatus, score_metrics_of
-from cfl_ray.tracking.uri import HIDDEN
 
 if TYPE_CHECKING:
     import pandas as pd
