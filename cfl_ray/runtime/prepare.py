@@ -190,6 +190,11 @@ def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[
                 f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
                 f"{local.optimizer} and {local.step_schedule}: {reason}"
             )
+        if local.persist and local.momentum > 0 and (reason := method.needs_fresh_momentum):
+            raise ConfigError(
+                f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "
+                f"{local.momentum:g}: {reason}"
+            )
     return task, learning
 
 
