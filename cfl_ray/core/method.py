@@ -213,6 +213,11 @@ class Method(ABC, Generic[S]):
         return ""
 
     @property
+    def needs_fresh_momentum(self) -> str:
+        """Why every round must begin without momentum of earlier ones; empty: `local.persist` will do."""
+        return ""
+
+    @property
     def compares_models(self) -> bool:
         """Whether clients choose the model that they predict with by their training loss (`Clients.losses`)."""
         return False

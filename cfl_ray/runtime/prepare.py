@@ -223,6 +223,12 @@ def _check_method(label: str, method: Method[Any], task: Task, learning: Learnin
             f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
             f"{settings.optimizer} and {settings.step_schedule}: {reason}"
         )
+    local = learning.local
+    if local.persist and local.momentum > 0 and (reason := method.needs_fresh_momentum):
+        raise ConfigError(
+            f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "
+            f"{local.momentum:g}: {reason}"
+        )
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

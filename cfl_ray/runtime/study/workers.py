@@ -32,7 +32,7 @@ Status = Literal["finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How the run of a cell ended."""
 
     cell: Cell
@@ -81,7 +81,7 @@ class _Worker:
         with suppress(OSError):  # it has died, which the next `hear` finds out
             self.connection.send((cell, root, hosts))
 
-    def hear(self) -> Outcome | None:
+    def hear(self) -> CellOutcome | None:
         """What it says: that it is ready (None), or how its cell ended. Raises EOFError where it has died."""
         try:
             said = self.connection.recv()
@@ -93,7 +93,7 @@ class _Worker:
         cell, self.cell = self.cell, None
         assert cell is not None  # it speaks of the cell that it was given
         status, seconds, reason, warnings = said
-        return Outcome(cell, status, seconds, reason, warnings)
+        return CellOutcome(cell, status, seconds, reason, warnings)
 
     def end(self) -> None:
         """Ends the process; a cell at work keeps what it has saved."""
@@ -133,7 +133,7 @@ class Crew:
 
     def run(
         self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[CellOutcome]:
         """Runs the cells, so many at a time, and yields each as it ends.
 
         A cell whose process dies is run again, where it was saved last; the others go on. Where the crew is closed
@@ -165,7 +165,7 @@ class Crew:
                 looked = time.monotonic()
                 tick([worker.cell for worker in workers if worker.cell is not None])
 
-    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> Outcome | None:
+    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> CellOutcome | None:
         """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
         if not worker.ready:
             worker.process.join()
@@ -182,7 +182,7 @@ class Crew:
             return None
         reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
         write_failure(cell.folder(self.root), reason)
-        return Outcome(cell, "failed", time.monotonic() - worker.began, reason)
+        return CellOutcome(cell, "failed", time.monotonic() - worker.began, reason)
 
 
 def _check_main() -> None:
