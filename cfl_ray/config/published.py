@@ -18,13 +18,11 @@ Unit = Literal["percent", "rounds", "mbit", "clients", "count"]
 class PublishedNumber:
     """One cell of a published table."""
 
-    row: str  # label of a method
-    column: str  # setting of the study
     metric: str  # what of ours it is to be compared with
     unit: Unit
     mean: float | None  # None: the target was not reached
     std: float | None  # None: not printed
-    misprint: str | None  # why it is not to be trusted; None: no reason is known
+    misprint: str  # why it is not to be trusted; empty: no reason is known
 
     @property
     def scale(self) -> float:
@@ -66,7 +64,7 @@ class MisprintConfig(ConfigSection):
     note: str = Field(min_length=1, description="why it is not to be trusted")
 
 
-class PublishedTableConfig(ConfigSection):
+class PublishedTable(ConfigSection):
     """One table of a paper, for one metric."""
 
     caption: str = Field(description="what the table shows")
@@ -97,22 +95,22 @@ class PublishedTableConfig(ConfigSection):
             return None
         value = found.values[column]
         mean, std = value if isinstance(value, list) else (value, None)
-        note = next((one.note for one in self.misprints if (one.row, one.column) == (row, column)), None)
-        return PublishedNumber(row, column, found.metric or self.metric, self.unit, mean, std, note)
+        note = next((one.note for one in self.misprints if (one.row, one.column) == (row, column)), "")
+        return PublishedNumber(found.metric or self.metric, self.unit, mean, std, note)
 
-    def numbers(self) -> Iterator[PublishedNumber]:
-        """Returns all that was published, row by row."""
+    def cells(self) -> Iterator[tuple[str, str, PublishedNumber]]:
+        """Returns row, column and number of all that was published, row by row."""
         for row in self.rows:
             for column in self.columns:
                 if (number := self.number(row, column)) is not None:
-                    yield number
+                    yield row, column, number
 
 
 class PublishedTables(ConfigSection):
     """The tables of one paper."""
 
     paper: PaperConfig = Field(description="the paper")
-    tables: dict[str, PublishedTableConfig] = Field(min_length=1, description="by name, e.g. table1")
+    tables: dict[str, PublishedTable] = Field(min_length=1, description="by name, e.g. table1")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -120,7 +118,7 @@ class PublishedTables(ConfigSection):
         except ValidationError as error:
             raise ConfigError(explain(error, PublishedTables)) from None
 
-    def table(self, name: str) -> PublishedTableConfig:
+    def table(self, name: str) -> PublishedTable:
         """Returns a table. Raises ConfigError where there is none of this name."""
         if name not in self.tables:
             raise ConfigError(f"no published table is called {name!r}{did_you_mean(name, list(self.tables))}")

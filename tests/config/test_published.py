@@ -29,14 +29,14 @@ def tables(**changed):
 def test_a_number_has_its_metric_unit_and_misprint():
     table = PublishedTables(**tables()).table("table1")
     first = table.number("fedavg", "mnist")
-    assert (first.mean, first.std, first.metric, first.misprint) == (77.1, 3.29, "accuracy", None)
+    assert (first.mean, first.std, first.metric, first.misprint) == (77.1, 3.29, "accuracy", "")
     assert first.unit == "percent" and first.scale == 100
     second = table.number("fedavg", "svhn")
     assert (second.mean, second.std, second.misprint) == (81, None, "as in another table")
     not_reached = table.number("ifca", "svhn")
     assert not_reached.mean is None and not_reached.metric == "accuracy_local"
     assert table.number("ifca", "mnist") is None and table.number("stocfl", "mnist") is None
-    assert [(one.row, one.column) for one in table.numbers()] == [
+    assert [(row, column) for row, column, _ in table.cells()] == [
         ("fedavg", "mnist"),
         ("fedavg", "svhn"),
         ("ifca", "svhn"),
@@ -78,9 +78,9 @@ def test_an_unknown_table_is_answered_with_the_nearest():
         ("fedclust", "table1", "pacfl", "fashion_mnist", "accuracy_local", 97.46, 0.13),
         ("fedclust", "table2", "local", "svhn", "accuracy_local", 68.84, 2.86),
         ("fedclust", "table3", "cfl", "cifar100", "accuracy", 31.62, 1.76),
-        ("fedclust", "table4", "fedclust", "cifar100", "rounds_to_target", 32, None),
+        ("fedclust", "table4", "fedclust", "cifar100", "rounds_to_target_local", 32, None),
         ("fedclust", "table4", "fedavg", "cifar10", "rounds_to_target", None, None),
-        ("fedclust", "table5", "ifca", "cifar100", "mbit_to_target", 3495.19, None),
+        ("fedclust", "table5", "ifca", "cifar100", "mbit_to_target_local", 3495.19, None),
         ("fedclust", "table6", "lg_fedavg", "cifar100", "newcomer_accuracy_tuned", 11.08, 0.25),
         ("fedac", "table1", "fedac", "cifar100_dirichlet", "accuracy_local", 51.28, 0.35),
         ("fedac", "table1", "fl_hc", "cifar10_pathological", "accuracy_local", 80.22, 0.68),
