@@ -82,7 +82,8 @@ ray_node() { # on every node, as its one task
         until listens "$HEAD" "$GCS_PORT"; do sleep 1; done
         set -- "--address=$HEAD:$GCS_PORT"
     fi
-    ray start "$@" --block --disable-usage-stats "--temp-dir=$folder" "--node-ip-address=$(node_address)" \
+    # Ray would wait half a minute for work to leave a node that ends; Slurm kills after about as long (KillWait)
+    RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 ray start "$@" --block --disable-usage-stats "--temp-dir=$folder" "--node-ip-address=$(node_address)" \
         "--num-cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "--num-gpus=${SLURM_GPUS_ON_NODE:-0}" "${memory[@]}" \
         --min-worker-port=0 --max-worker-port=0 "--dashboard-agent-listen-port=$agent_port" &
     node=$!
@@ -104,7 +105,16 @@ print(sum(node["Alive"] for node in ray.nodes()))' "$RAY_ADDRESS" 2> /dev/null) 
 cluster="" driver="" early=""
 
 stop_cluster() {
-    if [ -n "$cluster" ] && kill -TERM "$cluster" 2> /dev/null; then wait_for "$cluster" || true; fi
+    [ -n "$cluster" ] || return 0
+    # The tasks remove their folders; a signal to srun would kill them. The step is the first of the job.
+    scancel --signal=TERM "$SLURM_JOB_ID.0" 2> /dev/null || true
+    for _ in {1..20}; do
+        kill -0 "$cluster" 2> /dev/null || break
+        sleep 1
+    done
+    kill -TERM "$cluster" 2> /dev/null || true
+    wait_for "$cluster" || true
+    cluster=""
 }
 
 end_early() { # $1: why. The driver ends the run as Ctrl-C does; the last checkpoint stays
@@ -155,7 +165,6 @@ driver=$!
 status=0
 wait_for "$driver" || status=$?
 stop_cluster
-cluster=""
 if [ "$status" -ne 0 ] && [ "$early" = "time limit" ] && [ "${CFL_RAY_REQUEUE:-0}" = 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,7 +1,7 @@
 """The Slurm script is executed: with stand-ins for Slurm and Ray, and with two real Ray nodes on this machine.
 
-Slurm itself is not there: `srun`, `scontrol` and `hostname` are stand-ins that do what the script needs of them.
-RAY_AUTH_MODE is set by the script.
+`srun`, `scontrol`, `scancel` and `hostname` are stand-ins that do what the script needs of them. RAY_AUTH_MODE is set
+by the script.
 """
 
 import json
@@ -22,7 +22,7 @@ from cfl_ray.tracking import read_records
 SCRIPT = Path(__file__).parents[2] / "cluster_configs" / "slurm.sh"
 BIN = Path(sys.executable).parent
 
-# One copy of the command per node; a signal reaches them all, as that of a job step.
+# One copy of the command per node. As in Slurm, SIGTERM kills them, and `scancel` signals them: here through SIGUSR2.
 SRUN = f"""#!{sys.executable}
 import json, os, signal, subprocess, sys
 cut = next(place for place, word in enumerate(sys.argv[1:], 1) if not word.startswith("-"))
@@ -31,11 +31,18 @@ with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(["srun", *options]) + "\\n")
 nodes = int(next(word for word in options if word.startswith("--nodes=")).split("=")[1])
 tasks = [subprocess.Popen(command, env=os.environ | {{"SLURM_NODEID": str(node)}}) for node in range(nodes)]
-signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
+signal.signal(signal.SIGUSR2, lambda *_: [task.terminate() for task in tasks])
+with open(os.environ["CALLS"] + f".step.{{os.getppid()}}", "w") as step:
+    step.write(str(os.getpid()))
 sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then printf 'node1\\nnode2\\n'; else echo "[\\"scontrol\\", \\"$1\\", \\"$2\\"]" >> "$CALLS"; fi
+"""
+SCANCEL = """#!/bin/bash
+echo "[\\"scancel\\", \\"$1\\", \\"$2\\"]" >> "$CALLS"
+kill -USR2 "$(cat "$CALLS.step.$PPID")"
 """
 HOSTNAME = """#!/bin/bash
 echo "127.0.0.$((${SLURM_NODEID:-0} + 1)) 10.255.0.1"
@@ -69,7 +76,8 @@ case "$*" in *ray.init*) echo $((started < MOST ? started : MOST));; *) exec {sy
 def job(tmp_path, stand_in):
     """Returns a function that starts the script as Slurm does on the first of two nodes; calls are recorded."""
     stand_ins = [
-        stand_in(name, source) for name, source in (("srun", SRUN), ("scontrol", SCONTROL), ("hostname", HOSTNAME))
+        stand_in(name, source)
+        for name, source in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL), ("hostname", HOSTNAME))
     ]
     excluded = (
         "RAY_ADDRESS",
@@ -222,6 +230,7 @@ def test_a_signal_ends_the_run_and_all_nodes(without_ray, tmp_path, number, requ
     assert process.wait(60) == 130
     assert calls(tmp_path, "cfl-ray")[-1] == ["ended"] and left_behind(tmp_path) == []
     assert calls(tmp_path, "scontrol") == ([["requeue", "77"]] if requeued else [])
+    assert calls(tmp_path, "scancel") == [["--signal=TERM", "77.0"]]
 
 
 def test_nodes_that_do_not_join_end_the_job(without_ray, tmp_path):
