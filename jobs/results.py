@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from cfl_ray import UserError, load
-from cfl_ray.config.published import PublishedNumber, PublishedTableConfig, load_published
+from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.runtime.comparison import read_study, run_folders
 from cfl_ray.runtime.study.cells import plan
@@ -35,8 +35,7 @@ _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
     "clients_online", "mbit_down", "mbit_up", "rounds_to_target", "mbit_to_target", "rounds_to_target_local",
-    "mbit_to_target_local",
-    "rounds_to_stable_clusters", "newcomer_accuracy", "newcomer_accuracy_tuned", "seconds",
+    "mbit_to_target_local", "rounds_to_stable_clusters", "newcomer_accuracy", "newcomer_accuracy_tuned", "seconds",
 )  # fmt: skip
 
 
@@ -98,6 +97,8 @@ class Compared:
 
     paper: str
     table: str
+    row: str  # label of the method
+    column: str  # setting
     number: PublishedNumber
     runs: pd.DataFrame  # of this cell
     because: str  # why it differs
@@ -138,14 +139,14 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
     for file in sorted((folder / "published").glob("*.yaml")):
         for name, table in load_published(file).tables.items():
             runs = _runs_of(table)
-            for number in table.numbers():
-                row, column = number.row, number.column
+            for row, column, number in table.cells():
                 at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
-                cells.append(Compared(file.stem, name, number, at, _reason(reasons, file.stem, name, row, column)))
+                because = _reason(reasons, file.stem, name, row, column)
+                cells.append(Compared(file.stem, name, row, column, number, at, because))
     return cells
 
 
-def _runs_of(table: PublishedTableConfig) -> pd.DataFrame:
+def _runs_of(table: PublishedTable) -> pd.DataFrame:
     file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
     return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
 
@@ -201,10 +202,10 @@ def _count(cells: list[Compared]) -> list[str]:
     return lines
 
 
-def _table(name: str, table: PublishedTableConfig, cells: list[Compared]) -> list[str]:
+def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]:
     lines = [f"### {_title(name)}: {table.caption}", "", f"`cfl-ray compare jobs/experiments/{table.study}`", ""]
-    for column in dict.fromkeys(cell.number.column for cell in cells):
-        run = [cell for cell in cells if cell.number.column == column and cell.is_run]
+    for column in dict.fromkeys(cell.column for cell in cells):
+        run = [cell for cell in cells if cell.column == column and cell.is_run]
         if not run:
             continue
         lines += [f"**{column}**{_shortened(run)}", ""]
@@ -215,7 +216,7 @@ def _table(name: str, table: PublishedTableConfig, cells: list[Compared]) -> lis
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for cell in run:
             number = cell.number
-            row = [number.row, _number(number.mean, number.std, number.unit), _ours(cell, number.metric)]
+            row = [cell.row, _number(number.mean, number.std, number.unit), _ours(cell, number.metric)]
             if "protocol" in head:
                 row.append({"accuracy": "P-server", "accuracy_local": "P-local"}.get(number.metric, number.metric))
             if honest:
@@ -223,13 +224,13 @@ def _table(name: str, table: PublishedTableConfig, cells: list[Compared]) -> lis
             row += [str(len(cell.runs)), _difference(cell)]
             lines.append(f"| {' | '.join(row)} |")
         lines.append("")
-        lines += [f"- {one.number.row}: a misprint? {one.number.misprint}" for one in run if one.number.misprint]
+        lines += [f"- {one.row}: a misprint? {one.number.misprint}" for one in run if one.number.misprint]
         reasons: dict[str, list[str]] = {}
         for cell in run:
             if cell.state == "explained":
-                reasons.setdefault(cell.because, []).append(cell.number.row)
+                reasons.setdefault(cell.because, []).append(cell.row)
         lines += [f"- {', '.join(rows)}: {because}" for because, rows in reasons.items()]
-        if still := [cell.number.row for cell in run if cell.state == "open"]:
+        if still := [cell.row for cell in run if cell.state == "open"]:
             lines.append(f"- open: {', '.join(still)}")
         lines += [""] if lines[-1] else []
     return lines

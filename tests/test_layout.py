@@ -234,4 +234,8 @@ class TestMethodFiles:
                 assert option["doc"], f"{name} has no meaning"
                 assert option["source"], f"{name} does not say where its default comes from"
                 bounded = option["low"] is not None or option["high"] is not None or option["choices"]
-                assert bounded or option["type"] == "bool", f"{name} takes anything"
+                checked = option["type"] == "bool" or option["name"] in (
+                    "local",
+                    "label",
+                )  # by the config and a pattern
+                assert bounded or checked, f"{name} takes anything"

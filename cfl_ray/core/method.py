@@ -136,6 +136,7 @@ class Method(ABC, Generic[S]):
         metadata={
             "doc": "name of the method in results and of its folder; null: its name, with its options where it occurs "
             "twice",
+            "source": "ours",
         },
     )
 

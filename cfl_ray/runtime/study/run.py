@@ -28,7 +28,7 @@ from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import END_SECONDS, Crew, CellOutcome
+from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew
 from cfl_ray.tracking import (
     ARTIFACTS,
     FileTracker,

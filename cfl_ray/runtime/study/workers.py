@@ -82,7 +82,7 @@ class _Worker:
             self.connection.send((cell, root, hosts))
 
     def hear(self) -> CellOutcome | None:
-        """What it says: that it is ready (None), or how its cell ended. Raises EOFError where it has died."""
+        """Its next message: None when it is ready, or the outcome of its cell. Raises EOFError where it has died."""
         try:
             said = self.connection.recv()
         except OSError as error:
