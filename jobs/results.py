@@ -1,12 +1,13 @@
 """The page docs/results.md: results of the published experiments beside the published numbers.
 
     cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs, for hours
-    python jobs/results.py collect runs/fedclust-table1                              keeps their figures
-    python jobs/results.py write                                                     writes the page
+    python jobs/results.py collect runs/fedclust-table1    keeps their figures
+    python jobs/results.py costs                           estimates what runs would take
+    python jobs/results.py write                           writes the page
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes
-the page from these files, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which
+the page from these files, `costs`' estimates, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which
 says in one sentence each why a cell differs by more than two points. No number of the page is typed by hand.
 """
 
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 import yaml
+from torch.utils.flop_counter import FlopCounterMode
 
-from cfl_ray import UserError, load
+from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
 from cfl_ray.config.study import load_study
+from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.comparison import read_study, run_folders
 from cfl_ray.runtime.study.cells import plan
 from cfl_ray.tracking import flatten, read_info
@@ -86,6 +90,49 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     here, there = (flatten({k: v for k, v in one.items() if k not in _NOT_COMPARED}) for one in (found, expected))
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key) and key != "data.root"]
     return " ".join(f"{key}={here.get(key)}" for key in keys)
+
+
+# ---- costs: the arithmetic of each study
+
+
+def costs() -> Path:
+    """Writes the floating-point operations of one run of plain federated averaging in every setting of every study.
+
+    Forward and backward passes of the local training alone, as three times those of a forward pass; methods that train
+    two models in each client take twice that. A setting whose data are not at hand has none.
+    """
+    rows = []
+    for file in sorted(STUDIES.glob("*/*.yaml")):
+        if file.parent.name == "published":
+            continue
+        study = load_study(file)
+        trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
+        cells = plan(study, trials=trials)
+        for setting in dict.fromkeys(cell.setting for cell in cells):
+            of_setting = [cell for cell in cells if cell.setting == setting]
+            amount = _operations(of_setting[0].experiment)
+            name = f"{file.parent.name}-{file.stem}"
+            rows.append({"study": name, "setting": setting, "runs": len(of_setting), "gigaflop": amount})
+    file = FIGURES / "costs.csv"
+    pd.DataFrame(rows).to_csv(file, index=False)
+    return file
+
+
+def _operations(experiment: Experiment) -> float | None:
+    """Gigaflop of the local training of a whole run; None where the data are not at hand."""
+    try:
+        summary = data.describe(experiment.data, experiment.seed, experiment.targets)
+    except DataError:
+        return None
+    shape, local = summary.shape, experiment.local
+    network = models.recipe(experiment.model.name, experiment.model.options, shape.input, shape.num_classes)()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network.eval()(torch.zeros(1, *shape.input))
+    clients = experiment.cohort.clients or max(1, int(experiment.cohort.fraction * summary.clients))
+    _, median, _ = summary.samples
+    batch = local.batch_size or median
+    seen = local.steps * min(batch, median) if local.steps else local.epochs * median
+    return float(f"{3 * counter.get_total_flops() * seen * clients * experiment.rounds / 1e9:.4g}")
 
 
 # ---- write: the page
@@ -188,7 +235,46 @@ def page(cells: list[Compared]) -> str:
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
             lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
+    lines += _missing(cells)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _missing(cells: list[Compared]) -> list[str]:
+    """The studies that were not run, and the time that they would take at the rate of those that were."""
+    file = FIGURES / "costs.csv"
+    if not file.is_file():
+        return []
+    table, rate = pd.read_csv(file), _rate(pd.read_csv(file))
+    lines = [
+        "## The cost of what was not run",
+        "",
+        f"Core hours of federated averaging, at {rate:.0f} GFLOP/s of one core, which the runs above reached, by",
+        "`python jobs/results.py costs`; methods that train two models in each client take twice as long. A setting",
+        "without a figure needs data that were not at hand.",
+        "",
+        "| study | setting | runs | of which run | core hours of the rest |",
+        "|---|---|---|---|---|",
+    ]
+    for row in table.itertuples():
+        done_file = FIGURES / f"{row.study}.csv"
+        done = pd.read_csv(done_file) if done_file.is_file() else pd.DataFrame({"setting": []})
+        count = int((done["setting"] == row.setting).sum())
+        hours = "" if math.isnan(row.gigaflop) else f"{(row.runs - count) * row.gigaflop / rate / 3600:.2g}"
+        if count < row.runs:
+            lines.append(f"| {row.study} | {row.setting} | {row.runs} | {count} | {hours} |")
+    return lines
+
+
+def _rate(table: pd.DataFrame) -> float:
+    """Gigaflop per second of all runs of FedAvg that are on record with the rounds of their recipe; 20 without any."""
+    amount, seconds = 0.0, 0.0
+    for row in table.itertuples():
+        file = FIGURES / f"{row.study}.csv"
+        if file.is_file() and not math.isnan(row.gigaflop):
+            done = pd.read_csv(file)
+            done = done[(done["setting"] == row.setting) & (done["method"] == "fedavg") & done["changed"].isna()]
+            amount, seconds = amount + row.gigaflop * len(done), seconds + float(done["seconds"].sum())
+    return amount / seconds if seconds else 20.0
 
 
 def _count(cells: list[Compared]) -> list[str]:
@@ -272,8 +358,12 @@ def main(arguments: list[str] | None = None) -> None:
     collecting = verbs.add_parser("collect", help="keep the figures of finished runs")
     collecting.add_argument("folders", nargs="+", type=Path, metavar="STUDY_FOLDER")
     collecting.add_argument("--recipe", type=Path, help="the study's YAML file; default: found by the folder's name")
+    verbs.add_parser("costs", help="estimate what runs would take")
     verbs.add_parser("write", help="write the page")
     given = parser.parse_args(arguments)
+    if given.verb == "costs":
+        print(f"wrote {costs()}")
+        return
     if given.verb == "write":
         PAGE.write_text(page(compared()))
         print(f"wrote {PAGE}")

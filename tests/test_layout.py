@@ -237,5 +237,5 @@ class TestMethodFiles:
                 checked = option["type"] == "bool" or option["name"] in (
                     "local",
                     "label",
-                )  # by the config and a pattern
+                )  # checked otherwise
                 assert bounded or checked, f"{name} takes anything"
