@@ -155,7 +155,7 @@ class ClientMetrics:
             batches, end, schema = _whole_batches(self.file)
             if schema not in (None, self.schema):
                 raise DataError(f"{self.file} has columns {schema.names}, expected {self.schema.names}")
-            self.last = max((batch["round"][0].as_py() for batch in batches if batch.num_rows), default=0)
+            self.last = max((batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0)
             if end < self.file.stat().st_size:
                 os.truncate(self.file, end)
 
@@ -202,6 +202,10 @@ def _whole_batches(path: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | N
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
             return batches, end, schema
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # no torn end: nothing is cut off
+            raise DataError(
+                f"{path} is damaged ({error}); remove it: the metrics of clients so far are lost"
+            ) from error
 
 
 @dataclass(frozen=True)
