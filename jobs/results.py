@@ -7,8 +7,9 @@
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes
-the page from these files, `costs`' estimates, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which
-says in one sentence each why a cell differs by more than two points. No number of the page is typed by hand.
+the page from these files, the estimates of `costs`, the published numbers (jobs/experiments/published) and
+docs/results/explanations.yaml, which says in one sentence each why a cell differs by more than two points. No number of
+the page is typed by hand.
 """
 
 import argparse

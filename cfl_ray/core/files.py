@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,14 +37,32 @@ def _opener(name: str, flags: int) -> int:
     return os.open(name, flags, PRIVATE)
 
 
+class _Umask:
+    """The umask of the process, and how many threads want it to be private."""
+
+    def __init__(self) -> None:
+        self.lock, self.wanted, self.before = threading.Lock(), 0, 0
+
+    def want(self, more: int) -> None:
+        with self.lock:
+            if more > 0 and self.wanted == 0:
+                self.before = os.umask(0o077)
+            self.wanted += more
+            if self.wanted == 0:
+                os.umask(self.before)
+
+
+_umask = _Umask()
+
+
 @contextmanager
 def private_umask() -> Iterator[None]:
     """Context in which files of other packages are made for the user alone. It holds for the whole process."""
-    before = os.umask(0o077)
+    _umask.want(1)
     try:
         yield
     finally:
-        os.umask(before)
+        _umask.want(-1)
 
 
 def user_folder() -> Path:

@@ -42,7 +42,7 @@ def check_columns(file: Path, found: pa.Schema | None, expected: pa.Schema) -> N
 def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
     """The batches that are complete, the byte after the last of them, and their columns; None: there are none yet.
 
-    Raises DataError for a file that cannot be read.
+    Raises DataError for a file that cannot be read, or is damaged elsewhere than at its end.
     """
     batches: list[pa.RecordBatch] = []
     schema = None
@@ -59,3 +59,5 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
             return batches, end, schema
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # no torn end: nothing is cut off
+            raise DataError(f"{file} is damaged ({error}); remove it: what it has recorded so far is lost") from error

@@ -12,7 +12,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import read_json
 
 SESSION = "session.json"
@@ -73,7 +73,10 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
 
     Raises ConfigError where another user wrote it, or where it was written for another folder.
     """
-    values = read_json(run_dir / SESSION)
+    try:
+        values = read_json(run_dir / SESSION)
+    except DataError:
+        values = {}  # what cannot be read is not signed
     if values is None:
         return None
     key = token()
@@ -82,7 +85,7 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
             f"{run_dir / SESSION} cannot be checked: you have no Ray token here "
             "(RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         )
-    signature = values.pop("signature", "") if isinstance(values, dict) else ""
+    signature = values.pop("signature", "")
     if not hmac.compare_digest(str(signature).encode(), _signature(run_dir, values, key).encode()):
         raise ConfigError(
             f"{run_dir / SESSION} was not written with your Ray token for this folder, so it is not followed to the "

@@ -6,7 +6,16 @@ import stat
 import pytest
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import cut_torn_line, drafted, open_private, private_folder, read_file, read_json, write_json
+from cfl_ray.core.files import (
+    cut_torn_line,
+    drafted,
+    open_private,
+    private_folder,
+    private_umask,
+    read_file,
+    read_json,
+    write_json,
+)
 
 
 def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path):
@@ -42,6 +51,19 @@ def test_private_files_and_folders_whatever_the_umask(tmp_path):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").rglob("*")}
     assert modes == {"b": 0o700, "x.json": 0o600, "log": 0o600, "draft": 0o600}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+def test_the_umask_is_private_while_any_thread_wants_it_and_the_same_as_before_in_the_end():
+    before = os.umask(0o022)
+    try:
+        first, second = private_umask(), private_umask()
+        first.__enter__(), second.__enter__()
+        first.__exit__(None, None, None)  # the threads overlap
+        assert os.umask(0o077) == 0o077
+        second.__exit__(None, None, None)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_draft_does_not_follow_a_link_that_waits_for_it(tmp_path):

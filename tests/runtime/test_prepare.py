@@ -29,15 +29,15 @@ def choose(experiment):
 
 
 def test_a_measurement_is_kept_beside_the_runs(choose, tmp_path):
-    assert [choose("compiled"), choose("sequential")] == [("compiled", True), ("compiled", False)]
+    assert [choose("span"), choose("sequential")] == [("span", True), ("span", False)]
     (kept,) = json.loads((tmp_path / "engine-choices.json").read_text()).values()
-    assert kept == ["compiled", "measured"]
+    assert kept == ["span", "measured"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "\0" * 100])
 def test_a_damaged_file_is_made_anew(choose, tmp_path, content):
     (tmp_path / "engine-choices.json").write_text(content)
-    assert [choose("sequential"), choose("compiled")] == [("sequential", True), ("sequential", False)]
+    assert [choose("sequential"), choose("span")] == [("sequential", True), ("sequential", False)]
 
 
 def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("cfl_ray.runtime.prepare.write_json", full)
-    assert [choose("sequential"), choose("compiled")] == [("sequential", True), ("compiled", True)]
+    assert [choose("sequential"), choose("span")] == [("sequential", True), ("span", True)]
     assert not (tmp_path / "engine-choices.json").exists()
 
 

@@ -1,9 +1,10 @@
 """Changes of clusters, as a run records them."""
 
+import pyarrow as pa
 import pytest
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.runtime.results import ClusterMoves
+from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
 from cfl_ray.runtime.round_loop import RoundReport
 
 
@@ -25,3 +26,16 @@ def test_moves_of_other_types_are_damage(tmp_path):
         (tmp_path / "moves.jsonl").write_text(line + "\n")
         with pytest.raises(DataError, match="moves.jsonl is damaged"):
             ClusterMoves(tmp_path)
+
+
+def test_client_metrics_of_a_type_that_does_not_exist_are_damage_and_are_not_cut_off(tmp_path):
+    columns = [("round", pa.int32()), ("client", pa.int64()), ("accuracy", pa.float32()), ("loss", pa.float32())]
+    header = pa.schema(columns).serialize().to_pybytes()
+    bits = (64).to_bytes(4, "little")  # of an integer
+    assert header.count(bits) == 1
+    file = tmp_path / "client_metrics.arrow"
+    file.write_bytes(header.replace(bits, (128).to_bytes(4, "little")))
+    for read in (lambda: read_client_metrics(file), lambda: ClientMetrics(tmp_path)):
+        with pytest.raises(DataError, match="client_metrics.arrow is damaged .Integers with more than 64 bits"):
+            read()
+    assert file.stat().st_size == len(header)
