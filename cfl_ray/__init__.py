@@ -9,6 +9,7 @@ from cfl_ray.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cfl_ray.config import Experiment, load
+    from cfl_ray.config.study import Study, load_study
     from cfl_ray.core.clients import ClientState, LocalTraining, Proximal, UpdateFeatures
     from cfl_ray.core.errors import ConfigError, UserError
     from cfl_ray.core.method import Method, option
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cfl_ray.runtime.comparison import compare_runs
     from cfl_ray.runtime.launch import resume, run, simulate
     from cfl_ray.runtime.load import load_run
+    from cfl_ray.runtime.study.run import run_study
 
 __all__ = [
     "ClientState",
@@ -33,6 +35,7 @@ __all__ = [
     "Proximal",
     "Serving",
     "State",
+    "Study",
     "Task",
     "UpdateFeatures",
     "UserError",
@@ -43,15 +46,18 @@ __all__ = [
     "global_weights",
     "load",
     "load_run",
+    "load_study",
     "option",
     "resume",
     "run",
+    "run_study",
     "simulate",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray --help` needs neither torch nor Ray
     "cfl_ray.config": ("Experiment", "load"),
+    "cfl_ray.config.study": ("Study", "load_study"),
     "cfl_ray.core.clients": ("ClientState", "LocalTraining", "Proximal", "UpdateFeatures"),
     "cfl_ray.core.errors": ("ConfigError", "UserError"),
     "cfl_ray.core.method": ("Method", "option"),
@@ -64,6 +70,7 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.runtime.comparison": ("compare_runs",),
     "cfl_ray.runtime.launch": ("resume", "run", "simulate"),
     "cfl_ray.runtime.load": ("load_run",),
+    "cfl_ray.runtime.study.run": ("run_study",),
 }
 
 if not TYPE_CHECKING:  # type checkers read the imports above, and report names that do not exist

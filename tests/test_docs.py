@@ -1,10 +1,12 @@
 """The documentation shows what happens: its Python runs, its YAML loads, its commands work, its links resolve."""
 
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from math import isfinite
 from pathlib import Path
 
@@ -84,6 +86,33 @@ def test_pages_on_extending_show_what_runs(page):
             exec(compile(source, f"{page.name} block {number}", "exec"), {"__name__": f"{page.stem}_{number}"})
 
 
+@pytest.mark.slow  # many runs in processes of their own
+def test_the_page_on_studies_shows_what_runs(capsys):
+    page = (ROOT / "docs" / "studies.md").read_text()
+    for name, content in re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S):
+        Path(name).write_text(content)
+    printed = ""
+    for line in "\n".join(blocks("bash", page)).splitlines():
+        printed += command(shlex.split(line, comments=True)[1:], capsys)
+    assert "12 runs; folder" in printed and "best for stocfl: accuracy" in printed and "12 of 12 finished" in printed
+    assert len(list(Path("runs/search").glob("*/stocfl/seed-0/end.json"))) == 3
+
+
+def test_the_example_of_run_study(capsys):
+    """That of docs/studies.md as a script, and the one in the docstring as far as it makes a study."""
+    (source,) = blocks("python", (ROOT / "docs" / "studies.md").read_text())
+    Path("script.py").write_text(source)
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout.count("fedavg") == 2, done.stdout + done.stderr
+    from cfl_ray import Study, run_study
+    from cfl_ray.runtime.study.run import plan_study
+
+    example = inspect.getdoc(run_study).partition("    study = ")[2]
+    space = {"Study": Study}
+    exec("study = " + textwrap.dedent("    " + example).partition("results = ")[0].strip(), space)
+    assert len(plan_study(space["study"])[0]) == 2 * 2 * 2
+
+
 def test_yaml_block_loads():
     (block,) = blocks("yaml")
     Path("mine.yaml").write_text(block)
@@ -96,6 +125,7 @@ def test_every_command_of_the_table_exists(capsys):
     shown = {line.split()[1] for line in lines}
     assert shown == {
         "check",
+        "compare",
         "config",
         "run",
         "resume",
@@ -104,6 +134,7 @@ def test_every_command_of_the_table_exists(capsys):
         "list",
         "export",
         "status",
+        "sweep",
         "table",
         "join",
         "leave",
@@ -151,7 +182,10 @@ def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch):
     from cfl_ray.cli.commands import app
 
     monkeypatch.setattr("shellingham.detect_shell", lambda *_: ("bash", "/bin/bash"))
-    lines = "\n".join(blocks("bash", (ROOT / "docs" / "cli.md").read_text())).splitlines()
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name, content in re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S):
+        Path(name).write_text(content)
+    lines = "\n".join(blocks("bash", page)).splitlines()
     shown = set()
     for line in filter(None, lines):
         words = shlex.split(line, comments=True)

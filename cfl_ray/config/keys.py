@@ -51,6 +51,7 @@ def sections(section: type[ConfigSection] = Experiment, name: str = "", meaning:
     for field, info in section.model_fields.items():
         if info.exclude:
             continue
+        field = info.alias or field
         full = f"{name}.{field}" if name else field
         nested, is_list = _section_of(info.annotation)
         if nested is None or is_list:
@@ -116,6 +117,8 @@ def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
     """Returns the section that a key holds, if it holds one, and whether it holds a list of them."""
     is_list = typing.get_origin(annotation) is list
     inner = typing.get_args(annotation)[0] if is_list else annotation
+    if typing.get_origin(inner) is types.UnionType:  # an optional section
+        inner = next((one for one in typing.get_args(inner) if one is not type(None)), inner)
     is_section = isinstance(inner, type) and issubclass(inner, ConfigSection)
     return (inner, is_list) if is_section else (None, False)
 
@@ -154,6 +157,10 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return "list of client ids and ranges"
     if annotation is bool:
         return "true | false"
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        return f"{{{', '.join(info.alias or name for name, info in annotation.model_fields.items())}}}"
+    if origin is dict and (inner := typing.get_args(annotation)[1]) is not Any:
+        return f"mapping of texts to {_type(inner, [])}"
     if origin is typing.Annotated:
         own = [limit for part in arguments[1:] for limit in getattr(part, "metadata", [part])]
         return _type(arguments[0], [*own, *metadata])

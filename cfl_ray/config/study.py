@@ -135,7 +135,7 @@ def _check_range(key: str, values: dict[str, Any]) -> None:
     try:
         RangeConfig(**values)
     except ValidationError as error:
-        raise ValueError(f"{key}: {explain(error, RangeConfig)}") from None
+        raise ValueError(f"{key}: {explain(error, RangeConfig).removeprefix('config: ')}") from None
 
 
 def _draw(values: list[Any] | RangeConfig, share: float) -> Any:

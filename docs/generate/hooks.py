@@ -24,6 +24,7 @@ PAGES = {  # page -> the file of the repository that it shows; links to one are 
 }
 SOURCES = {  # page -> the code or folder that it is made from
     KEYS_PAGE: "cfl_ray/config/sections.py",
+    "reference/study.md": "cfl_ray/config/study.py",
     "reference/commands.md": "cfl_ray/cli/commands.py",
     "reference/api.md": "cfl_ray/__init__.py",
     "reference/methods/index.md": "cfl_ray/methods",
@@ -35,6 +36,7 @@ def _generated() -> dict[str, str | bytes]:
     """Returns the content of every page and picture that is no file of its own, by its place in the site."""
     made: dict[str, str | bytes] = {
         KEYS_PAGE: reference.config_page(),
+        "reference/study.md": reference.study_page(),
         "reference/commands.md": reference.commands_page(),
         "reference/api.md": reference.api_page(),
         "cite.md": reference.cite_page(ROOT / "CITATION.cff"),

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import cfl_ray
 from cfl_ray.cli.commands import app
 from cfl_ray.cli.tables import default_text, range_text
 from cfl_ray.config import keys
+from cfl_ray.config.study import RangeConfig, Study
 from cfl_ray.core.method import Method
 from cfl_ray.methods import REGISTRY
 
 API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Running an experiment": ["Experiment", "load", "run", "simulate", "resume", "load_run", "compare_runs"],
+    "Studies": ["Study", "load_study", "run_study", "cfl_ray.runtime.study.run.StudyResults"],
     "Results": [
         "cfl_ray.runtime.results.Results",
         "cfl_ray.runtime.results.MethodResult",
@@ -42,7 +45,10 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     ],
     "Errors": ["UserError", "ConfigError"],
 }
-_FIELDS_ELSEWHERE = {"Experiment"}  # whose members are the configuration keys
+_FIELDS_ELSEWHERE = {  # whose members are keys on other pages, and the members that are shown
+    "Experiment": "[to_dict, to_yaml]",
+    "Study": "[to_yaml]",
+}
 
 
 def config_page() -> str:
@@ -56,7 +62,26 @@ def config_page() -> str:
         "[methods](methods/index.md).",
         "",
     ]
-    for section in keys.sections():
+    return "\n".join([*lines, *_sections(keys.sections())])
+
+
+def study_page() -> str:
+    """Returns a page with every key of a study."""
+    lines = [
+        "# Keys of a study",
+        "",
+        "Every key of the file that `cfl-ray compare` and `cfl-ray sweep` run ([studies](../studies.md)). Unknown keys and",
+        "values out of range are errors. Keys of `experiment` and `settings` are those of an [experiment](config.md).",
+        "",
+    ]
+    of_range = keys.sections(RangeConfig, "range", "A range of `sweep.parameters`, from which a number is drawn.")
+    return "\n".join([*lines, *_sections(keys.sections(Study)), *_sections(of_range)])
+
+
+def _sections(sections: Iterable[keys.KeySection]) -> list[str]:
+    """Returns the lines of a page about keys."""
+    lines: list[str] = []
+    for section in sections:
         if not section.keys:
             continue
         heading = f"{section.name} {{ #{_anchor(section.name)} }}" if section.name else "Top level"
@@ -65,7 +90,7 @@ def config_page() -> str:
             default = "required" if key.default is None else f"default `{key.default}`"
             lines += [f"### `{key.name}` {{ #{_anchor(key.name)} }}", "", _escaped(key.meaning), ""]
             lines += [f"{default}; {_escaped(key.values)}", "{ .values }", ""]
-    return "\n".join(lines)
+    return lines
 
 
 def key_anchors() -> set[str]:
@@ -179,7 +204,7 @@ def api_page() -> str:
         for name in names:
             lines += [f"::: {name if '.' in name else f'cfl_ray.{name}'}"]
             if name in _FIELDS_ELSEWHERE:
-                lines += ["    options:", "      members: [to_dict, to_yaml]"]
+                lines += ["    options:", f"      members: {_FIELDS_ELSEWHERE[name]}"]
             lines += [""]
     return "\n".join(lines)
 

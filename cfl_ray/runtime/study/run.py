@@ -40,7 +40,7 @@ from cfl_ray.tracking import (
     redact,
     resolve_uri,
 )
-from cfl_ray.tracking.record import METRICS, EndStatus, score_metrics_of
+from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, score_metrics_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -181,8 +181,11 @@ class _Launch:
                 status = "KILLED"
                 raise Interrupted(f"stopped. Every saved round is kept; go on with: {self._again()}") from None
             finally:
-                summary = self._write_tables()
-                tracker.finish(status, summary)
+                figures = self.results()
+                count = sum(map(len, figures.found.values()))
+                if summary := self._write_tables(figures):  # the step of the parent's metrics: a later start has others
+                    tracker.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
+                tracker.finish(status, {})
             if self.uri is not None:  # what the runs could not deliver while they were live
                 deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
@@ -266,9 +269,8 @@ class _Launch:
 
     # ---- results
 
-    def _write_tables(self) -> dict[str, float]:
+    def _write_tables(self, figures: StudyFigures) -> dict[str, float]:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
-        figures = self.results()
         if not figures.found:
             return {}
         folder = self.root / ARTIFACTS

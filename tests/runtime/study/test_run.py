@@ -1,0 +1,259 @@
+"""Studies from start to end, started again, changed, and refused."""
+
+import io
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import cfl_ray
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError
+from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table
+from cfl_ray.runtime.run_lock import hold_run
+from cfl_ray.runtime.study import run, workers
+from cfl_ray.runtime.study.cells import Selection
+from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
+from cfl_ray.runtime.study.run import StudyWatcher, run_study
+
+ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
+
+
+class Notes(StudyWatcher):
+    """Keeps what a study reports."""
+
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+
+def test_processes_of_their_own_give_the_same_figures(study, tmp_path, figures_of, inline, monkeypatch):
+    """One process after another run in it, and all runs in this process."""
+    here = run_study(study(), tmp_path / "here")
+    monkeypatch.setattr(run, "Crew", workers.Crew)
+    other = run_study(study(), tmp_path / "other", at_once=1)
+    assert not here.failed and not other.failed
+    assert len(figures_of(tmp_path / "here")) == 4 and figures_of(tmp_path / "here") == figures_of(tmp_path / "other")
+
+
+def test_what_is_finished_is_not_run_again(study, inline, files_of):
+    first = run_study(study())
+    before, done = files_of(first.root), list(inline)
+    assert done == ALL_RUNS and (first.root / "study.yaml").stat().st_mode & 0o777 == 0o600
+    again = run_study(study())
+    assert inline == done and files_of(first.root) == before
+    pd.testing.assert_frame_equal(first.to_frame(), again.to_frame())
+
+
+def test_a_changed_study_runs_what_is_new(study, inline, files_of):
+    root = run_study(study()).root
+    before = files_of(root)
+    inline.clear()
+    methods = ["fedavg", "local", {"ifca": {"num_clusters": 2, "label": "two", "local": {"momentum": 0.5}}}]
+    run_study(study(seeds=[0, 1, 2], experiment={"methods": methods}))
+    assert sorted(inline) == sorted([f"all, local, seed {seed}" for seed in (0, 1, 2)] + [
+        f"all, {method}, seed 2" for method in ("fedavg", "two")
+    ])  # fmt: skip
+    assert {file: time for file, time in files_of(root).items() if file in before} == before
+    assert [(method, path.name) for _, method, path in run_folders(root)] == [
+        (method, f"seed-{seed}") for method in ("fedavg", "local", "two") for seed in (0, 1, 2)
+    ], "in the order of the study"
+
+
+def test_runs_of_another_config_are_refused(study, inline, files_of):
+    root = run_study(study()).root
+    before = files_of(root)
+    with pytest.raises(ConfigError, match=r"all/fedavg/seed-0 belongs to another config .* move it away, or choose"):
+        run_study(study(experiment={"rounds": 3}))
+    assert files_of(root) == before
+    with pytest.raises(ConfigError, match="is the folder of study 'small', this one is 'other'"):
+        run_study(study(name="other"), root)
+    with pytest.raises(ConfigError, match="holds a run; choose another folder"):
+        run_study(study(name="other"), root / "all" / "fedavg" / "seed-0")
+
+
+def test_a_selection_and_the_rest_later(study, inline, tmp_path):
+    results = run_study(study(), only=Selection(methods=["two"], seeds=[1]))
+    assert inline == ["all, two, seed 1"]
+    found = study_status(results.root)
+    assert (found.state, found.runs, found.finished, found.left) == ("stopped", 4, 1, 3)
+    run_study(results.root / STUDY, results.root)
+    assert sorted(inline) == sorted(ALL_RUNS)
+    assert study_status(results.root).state == "finished"
+
+
+def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path):
+    (tmp_path / "rule.py").write_text(
+        "class Rule:\n    def weigh(self, squared_nn, weight_n):\n        if len(weight_n) == 5:\n"
+        "            raise ValueError('five clients')\n        return weight_n\n"
+    )
+    methods = [{"fedavg": {"aggregation": f"{tmp_path}/rule.py:Rule"}}, "local"]
+    changes = {"methods": methods, "cohort": {"fraction": 1.0}}
+    five = {"five": {"data": {"partition": {"clients": 5}}}, "six": {}}
+    changes["schedule"] = []
+    results = run_study(study(experiment=changes, settings=five, seeds=[0]))
+    assert inline == [f"{s}, {m}, seed 0" for s in ("five", "six") for m in ("fedavg", "local")]
+    (failed,) = results.failed
+    assert failed.status == "failed" and failed.cell.name == "five, fedavg, seed 0" and "five clients" in failed.reason
+    found = study_status(results.root)
+    assert found.finished == 3 and list(found.failed) == ["five, fedavg, seed 0"]
+    assert "five clients" in found.failed["five, fedavg, seed 0"]
+
+
+def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypatch):
+    def broken(*_):
+        raise KeyError("surprise")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "run_cell", broken)
+        results = run_study(study(seeds=[0]))
+    assert [outcome.reason for outcome in results.failed] == ["KeyError: 'surprise'"] * 2
+    file = results.root / "all" / "fedavg" / "seed-0" / "failure.txt"
+    assert "Traceback" in file.read_text() and "in broken" in file.read_text()
+    assert not run_study(study(seeds=[0])).failed and not file.exists(), "tried again"
+
+
+def test_an_interrupted_study_names_the_command_that_goes_on(study, monkeypatch, inline, tmp_path, figures_of):
+    def interrupt(self, outcome):
+        raise KeyboardInterrupt
+
+    class Impatient(StudyWatcher):
+        ended = interrupt
+
+    with pytest.raises(Interrupted, match=rf"go on with: cfl-ray resume {tmp_path}/small$"):
+        run_study(study(), watcher=Impatient())
+    assert len(inline) == 1 and study_status(tmp_path / "small").next == f"cfl-ray resume {tmp_path}/small"
+    with pytest.raises(
+        Interrupted, match=f"compare {tmp_path}/small/study.yaml --folder={tmp_path}/small --method=two"
+    ):
+        run_study(study(), watcher=Impatient(), only=Selection(methods=["two"]))
+    run_study(tmp_path / "small" / STUDY, tmp_path / "small")
+    run_study(study(), tmp_path / "whole")
+    assert figures_of(tmp_path / "small") == figures_of(tmp_path / "whole")
+
+
+def test_two_processes_on_one_study(study, inline, monkeypatch):
+    root = run_study(study(seeds=[0])).root
+    monkeypatch.setattr("cfl_ray.runtime.run_lock._LOCK_SECONDS", 0)
+    record = (root / STUDY).read_text()
+    with hold_run(root / LOCK):
+        assert study_status(root).state == "live"
+        with pytest.raises(RunError, match="small is live already; see it with: cfl-ray status"):
+            run_study(study(seeds=[0, 5]))
+        assert (root / STUDY).read_text() == record, "nothing was changed"
+
+
+def test_a_live_run_is_waited_for_and_then_refused(study, inline, monkeypatch):
+    root = run_study(study(seeds=[0])).root
+    monkeypatch.setattr(run, "END_SECONDS", -run._MORE_SECONDS)
+    with (
+        hold_run(root / "all" / "two" / "seed-0" / "config.yaml"),
+        pytest.raises(RunError, match="all, two, seed 0 is"),
+    ):
+        run_study(study())
+
+
+def test_tables(study, inline):
+    settings = {"b": {}, "a": {"local": {"lr": 0.3}}}
+    results = run_study(study(settings=settings, metrics=["accuracy", "ari"]))
+    artifacts = results.root / "artifacts"
+    rows = pd.read_csv(artifacts / "results.csv")
+    assert list(zip(rows["setting"], rows["method"], rows["seed"])) == [
+        (setting, method, seed) for setting in settings for method in ("fedavg", "two") for seed in (0, 1)
+    ]
+    table = compare_runs([results.root], ["accuracy", "ari"])
+    assert (artifacts / "table.md").read_text() == format_table(table, "md") + "\n"
+    assert list(zip(table["experiment"], table["method"])) == [(s, m) for s in settings for m in ("fedavg", "two")]
+    of_first = rows[(rows["setting"] == "b") & (rows["method"] == "two")]["accuracy"]
+    assert table["accuracy"][1] == pytest.approx(of_first.mean())
+    assert table["accuracy_std"][1] == pytest.approx(of_first.std())
+    wide = by_experiment(table, "accuracy")
+    assert wide.columns.tolist() == ["method", "b", "a"] and wide["method"].tolist() == ["fedavg", "two"]
+    assert wide["b"][1] == f"{of_first.mean():.3f} ± {of_first.std():.3f}"
+    assert format_table(wide, "md").splitlines()[0] == "| method | b | a |"
+    assert "\\begin{tabular}" in format_table(wide, "latex") and format_table(wide, "html").count("<tr") == 3
+    pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(format_table(wide, "csv"))), wide)
+
+
+def test_a_metric_that_no_run_has_is_a_warning(study, inline):
+    notes = Notes()
+    results = run_study(study(seeds=[0], metrics=["acuracy"]), watcher=notes)
+    (warning,) = notes.warnings
+    assert (
+        "no run has the metric 'acuracy'" in warning and "accuracy" in (results.root / "artifacts/table.md").read_text()
+    )
+
+
+def test_settings_of_the_same_data_share_their_shards(study, inline, tmp_path):
+    data = {"source": "digits", "partition": {"clients": 4, "samples": 30}}
+    settings = {"a": {}, "b": {"local": {"lr": 0.5}}, "c": {"data": {"partition": {"clients": 5}}}}
+    results = run_study(
+        study(seeds=[0], settings=settings, experiment={"rounds": 1, "methods": ["fedavg"], "data": data})
+    )
+    assert not results.failed
+    assert len(list((tmp_path / "shards").glob("*/manifest.json"))) == 2, "of a and b, and of c"
+
+
+def test_own_files_of_a_study_that_is_resumed_elsewhere(tmp_path, monkeypatch, inline, study):
+    """The study's record is enough: it is found from another folder, and its runs are the same ones."""
+    import yaml
+
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "net.py").write_text(
+        "from torch import nn\n\ndef Net(input_shape, num_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(8, num_classes))\n"
+    )
+    keys = study(experiment={"model": "net.py:Net", "output": "out"}, published=None, seeds=[0]).model_dump(mode="json")
+    (tmp_path / "own" / "mine.yaml").write_text(yaml.safe_dump(keys))
+    monkeypatch.chdir(tmp_path / "own")
+    results = run_study("mine.yaml", only=Selection(methods=["two"]))
+    assert not results.failed and results.root == tmp_path / "own" / "out" / "small"
+    monkeypatch.chdir(tmp_path)
+    for again in (Path("own/out/small/study.yaml"), Path("own/mine.yaml")):
+        assert not run_study(again, results.root).failed
+    assert inline == ["all, two, seed 0", "all, fedavg, seed 0"]
+    experiment = cfl_ray.load(results.root / "all/two/seed-0/config.yaml")
+    assert experiment.to_dict_as_written()["model"]["name"] == "net.py:Net"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"settings": {"a": {}, "b": {"runtime": {"hosts": 3}}}},
+            "runtime.hosts is the same in all runs of a study, got",
+        ),
+        ({"published": "/nowhere/numbers.yaml"}, "published: there is no file /nowhere/numbers.yaml"),
+        (
+            {"experiment": {"tracking": {"uri": "http://***@host"}}},
+            r"tracking.uri: http://\*\*\*@host lacks its credentials: .* give tracking.uri=... with them",
+        ),
+    ],
+)
+def test_studies_that_cannot_start(study, changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run_study(study(**changes))
+    assert not (tmp_path / "small").exists()
+
+
+def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path):
+    tracking = {"tracking": {"enabled": True}, "methods": ["fedavg"], "rounds": 1}
+    results = run_study(study(experiment=tracking))
+    run_study(study(experiment=tracking, seeds=[0, 1, 2]))
+    from mlflow import MlflowClient
+
+    client = MlflowClient(results.tracking)
+    runs = client.search_runs([client.get_experiment_by_name("cfl_ray").experiment_id])
+    (parent,) = [one for one in runs if "mlflow.parentRunId" not in one.data.tags]
+    children = {one.data.tags["seed"]: one for one in runs if one is not parent}
+    assert len(runs) == 4 and children.keys() == {"0", "1", "2"}
+    for one in children.values():
+        tags = one.data.tags
+        assert tags["mlflow.parentRunId"] == parent.info.run_id and one.info.status == "FINISHED"
+        assert (tags["study"], tags["setting"], tags["label"], tags["method"]) == ("small", "all", "fedavg", "fedavg")
+    mean = sum(one.data.metrics["accuracy"] for one in children.values()) / 3
+    assert parent.info.status == "FINISHED" and parent.data.metrics["all/fedavg/accuracy"] == pytest.approx(mean)
+    points = client.get_metric_history(parent.info.run_id, "all/fedavg/accuracy")
+    assert [point.step for point in points] == [2, 3], "the number of finished runs"
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {"results.csv", "table.md"}

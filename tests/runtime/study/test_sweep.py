@@ -1,0 +1,233 @@
+"""Sweeps: their trials, the order of these, and what the next start does."""
+
+import sys
+
+import pandas as pd
+import pytest
+
+from cfl_ray.config.study import SweepConfig
+from cfl_ray.core.errors import ConfigError, Interrupted
+from cfl_ray.runtime.comparison import StudyFigures
+from cfl_ray.runtime.study import run
+from cfl_ray.runtime.study.cells import plan
+from cfl_ray.runtime.study.folder import study_status
+from cfl_ray.runtime.study.ranking import best_of, rank, to_frame
+from cfl_ray.runtime.study.run import StudyWatcher, run_study
+from cfl_ray.runtime.study.sweep import LearningTrials, goal_of, trials_of
+
+RANGES = {"local.lr": {"low": 0.01, "high": 1, "log": True}, "methods.fedavg.weights": ["samples", "uniform"]}
+
+
+def tpe(trials: int, **changes) -> SweepConfig:
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    return SweepConfig(**{"parameters": RANGES, "sampler": "tpe", "trials": trials} | changes)
+
+
+def score(parameters: dict) -> float:
+    """Largest at a learning rate of 0.2 with uniform weights."""
+    return -abs(parameters["local.lr"] - 0.2) + 0.1 * (parameters["methods.fedavg.weights"] == "uniform")
+
+
+def play(trials, together: int, limit: int = 1000) -> list[dict]:
+    """Tells the trials their scores, batch after batch; the first ones up to a limit."""
+    told: list[dict] = []
+    while len(told) < limit and (batch := trials.next(together)):
+        for parameters in batch:
+            trials.tell(parameters, score(parameters))
+            told.append(dict(parameters))
+    return told
+
+
+def test_goals():
+    parameters = {"local.lr": [0.1]}
+    for metric, goal in (("accuracy", "maximize"), ("test_loss", "minimize"), ("mse", "minimize")):
+        assert goal_of(SweepConfig(parameters=parameters, metric=metric)) == goal
+    for metric, goal in (("mse_local", "minimize"), ("r2", "maximize"), ("mbit_to_target", "minimize")):
+        assert goal_of(SweepConfig(parameters=parameters, metric=metric)) == goal
+    assert goal_of(SweepConfig(parameters=parameters, metric="test_loss", goal="maximize")) == "maximize"
+
+
+def test_trials_without_a_sampler():
+    assert play(trials_of(None), 3, 0) == [] and list(trials_of(None).next(3)) == [{}]
+    grid = trials_of(SweepConfig(parameters={"local.lr": [0.1, 0.2]}))
+    assert list(grid.next(1)) == [{"local.lr": 0.1}, {"local.lr": 0.2}] == list(grid.so_far()) and not grid.next(1)
+
+
+def test_the_estimator_learns_and_repeats_itself(tmp_path):
+    found = []
+    for name in ("a", "b"):
+        trials = LearningTrials(tpe(40))
+        (tmp_path / name).mkdir()
+        trials.open(tmp_path / name)
+        found.append(play(trials, 1))
+    assert found[0] == found[1] and len(found[0]) == 40
+    assert sum(map(score, found[0][30:])) > sum(map(score, found[0][:10])), "those of ten random draws"
+    assert all(one["local.lr"] == float(f"{one['local.lr']:.6g}") for one in found[0])
+
+
+def test_a_stopped_search_goes_on_with_its_journal(tmp_path):
+    """Trials without a result are given again; the others follow from the results, not from the start of the draws."""
+    whole = LearningTrials(tpe(14))
+    (tmp_path / "whole").mkdir()
+    whole.open(tmp_path / "whole")
+    expected = play(whole, 2)
+    first = LearningTrials(tpe(14))
+    first.open(tmp_path)
+    told = play(first, 2, limit=6)
+    waiting = list(first.next(2))
+    second = LearningTrials(tpe(14))
+    second.open(tmp_path)
+    assert list(second.left) == waiting
+    assert told + play(second, 2) == expected
+    third = LearningTrials(tpe(16))
+    third.open(tmp_path)
+    assert len(play(third, 2)) == 2 and len(third.so_far()) == 16, "more trials are added"
+
+
+def test_failed_trials_are_replaced_at_the_next_start(tmp_path):
+    trials = LearningTrials(tpe(3))
+    trials.open(tmp_path)
+    batch = trials.next(5)
+    assert len(batch) == 3
+    for parameters in batch:
+        trials.tell(parameters, None)
+    assert not trials.next(5), "not within one start"
+    again = LearningTrials(tpe(3))
+    again.open(tmp_path)
+    others = again.next(5)
+    assert len(others) == 3 and not [one for one in others if one in batch]
+
+
+def test_a_journal_of_another_search_is_refused(tmp_path):
+    LearningTrials(tpe(3)).open(tmp_path)
+    LearningTrials(tpe(5)).open(tmp_path)
+    for changes in ({"metric": "macro_f1"}, {"goal": "minimize"}, {"parameters": {"local.lr": [0.1]}}):
+        with pytest.raises(ConfigError, match="has the trials of another sweep: .* choose another folder"):
+            LearningTrials(tpe(3, **changes)).open(tmp_path)
+
+
+def test_choices_of_any_kind(tmp_path):
+    values = [None, True, 1, "one", [1, 2], {"trimmed_mean": {"share": 0.1}}]
+    trials = LearningTrials(tpe(12, parameters={"local.clip_norm": values}))
+    trials.open(tmp_path)
+    found = [one["local.clip_norm"] for one in trials.next(12)]
+    assert found and all(any(one is value or one == value for value in values) for one in found)
+
+
+def test_without_optuna(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(
+        ConfigError, match=r"sweep.sampler: tpe needs Optuna; install it with pip install 'cfl-ray\[sweep\]'"
+    ):
+        trials_of(SweepConfig(parameters=RANGES, sampler="tpe", trials=2))
+
+
+# ---- the order of trials
+
+
+def ranked_of(study, values: dict[tuple[float, int], float], **changes):
+    made = study(experiment={"methods": ["fedavg"]}, sweep={"parameters": {"local.lr": [0.1, 0.2, 0.3]}} | changes)
+    cells = plan(made, trials=made.sweep.drawn())
+    metric = made.sweep.metric
+    found = {}
+    for (lr, seed), value in values.items():
+        found.setdefault((f"lr={lr}", "fedavg"), {})[seed] = {metric: value}
+    return rank(made, cells, StudyFigures(found))
+
+
+def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
+    values = {(0.1, 0): 0.5, (0.1, 1): 0.7, (0.2, 0): 0.8, (0.2, 1): 0.6, (0.3, 0): 0.9}
+    ranked = ranked_of(study, values)
+    assert [one.parameters["local.lr"] for one in ranked] == [0.2, 0.1, 0.3]
+    assert ranked[0].mean == pytest.approx((0.8 + 0.6) / 2) and ranked[0].std == pytest.approx(0.1 * 2**0.5)
+    (best,) = best_of(ranked)
+    assert best.overrides == "local.lr=0.2"
+    frame = to_frame(ranked, "accuracy")
+    assert frame.columns.tolist() == ["setting", "method", "local.lr", "runs", "accuracy", "accuracy_std"]
+    assert frame["runs"].tolist() == [2, 2, 1]
+    assert [one.parameters["local.lr"] for one in ranked_of(study, values, metric="test_loss")] == [0.1, 0.2, 0.3]
+    assert best_of(ranked_of(study, {})) == []
+
+
+# ---- whole sweeps
+
+
+def test_a_grid_for_each_method_in_each_setting(study, inline):
+    parameters = {"local.lr": [0.001, 0.2], "data.partition.clients": [5, 6]}
+    results = run_study(
+        study(settings={"a": {}, "b": {"local": {"epochs": 2}}}, seeds=[0], sweep={"parameters": parameters})
+    )
+    assert len(inline) == 2 * 2 * 4 and study_status(results.root).runs == 16
+    assert [(one.setting, one.method) for one in results.best] == [
+        ("a", "fedavg"), ("a", "two"), ("b", "fedavg"), ("b", "two")
+    ]  # fmt: skip
+    frame = pd.read_csv(results.root / "artifacts" / "trials.csv")
+    assert len(frame) == 16
+    for best in results.best:
+        group = frame[(frame["setting"] == best.setting) & (frame["method"] == best.method)]
+        assert best.mean == group["accuracy"].max() == group["accuracy"].iloc[0]
+    inline.clear()
+    assert not run_study(results.study).failed and inline == []
+
+
+def test_values_that_are_no_names_of_folders(study, inline, tmp_path):
+    rules = ["mean", {"trimmed_mean": {"share": 0.2}}]
+    sweep = {"parameters": {"methods.fedavg.aggregation": rules}}
+    results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
+    assert not results.failed and len(results.figures.found) == 2
+    assert results.best[0].overrides in (
+        "methods.fedavg.aggregation=mean",
+        "'methods.fedavg.aggregation={trimmed_mean: {share: 0.2}}'",
+    )
+
+
+def test_a_trial_that_fails(study, inline):
+    sweep = {"parameters": {"model.options.hidden": ["many", 8]}}
+    results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
+    (failed,) = results.failed
+    assert failed.cell.parameters == {"model.options.hidden": "many"}
+    assert [(one.parameters["model.options.hidden"], len(one.values)) for one in results.trials] == [
+        (8, 1),
+        ("many", 0),
+    ]
+    frame = pd.read_csv(results.root / "artifacts" / "trials.csv")
+    assert frame["runs"].tolist() == [1, 0] and frame["accuracy"].isna().tolist() == [False, True]
+
+
+def test_a_learning_sweep_that_is_stopped_goes_on(study, inline, tmp_path, figures_of):
+    pytest.importorskip("optuna", reason="the sampler tpe needs optuna: pip install -e .[sweep]")
+    sweep = {"parameters": RANGES, "sampler": "tpe", "trials": 4}
+    made = study(seeds=[0], experiment={"methods": ["fedavg"], "rounds": 1}, sweep=sweep)
+
+    class Impatient(StudyWatcher):
+        def ended(self, outcome):
+            if len(inline) == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="cfl-ray resume"):
+        run_study(made, at_once=1, watcher=Impatient())
+    results = run_study(made, at_once=1)
+    whole = run_study(made, tmp_path / "whole", at_once=1)
+    assert figures_of(results.root) == figures_of(whole.root) and len(figures_of(whole.root)) == 4
+    assert [one.parameters for one in results.trials] == [one.parameters for one in whole.trials]
+
+
+def test_a_metric_that_no_run_has(study, inline):
+    sweep = {"parameters": {"local.lr": [0.1]}, "metric": "acuracy"}
+    with pytest.raises(ConfigError, match="sweep.metric: no run has the metric 'acuracy' .did you mean 'accuracy'"):
+        run_study(study(seeds=[0], sweep=sweep))
+
+
+def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
+    """Each trial has two methods with two seeds, 4 runs: for room of 9 runs, 3 trials."""
+    asked = []
+
+    class Counting(run.Trials):
+        def next(self, together):
+            asked.append(together)
+            return []
+
+    monkeypatch.setattr(run, "pack", lambda runtime, cells, at_once: run.Packing(9, None))
+    monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
+    run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
+    assert asked == [3]
