@@ -104,7 +104,7 @@ class Network:
         link = Link(descriptor)
         self._by_address[bytes(map(int, address.split(".")))] = self._by_descriptor[descriptor] = link
         machine = self.machines[name] = Machine(name, address, namespace, self.folder / name, link)
-        machine.temporary.mkdir(parents=True)
+        machine.temporary.mkdir(parents=True, exist_ok=True)
         return machine
 
     def _forward(self) -> None:
