@@ -44,7 +44,7 @@ class Session(Protocol):
         """Hosts, device, engine, CPU and PyTorch of this session, in words."""
 
     def numerics(self) -> Numerics:
-        """What the figures depend on to the last bit."""
+        """The values that figures depend on to the last bit, beside the config hash."""
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
         """Opens what the present method has learned, where it is in this process; None: it is in checkpoints only."""
