@@ -94,6 +94,7 @@ class Network:
         """A new machine, connected to all others."""
         number = len(self.machines) + 1
         address, namespace, device = f"10.203.0.{number}", f"{self.mark}{name}", f"{self.mark}t{number}"
+        (self.folder / name / "ray").mkdir(parents=True, exist_ok=True)
         _ip("netns", "add", namespace)
         descriptor = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -104,7 +105,6 @@ class Network:
         link = Link(descriptor)
         self._by_address[bytes(map(int, address.split(".")))] = self._by_descriptor[descriptor] = link
         machine = self.machines[name] = Machine(name, address, namespace, self.folder / name, link)
-        machine.temporary.mkdir(parents=True)
         return machine
 
     def _forward(self) -> None:

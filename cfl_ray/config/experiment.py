@@ -34,8 +34,10 @@ from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.files import read_text
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
-# Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
-# `precision` changes results and counts, unless it is the default.
+# Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
+# They are not hashed: what `auto` means is known only when hosts have started, and what a deadline excludes depends on
+# the clock, not on its value. `runtime/numerics.py` keeps what a run began with. `precision` changes results on purpose
+# and counts, unless it is the default.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults are not hashed: they change no result
     "local": (
@@ -166,7 +168,7 @@ class Experiment(ConfigSection):
 
     @property
     def config_hash(self) -> str:
-        """12 hex digits: a hash of everything that can change a result."""
+        """12 hex digits: a hash of what decides a result, up to the rounding of engines and devices."""
         values = {key: value for key, value in self.to_dict_as_written().items() if key not in NOT_HASHED}
         if self.runtime.precision != "float32":
             values["precision"] = self.runtime.precision

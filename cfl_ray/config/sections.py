@@ -723,7 +723,10 @@ class RuntimeConfig(ConfigSection):
         None, ge=1, description="number of client host processes; null: one per CPU (or per GPU share)"
     )
     clients_per_host: int | None = Field(
-        None, ge=1, description="most clients of one host; 1: one process per client; null: no limit"
+        None,
+        ge=1,
+        description="most clients of one host; 1: one process per client; null: no limit. A number changes the last "
+        "bits of sums, since clients are added up one by one",
     )
     gpus_per_host: float = Field(
         0.0, ge=0, le=16, description="share of a GPU that each host reserves, e.g. 0.25; 0: none"
@@ -733,7 +736,7 @@ class RuntimeConfig(ConfigSection):
         "auto",
         description="how a host trains its clients: sequential (one by one) | manual (one by one, without autograd) | "
         "vectorised (together) | span (full-batch shortcut) | auto (the fastest in a short measurement, which is kept "
-        "with the runs)",
+        "with the runs). Engines agree up to rounding; a resumed run keeps its own",
     )
     backend: Any = Field(
         "ray",
@@ -741,7 +744,15 @@ class RuntimeConfig(ConfigSection):
         "debugging) | path/to/file.py:Class, in this process, or one with its options {file.py:Class: {option: value}}",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU)"
+        "auto",
+        description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU). "
+        "Devices agree up to rounding",
+    )
+    cpu_capability: Literal["default", "avx2", "avx512"] | None = Field(
+        None,
+        description="instructions that server and hosts use on an x86 CPU: default | avx2 | avx512 | null (the newest "
+        "of each CPU). One that all machines have makes their last bits equal. In one process, set the variable "
+        "ATEN_CPU_CAPABILITY as well",
     )
     precision: Literal["float32", "tf32", "bf16"] = Field(
         "float32",
@@ -753,8 +764,8 @@ class RuntimeConfig(ConfigSection):
         None,
         gt=0,
         description="seconds for one piece of a host's work (a few clients), loading included, before the host is "
-        "ended and its clients are tried one by one; a client over the limit then is excluded from the round. null: no "
-        "limit. No effect in a run within one process",
+        "ended and its clients are tried one by one; a client over the limit then is excluded from the round, so "
+        "results then depend on the clock. null: no limit. No effect in a run within one process",
     )
     retries: int = Field(
         3,

@@ -6,10 +6,24 @@ from pathlib import Path
 
 import torch
 
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.instructions import instructions_environment
+
 
 def instruction_set() -> str:
     """The instructions that PyTorch's kernels use: "DEFAULT", "AVX2", "AVX512" ..."""
     return torch.backends.cpu.get_cpu_capability()
+
+
+def check_instructions(wanted: str | None, where: str) -> None:
+    """Raises ConfigError where this process uses other instructions than those of runtime.cpu_capability."""
+    if wanted is None or instruction_set().lower() == wanted:
+        return
+    variables = " ".join(f"{name}={value}" for name, value in instructions_environment(wanted).items())
+    raise ConfigError(
+        f"runtime.cpu_capability: {wanted}, but PyTorch uses {instruction_set()} {where}; start the process with "
+        f"{variables}, or choose instructions that the CPU has ({model()})"
+    )
 
 
 def model() -> str:

@@ -82,7 +82,8 @@ def resume(
 ) -> Results:
     """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
 
-    Raises ConfigError where `run_dir` holds no run, RunError where the run is live.
+    Raises ConfigError where `run_dir` holds no run, RunError where the run is live. RAY_ADDRESS, where it is set,
+    counts more than `runtime.address` of the run.
 
     experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
     trust: whether Python files, a cluster and an MLflow server are used that the record names and that this user did
@@ -96,7 +97,17 @@ def resume(
     experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
         return finished
-    return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
+    watcher = watcher or Watcher()
+    return _Launch(_on_cluster_of_now(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True).run()
+
+
+def _on_cluster_of_now(experiment: Experiment, watcher: Watcher) -> Experiment:
+    """The experiment on the cluster that RAY_ADDRESS names: the one that its record names may be gone."""
+    recorded, now = experiment.runtime.address, os.environ.get("RAY_ADDRESS")
+    if not recorded or not now or recorded == now:
+        return experiment
+    watcher.warn(f"resumed on the cluster at {now} (RAY_ADDRESS); runtime.address of the run is {recorded}")
+    return experiment.model_copy(update={"runtime": experiment.runtime.model_copy(update={"address": now})})
 
 
 def run_cell(
@@ -172,6 +183,9 @@ class _Launch:
 
     def __post_init__(self) -> None:
         self.on_ray = self.on_ray and self.experiment.runtime.backend == "ray"
+        with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+            output = str(Path(self.experiment.output).absolute())  # the server has another working directory
+            self.experiment = self.experiment.model_copy(update={"output": output})
 
     def run(self) -> Results:
         if self.replay is not None:

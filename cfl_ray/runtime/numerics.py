@@ -28,7 +28,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """Conditions beside the config hash on which figures depend. Values of hosts that differ are joined by " and "."""
+    """The values that figures depend on beside the config hash. Values of hosts that differ are joined by " and "."""
 
     engine: str  # a name, never auto
     device: str  # of the hosts
@@ -50,7 +50,7 @@ class Numerics:
         )
 
     def changes(self, now: "Numerics") -> list[str]:
-        """One line for each condition that has changed since this."""
+        """The changes since this, one line each."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
         return [
             f"this run began with {_TITLES[name]} {_in_words(before)} and goes on with {_in_words(after)}: its figures "
@@ -62,7 +62,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class HostNumerics:
-    """The conditions of one process."""
+    """The values that the figures of one process depend on."""
 
     cpu: str  # model
     instructions: str

@@ -11,7 +11,7 @@ from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.own_parts import call_own, place_of
 from cfl_ray.core.registry import Registry
 from cfl_ray.core.threads import one_thread
-from cfl_ray.engine import autotune
+from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.precision import products_in
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
@@ -44,7 +44,7 @@ class Session(Protocol):
         """Hosts, device, engine, CPU and PyTorch of this session, in words."""
 
     def numerics(self) -> Numerics:
-        """The conditions on which the last bits of figures depend."""
+        """The values that figures depend on to the last bit, beside the config hash."""
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
         """Opens what the present method has learned, where it is in this process; None: it is in checkpoints only."""
@@ -72,6 +72,7 @@ class InProcessSession:
 
     def __init__(self, setup: Setup, run_dir: Path | None):
         self.setup, self.run_dir = setup, run_dir
+        cpu.check_instructions(setup.experiment.runtime.cpu_capability, "in this process")
         self.settings = ExitStack()  # as on a host
         self.settings.enter_context(one_thread())
         self.settings.enter_context(products_in(setup.experiment.runtime.precision))

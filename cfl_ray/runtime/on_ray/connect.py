@@ -21,9 +21,10 @@ _CONNECT_SECONDS = 10
 _WAIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
-def connect(address: str | None, hosts: int | None = None) -> bool:
+def connect(address: str | None, hosts: int | None = None, instructions: str | None = None) -> bool:
     """Joins the cluster at `address` (or RAY_ADDRESS), or starts one for this run on loopback.
 
+    instructions: those of a cluster that is started (runtime.cpu_capability).
     Returns whether a cluster was started. Raises ConfigError where the cluster cannot be joined.
     """
     if ray.is_initialized():
@@ -31,7 +32,7 @@ def connect(address: str | None, hosts: int | None = None) -> bool:
     address = cluster_address(address)
     if address is None:
         cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
-        with _loopback_only(), host_environment():
+        with _loopback_only(), host_environment(instructions):
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
         return True
     try:

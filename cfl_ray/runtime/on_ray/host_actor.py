@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
+from cfl_ray.core.instructions import instructions_environment
+
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig
     from cfl_ray.engine.autotune import EngineChoice
@@ -23,17 +25,18 @@ _HOST_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # of NumPy
 }
-_INHERITED = "CFL_RAY_HOST_ENVIRONMENT"  # set in processes of a cluster that was started with this environment
+# set in processes of a cluster that was started with this environment: its instructions, "" where they are not set
+_INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
 
 
 @contextmanager
-def host_environment() -> Iterator[None]:
+def host_environment(instructions: str | None) -> Iterator[None]:
     """Context in which a cluster is started whose hosts inherit their environment.
 
     Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
     for its agent that makes environments, and cannot use the processes that it has started already.
     """
-    ours = _HOST_ENVIRONMENT | {_INHERITED: "1"}
+    ours = _HOST_ENVIRONMENT | instructions_environment(instructions) | {_INHERITED: instructions or ""}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
@@ -44,6 +47,20 @@ def host_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
+    """Ray's runtime environment of a host with these instructions; None where its cluster was started with them."""
+    if os.environ.get(_INHERITED) == (instructions or ""):
+        return None
+    return {"env_vars": _HOST_ENVIRONMENT | instructions_environment(instructions)}
+
+
+def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
+    """The same of the server, which has no limit of threads."""
+    if instructions is None or os.environ.get(_INHERITED) == instructions:
+        return None
+    return {"env_vars": instructions_environment(instructions)}
 
 
 class ClientHost:
@@ -98,6 +115,6 @@ def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: st
         num_cpus=runtime.cpus_per_host,
         num_gpus=runtime.gpus_per_host,
         scheduling_strategy="SPREAD",
-        runtime_env=None if _INHERITED in os.environ else {"env_vars": _HOST_ENVIRONMENT},
+        runtime_env=host_runtime_env(runtime.cpu_capability),
     ).remote()
     return StartedHost(actor, actor.start.remote([setup_ref], engine))

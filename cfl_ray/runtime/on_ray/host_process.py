@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cfl_ray.core.errors import UserError
 from cfl_ray.core.work import CombineColumns, PieceResult, Work
-from cfl_ray.engine import autotune
+from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.pieces import exclusions_of, gather
 from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
@@ -40,6 +40,7 @@ class HostProcess:
         torch.set_num_threads(1)
         _keep_freed_memory()
         self.setup: Setup = fetch(packed[0])
+        cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "on a host")
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         runtime = self.setup.experiment.runtime
         self.settings = ExitStack()  # until the process ends

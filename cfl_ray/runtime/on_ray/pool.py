@@ -24,7 +24,8 @@ from cfl_ray.runtime.prepare import Setup, engine_choice
 _PLACE_SECONDS = 300  # for a host to start while others are ready
 _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had a host: machines take minutes to boot
 _STEP_SECONDS = 1.0  # of a wait for hosts
-_NODE_SECONDS = 60  # after the loss of a node, until the cluster knows of it: health checks take up to half a minute
+# after the loss of a node, until the cluster knows of it: Ray's health checks fail five times, 10 s and a pause of 3 s
+_NODE_SECONDS = 120
 # of a wait, after which the user hears of it (again): longer than hosts take to start where there is room
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cfl_ray.core.errors import DataError, RunError
 from cfl_ray.core.threads import one_thread
 from cfl_ray.data import Federation, open_shards
+from cfl_ray.engine import cpu
 from cfl_ray.runtime.journal import JoinedShards
 from cfl_ray.runtime.numerics import Numerics, read_numerics
 from cfl_ray.runtime.on_ray.backend import RayBackend
@@ -49,6 +50,7 @@ class ServerProcess:
         self.threads = ExitStack()  # held until this process ends
         self.threads.enter_context(one_thread())
         self.setup: Setup = fetch(packed[0])
+        cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.loop: RoundLoop | None = None
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted

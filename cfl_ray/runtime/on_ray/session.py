@@ -19,6 +19,7 @@ from cfl_ray.core.plugins import sent_by_value
 from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
 from cfl_ray.runtime.numerics import Numerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
+from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
@@ -44,7 +45,8 @@ class RaySession:
         self.name = uuid.uuid4().hex  # of this session; each of its servers adds a number
         self.servers = 0
         self.actor: Any = None
-        self.started_here = connect(setup.experiment.runtime.address, setup.experiment.runtime.hosts)
+        runtime = setup.experiment.runtime
+        self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
         self.on_sigterm = _stop_on_sigterm()
         try:
             _send_plugins_by_value()
@@ -62,6 +64,7 @@ class RaySession:
         self.servers += 1
         name = f"{self.name}-{self.servers}"
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": name, "namespace": NAMESPACE}
+        options["runtime_env"] = server_runtime_env(self.setup.experiment.runtime.cpu_capability)
         self.actor = server_actor_class().options(**options).remote()
         runtime = self.setup.experiment.runtime
         self.started = self.actor.start.remote(

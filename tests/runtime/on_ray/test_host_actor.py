@@ -13,7 +13,7 @@ def test_the_environment_is_only_changed_while_a_cluster_starts(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    with pytest.raises(RuntimeError), host_actor.host_environment():
+    with pytest.raises(RuntimeError), host_actor.host_environment(None):
         changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
         raise RuntimeError
     assert changed["OMP_NUM_THREADS"] == changed["MKL_NUM_THREADS"] == "1" and os.environ == before
@@ -34,7 +34,26 @@ def test_hosts_get_an_environment_where_they_inherit_none(inherited, monkeypatch
     monkeypatch.setattr(ray, "remote", lambda _: ActorClass())
     monkeypatch.delenv(host_actor._INHERITED, raising=False)
     if inherited:
-        monkeypatch.setenv(host_actor._INHERITED, "1")
+        monkeypatch.setenv(host_actor._INHERITED, "")
     with pytest.raises(Started):
         host_actor.start_host(RuntimeConfig(), None)
     assert given == [None if inherited else {"env_vars": host_actor._HOST_ENVIRONMENT}]
+
+
+def test_instructions_are_given_where_the_cluster_was_started_with_others(monkeypatch):
+    """(those of the cluster; None: not started by this run) -> whether host and server get an environment."""
+    for inherited, wanted, of_host, of_server in (
+        (None, None, True, False),
+        (None, "avx2", True, True),
+        ("", None, False, False),
+        ("", "avx2", True, True),
+        ("avx2", "avx2", False, False),
+    ):
+        monkeypatch.delenv(host_actor._INHERITED, raising=False)
+        if inherited is not None:
+            monkeypatch.setenv(host_actor._INHERITED, inherited)
+        host, server = host_actor.host_runtime_env(wanted), host_actor.server_runtime_env(wanted)
+        assert (host is not None, server is not None) == (of_host, of_server)
+        for given in (host, server):
+            if given is not None:
+                assert given["env_vars"].get("ATEN_CPU_CAPABILITY") == wanted

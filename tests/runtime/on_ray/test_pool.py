@@ -118,6 +118,15 @@ def test_a_run_that_has_had_hosts_waits_for_ever(made, fake):
     assert fake.now >= DAY and "waited 86380 s" in "".join(pool.notes) and not pool.waiting
 
 
+def test_a_machine_that_vanishes_is_given_the_time_that_health_checks_take(made, fake):
+    """Ray's defaults: five checks that fail after 10 s each, 3 s apart. The run waits for machines, it does not end."""
+    fake.room_at, pool = [0], made(hosts=1, retries=0)
+    pool.ready()
+    fake.nodes = {"node 0": 5 * (10 + 3)}
+    pool.lost(pool.hosts[0], ActorDiedError())
+    assert pool.hosts == [] and pool._written_off() == 0
+
+
 def test_the_last_host_that_dies_on_a_living_node_ends_the_run(made, fake):
     fake.room_at, pool = [0], made(hosts=1, retries=0)
     pool.ready()

@@ -1,0 +1,100 @@
+"""Machines in network namespaces: packets are delayed, paced and dropped, and a run on them keeps its outcome."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "jobs"))  # jobs import their neighbours
+
+from virtual_network import Link, Network, missing
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+RECEIVER = """
+import socket
+server = socket.create_server(("0.0.0.0", 9999))
+while True:
+    connection, _ = server.accept()
+    while connection.recv(1 << 20): pass
+    connection.send(b"."); connection.close()
+"""
+SENDER = """
+import socket, sys, time
+began = time.monotonic()
+try:
+    connection = socket.create_connection((sys.argv[1], 9999), timeout=1)
+    connection.sendall(bytes(int(sys.argv[2]))); connection.shutdown(1); connection.recv(1)
+    print(time.monotonic() - began)
+except TimeoutError:
+    print("nan")
+"""
+needs_network = pytest.mark.skipif(missing() is not None, reason=f"no network of namespaces here: {missing()}")
+
+
+def test_a_link_paces_delays_and_drops():
+    link = Link(0, latency=0.5, bytes_per_second=100)
+    assert link.passes_at("out", 10.0, 50) == 10 + 50 / 100 + 0.5
+    assert link.passes_at("out", 10.0, 50) == 10 + 2 * 50 / 100 + 0.5, "after the one before"
+    assert link.passes_at("in", 10.0, 50) == 10 + 50 / 100 + 0.5, "directions do not wait for each other"
+    link.passes_at("out", 10.0, 50)
+    assert link.passes_at("out", 10.0, 50) is None, "more than a second of packets waits"
+    link.up = False
+    assert link.passes_at("in", 99.0, 50) is None
+
+
+@needs_network
+@pytest.mark.slow
+def test_machines_reach_each_other_as_their_links_allow(tmp_path):
+    with Network(tmp_path) as network:
+        one, two = network.add("one"), network.add("two")
+        two.start([sys.executable, "-c", RECEIVER], os.environ, tmp_path / "log")
+
+        def seconds(size: int) -> float:
+            command = ["ip", "netns", "exec", one.namespace, sys.executable, "-c", SENDER, two.address, str(size)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            return float(done.stdout or "inf")
+
+        deadline = time.monotonic() + 60
+        while seconds(1) == float("inf"):  # nobody listens yet
+            assert time.monotonic() < deadline
+        two.link.latency = 0.1
+        assert seconds(1) >= 4 * 0.1, "one round trip to connect, one for the answer"
+        two.link.latency, two.link.bytes_per_second = 0, 1e6
+        assert seconds(1_000_000) > 0.5
+        two.link.up = False
+        assert seconds(1) != seconds(1), "nan"
+        two.link.up = True
+        assert seconds(1) < 60
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert one.namespace not in left
+
+
+@needs_network
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["node-vanishes-quick", "disk-full"])
+def test_a_disturbed_network_does_not_change_the_outcome(scenario, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    options = ["--network", scenario, "--methods", "ditto", "--rounds", "4", "--keep", str(tmp_path / "kept")]
+    command = [sys.executable, JOBS / "chaos.py", *options]
+    done = subprocess.run(command, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=570)
+    log = tmp_path / "kept" / scenario / "disturbed.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
+    assert f"{scenario}: equal after" in done.stdout
+    assert "identical: metrics, moves, models, client states" in done.stdout
+
+
+def test_without_root_it_says_what_is_missing(load_job, monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--network", "partition"])
+    assert load_job("chaos").main() == 1
+    assert "missing: root" in capsys.readouterr().out
+
+
+def test_an_unknown_scenario_is_an_error(load_job, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--network", "earthquake"])
+    assert load_job("chaos").main() == 2
+    assert "unknown scenario 'earthquake'" in capsys.readouterr().out
