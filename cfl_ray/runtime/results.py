@@ -174,7 +174,9 @@ class ClientMetrics:
         self.schema = _schema(scores)
         self.log = ArrowLog(directory / CLIENT_METRICS, self.schema) if directory else None
         batches = self.log.open() if self.log else []
-        self.last = max((batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0)  # in the file
+        self.last = max(
+            (batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0
+        )  # in the file
 
     def add(self, report: RoundReport) -> None:
         """Keeps the scores of a round; they are in the file when this returns."""
