@@ -1,0 +1,73 @@
+"""Our numbers beside published ones."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from cfl_ray.report.drawing import PageFigure, canvas, listed, number, safe
+from cfl_ray.report.material import Comparison
+from cfl_ray.report.palette import COLOURS
+
+OURS, PUBLISHED, MISPRINT = COLOURS[0], COLOURS[1], "#6B7280"
+
+
+def against_figures(comparisons: Sequence[Comparison]) -> list[PageFigure]:
+    """Points with error bars for each published table and column, a row for each method."""
+    found: dict[tuple[str, str], list[Comparison]] = {}
+    for one in comparisons:
+        found.setdefault((one.table, one.column), []).append(one)
+    return [_column(table, column, rows) for (table, column), rows in found.items()]
+
+
+def _column(table: str, column: str, rows: Sequence[Comparison]) -> PageFigure:
+    places = np.arange(len(rows))[::-1]  # the first one is at the top
+    credible = np.array([not one.misprint for one in rows])
+    mean, std = (np.array([getattr(one, name) for one in rows]) for name in ("published", "published_std"))
+    traces = [
+        _points([one.ours for one in rows], [one.ours_std for one in rows], places + 0.14, "ours", OURS, "circle"),
+        _points(mean[credible], std[credible], places[credible] - 0.14, "published", PUBLISHED, "diamond"),
+        _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x-open"),
+    ]
+    unit = f", {rows[0].unit}" if rows[0].unit else ""
+    metrics = sorted({one.metric.replace("_", " ") for one in rows})
+    figure = canvas([trace for trace in traces if len(trace.x)], f"{', '.join(metrics)}{unit}")
+    figure.update_yaxes(tickvals=places, ticktext=[safe(one.row) for one in rows], showgrid=True, zeroline=False)
+    figure.update_yaxes(range=[-0.6, len(rows) - 0.4])
+    return PageFigure(f"{table}, {column}: ours and published", _in_words(rows), figure, 90 + 46 * len(rows))
+
+
+def _points(
+    mean: Sequence[float], std: Sequence[float], y: np.ndarray, name: str, colour: str, marker: str
+) -> go.Scatter:
+    return go.Scatter(
+        x=np.asarray(mean, np.float32),
+        y=y.astype(np.float32),
+        error_x={"type": "data", "array": np.nan_to_num(np.asarray(std, np.float32)), "thickness": 1.5, "width": 4},
+        mode="markers",
+        marker={"color": colour, "symbol": marker, "size": 9},
+        name=name,
+        hovertemplate="%{x:.4g}",
+        showlegend=True,
+    )
+
+
+def _in_words(rows: Sequence[Comparison]) -> str:
+    credible = [one for one in rows if not one.misprint]
+    words = []
+    if credible:
+        far = max(credible, key=lambda one: abs(one.ours - one.published))
+        within = sum(_agrees(one) for one in credible)
+        words.append(
+            f"{within} of {len(credible)} published numbers lie within two standard deviations of ours or theirs; the "
+            f"largest difference is {far.row}: {number(far.ours)} against {number(far.published)}."
+        )
+    if misprints := [one for one in rows if one.misprint]:
+        words.append("Misprints: " + listed([f"{one.row} ({one.misprint})" for one in misprints]) + ".")
+    return " ".join(words)
+
+
+def _agrees(one: Comparison) -> bool:
+    stds = [std for std in (one.ours_std, one.published_std) if not math.isnan(std)]
+    return abs(one.ours - one.published) <= 2 * max(stds, default=0.0)

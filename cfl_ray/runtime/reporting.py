@@ -1,0 +1,297 @@
+"""The report of runs: finds them, reads their records, and has the page drawn."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.methods import full_label, resolve
+from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
+from cfl_ray.runtime.comparison import Values, compare_values, final_values, free_name, settings_of
+from cfl_ray.runtime.load import load_run
+from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
+from cfl_ray.runtime.results import MethodResult, Results, read_client_metrics
+from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
+from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.tracker import INFO
+
+REPORT = "report.html"
+STUDY = "study.yaml"  # in the folder of a study; its runs are SETTING/METHOD/seed-N below it
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run with its records, and its place in a study."""
+
+    directory: Path
+    experiment: Experiment
+    results: Results
+    study: Path | None = None
+    setting: str | None = None  # folder of its setting in the study
+    method: str | None = None  # folder of its method in the study
+
+    @property
+    def methods(self) -> dict[str, MethodResult]:
+        """Results by label: in a study, the name that it gives the method."""
+        found = {label: result for label, result in self.results.methods.items() if result.final}
+        return {self.method: next(iter(found.values()))} if self.method and len(found) == 1 else found
+
+
+def write_report(
+    paths: Sequence[str | Path],
+    output: str | Path,
+    against: str | Path | None = None,
+    column: str | None = None,
+) -> Path:
+    """Writes the page of these runs, and of all runs below these folders, and returns its path.
+
+    against: file of published tables. column: that of the tables which plain runs belong to; runs of a study belong to
+        that of their setting. Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
+    """
+    runs = [open_run(path) for path in find_runs(paths)]
+    comparisons, paper = _against(runs, against, column) if against is not None else ([], "")
+    return write_report_of(runs, output, comparisons, paper)
+
+
+def write_report_of(
+    runs: Sequence[FoundRun], output: str | Path, comparisons: Sequence[Comparison] = (), paper: str = ""
+) -> Path:
+    """Writes the page of runs that are open."""
+    from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
+
+    path = Path(output)
+    write_page(report_of(runs, comparisons, paper), path)
+    return path
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """Run directories among and below the paths, in the order of their names. Raises ConfigError where one has none."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        below = list(_runs_below(Path(path)))
+        if not below:
+            raise ConfigError(f"{path} holds no run: neither it nor a folder below it has {CONFIG} and {INFO}")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    for folder, inner, files in os.walk(path):
+        if CONFIG in files and INFO in files:
+            inner.clear()  # no run is inside another one
+            yield Path(folder)
+        inner.sort()
+
+
+def open_run(path: Path) -> FoundRun:
+    """The run in this directory, with its place in a study where a folder above it is one."""
+    experiment, results = config.load(path / CONFIG), load_run(path)
+    folder = path.absolute()
+    study = next((above for above in folder.parents if (above / STUDY).is_file()), None)
+    if study is None or len(parts := folder.relative_to(study).parts) != 3:
+        return FoundRun(path, experiment, results)
+    return FoundRun(path, experiment, results, study, parts[0], parts[1])
+
+
+# ---- the material of the page
+
+
+def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
+    """The runs as the page shows them: those that differ in their seed alone, or have one setting, are together."""
+    groups: dict[str, list[FoundRun]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
+    names: list[str] = []
+    for group in groups.values():
+        names.append(free_name(group[0].setting or group[0].experiment.name, names))
+    found: Values = {}
+    for name, group in zip(names, groups.values(), strict=True):
+        for run in group:
+            for label, result in run.methods.items():
+                of_seeds = found.setdefault((name, label), {})
+                if run.experiment.seed in of_seeds:
+                    raise ConfigError(
+                        f"{run.directory}: another run has the same settings, method {label} and seed "
+                        f"{run.experiment.seed}; name one of the two"
+                    )
+                of_seeds[run.experiment.seed] = final_values(result)
+    experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
+    metrics = _columns(found, experiments[0].score if experiments else "accuracy")
+    frame = compare_values(found, metrics)
+    rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    studies = {run.study.name for run in runs if run.study}
+    title = names[0] if len(names) == 1 else f"{len(names)} experiments"
+    waiting = [str(run.directory) for run in runs if not run.methods]
+    return Report(
+        title=" and ".join(sorted(studies)) or title,
+        experiments=[one for one in experiments if one.methods],
+        columns=metrics,
+        rows=rows,
+        comparisons=comparisons,
+        paper=paper,
+        notes=[f"Without an evaluation yet, and not shown: {', '.join(waiting)}"] if waiting else [],
+    )
+
+
+def _columns(found: Values, score: str) -> list[str]:
+    """Metrics of the table: those that a method has."""
+    present = {
+        name
+        for of_seeds in found.values()
+        for values in of_seeds.values()
+        for name, value in values.items()
+        if not math.isnan(value)
+    }
+    scores = [score, *(f"{score}{ending}" for ending in ("_local", "_tuned", "_p10", "_p90"))]
+    further = ["macro_f1", "test_loss"] if score == "accuracy" else ["test_loss"]
+    others = ["ari", "num_clusters", "mbit", "rounds_to_target", "seconds"]
+    return [name for name in [*scores, *further, *others] if name in present]
+
+
+def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
+    methods: dict[str, list[MethodRun]] = {}
+    group_of: dict[int, int] = {}
+    score, higher_is_better = "accuracy", True
+    for run in sorted(runs, key=lambda run: run.experiment.seed):
+        for label, result in run.methods.items():
+            score = primary_of(result.final)
+            higher_is_better = f"{score}_p90" not in result.final
+            methods.setdefault(label, []).append(_method_run(run.experiment.seed, result))
+            if result.directory is not None and not group_of:
+                group_of = _groups(result.directory)
+    order = _order(runs, methods)
+    first = min(runs, key=lambda run: run.experiment.seed)
+    return ReportedExperiment(
+        name=name,
+        facts=_facts(first, runs, methods, group_of),
+        command=_command(runs),
+        config=redact(first.experiment.to_yaml()),
+        methods={label: methods[label] for label in order},
+        group_of=group_of,
+        score=score,
+        higher_is_better=higher_is_better,
+    )
+
+
+def _order(runs: Sequence[FoundRun], methods: Mapping[str, Any]) -> list[str]:
+    """Labels in the order of the config; those of a study by name."""
+    return list(methods) if runs[0].method is None else sorted(methods)
+
+
+def _method_run(seed: int, result: MethodResult) -> MethodRun:
+    if result.directory is None:
+        return MethodRun(seed, result.records)
+    return MethodRun(
+        seed, result.records, _moves(result.directory / MOVES), _last_scores(result.directory / CLIENT_METRICS)
+    )
+
+
+def _moves(path: Path) -> Moves:
+    """The moves on record; a line that is being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        return [(row["round"], row["moved"]) for row in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error}); restore it, or remove it to do without its moves") from error
+
+
+def _last_scores(path: Path) -> dict[str, np.ndarray]:
+    """The metrics of every client in the last evaluated round."""
+    table = read_client_metrics(path)
+    if not table.num_rows:
+        return {}
+    round_R = table["round"].to_numpy()
+    last = round_R == round_R.max()
+    return {name: table[name].to_numpy()[last] for name in table.column_names[1:]}
+
+
+def _groups(directory: Path) -> dict[int, int]:
+    """True groups of the clients that have been in a cluster, where they are known."""
+    path = directory / ARTIFACTS / "assignments.parquet"
+    if not path.exists():
+        return {}
+    table = pq.read_table(path, columns=["client", "group"])
+    pairs = zip(table["client"].to_pylist(), table["group"].to_pylist(), strict=True)
+    return {client: group for client, group in pairs if group is not None}
+
+
+# ---- settings in words
+
+
+def _facts(
+    first: FoundRun, runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], group_of: Mapping[int, int]
+) -> dict[str, str]:
+    experiment = first.experiment
+    settings, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
+
+    def section(prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
+        keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
+        chosen = [key for key in keys if key in always or settings[key] != defaults.get(key)]
+        chosen.sort(key=lambda key: (key not in always, keys.index(key)))
+        return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
+
+    apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
+    clients = max((len(run.scores.get("client", ())) for runs in methods.values() for run in runs), default=0)
+    groups = f", {len(set(group_of.values()))} true groups" if group_of else ""
+    info = _recorded(first.directory)
+    seeds = sorted({run.experiment.seed for run in runs})
+    facts = {
+        "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
+        "groups differ by": section("data.shift.", ["data.shift.kind"]),
+        "partition": section("data.partition.", ["data.partition.kind"]),
+        "clients": f"{clients}{groups}" if clients else "",
+        "test data": section("data.test."),
+        "model": section("model.", ["model.name"]),
+        "task": settings["task"],
+        "local training": section("local.", ["local.epochs", "local.batch_size", "local.lr"]),
+        "cohort": section("cohort.", ["cohort.fraction"]),
+        "attack": section("attack."),
+        "schedule": settings["schedule"] if experiment.schedule else "",
+        "evaluation": section("evaluation."),
+        "rounds": settings["rounds"],
+        "seeds": ", ".join(map(str, seeds)),
+        "methods": _methods_in_words(runs),
+        "hosts": ", ".join(info[key] for key in ("hosts", "device", "engine") if key in info),
+        "commit": info.get("git_commit", ""),
+    }
+    return {name: redact(value) for name, value in facts.items() if value}
+
+
+def _methods_in_words(runs: Sequence[FoundRun]) -> str:
+    """Methods with the options that are not at their defaults."""
+    names = [full_label(method) for run in runs for method in resolve(run.experiment.methods).values()]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _recorded(directory: Path) -> dict[str, str]:
+    """Hosts, device and engine of the run, and the commit of its code, as far as they are recorded."""
+    try:
+        info = read_info(directory)
+    except DataError:
+        return {}
+    session = {key.removeprefix("session."): value for key, value in info.params.items() if key.startswith("session.")}
+    return session | {"git_commit": info.tags.get("git_commit", "")}
+
+
+def _command(runs: Sequence[FoundRun]) -> str:
+    seeds = sorted({run.experiment.seed for run in runs})
+    return "\n".join(f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds)
+
+
+# ---- published numbers
+
+
+def _against(runs: Sequence[FoundRun], file: str | Path, column: str | None) -> tuple[list[Comparison], str]:
+    raise NotImplementedError
