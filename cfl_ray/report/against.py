@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 
-from cfl_ray.report.drawing import PageFigure, canvas, listed, number, safe
+from cfl_ray.report.drawing import PageFigure, Plot, canvas, listed, number, safe
 from cfl_ray.report.material import Comparison
 from cfl_ray.report.palette import COLOURS
 
@@ -24,33 +23,39 @@ def against_figures(comparisons: Sequence[Comparison]) -> list[PageFigure]:
 def _column(table: str, column: str, rows: Sequence[Comparison]) -> PageFigure:
     places = np.arange(len(rows))[::-1]  # the first one is at the top
     credible = np.array([not one.misprint for one in rows])
-    mean, std = (np.array([getattr(one, name) for one in rows]) for name in ("published", "published_std"))
+    ours, ours_std = np.array([one.ours for one in rows]), np.array([one.ours_std for one in rows])
+    mean, std = np.array([one.published for one in rows]), np.array([one.published_std for one in rows])
     traces = [
-        _points([one.ours for one in rows], [one.ours_std for one in rows], places + 0.14, "ours", OURS, "circle"),
+        _points(ours, ours_std, places + 0.14, "ours", OURS, "circle"),
         _points(mean[credible], std[credible], places[credible] - 0.14, "published", PUBLISHED, "diamond"),
         _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x-open"),
     ]
     unit = f", {rows[0].unit}" if rows[0].unit else ""
     metrics = sorted({one.metric.replace("_", " ") for one in rows})
-    figure = canvas([trace for trace in traces if len(trace.x)], f"{', '.join(metrics)}{unit}")
-    figure.update_yaxes(tickvals=places, ticktext=[safe(one.row) for one in rows], showgrid=True, zeroline=False)
-    figure.update_yaxes(range=[-0.6, len(rows) - 0.4])
+    figure = canvas(
+        [trace for trace in traces if len(trace["x"])],
+        f"{', '.join(metrics)}{unit}",
+        yaxis={
+            "tickvals": places,
+            "ticktext": [safe(one.row) for one in rows],
+            "range": [-0.6, len(rows) - 0.4],
+        },
+    )
     return PageFigure(f"{table}, {column}: ours and published", _in_words(rows), figure, 90 + 46 * len(rows))
 
 
-def _points(
-    mean: Sequence[float], std: Sequence[float], y: np.ndarray, name: str, colour: str, marker: str
-) -> go.Scatter:
-    return go.Scatter(
-        x=np.asarray(mean, np.float32),
-        y=y.astype(np.float32),
-        error_x={"type": "data", "array": np.nan_to_num(np.asarray(std, np.float32)), "thickness": 1.5, "width": 4},
-        mode="markers",
-        marker={"color": colour, "symbol": marker, "size": 9},
-        name=name,
-        hovertemplate="%{x:.4g}",
-        showlegend=True,
-    )
+def _points(mean: np.ndarray, std: np.ndarray, y: np.ndarray, name: str, colour: str, marker: str) -> Plot:
+    return {
+        "type": "scatter",
+        "x": mean,
+        "y": y,
+        "error_x": {"type": "data", "array": np.nan_to_num(std), "thickness": 1.5, "width": 4},
+        "mode": "markers",
+        "marker": {"color": colour, "symbol": marker, "size": 9},
+        "name": name,
+        "hovertemplate": "%{x:.4g}",
+        "showlegend": True,
+    }
 
 
 def _in_words(rows: Sequence[Comparison]) -> str:

@@ -1,7 +1,6 @@
 """The spread of the score over the clients, method by method."""
 
 import numpy as np
-import plotly.graph_objects as go
 
 from cfl_ray.report.drawing import PageFigure, canvas, look, number, safe
 from cfl_ray.report.material import ReportedExperiment
@@ -25,25 +24,25 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         low, q1, median, q3, high = np.percentile(values, WHISKERS)
         style = look(places.index(label))
         traces.append(
-            go.Box(
-                y=[safe(label)],
-                q1=[q1],
-                median=[median],
-                q3=[q3],
-                lowerfence=[low],
-                upperfence=[high],
-                mean=[float(values.mean())],
-                orientation="h",
-                line={"color": style.colour, "width": 1.6},
-                fillcolor="rgba(0,0,0,0.04)",
-                width=0.6,
-                name=safe(label),
-                showlegend=False,
-            )
+            {
+                "type": "box",
+                "y": [safe(label)],
+                "q1": [float(q1)],
+                "median": [float(median)],
+                "q3": [float(q3)],
+                "lowerfence": [float(low)],
+                "upperfence": [float(high)],
+                "mean": [float(values.mean())],
+                "orientation": "h",
+                "line": {"color": style.colour, "width": 1.6},
+                "fillcolor": "rgba(0,0,0,0.04)",
+                "width": 0.6,
+                "name": safe(label),
+                "showlegend": False,
+            }
         )
     words = experiment.score.replace("_", " ")
-    figure = canvas(traces, f"{words} of a client")
-    figure.update_yaxes(showgrid=False)
+    figure = canvas(traces, f"{words} of a client", yaxis={"showgrid": False})
     worst = 10 if experiment.higher_is_better else 90
     tail = {label: float(np.percentile(values, worst)) for label, values in found.items()}
     order = sorted(tail, key=tail.__getitem__, reverse=experiment.higher_is_better)

@@ -5,9 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import plotly.graph_objects as go
 
-from cfl_ray.report.drawing import PageFigure, canvas, faint, listed, look, number, percent, safe, with_spread
+from cfl_ray.report.drawing import (
+    PageFigure,
+    Plot,
+    canvas,
+    faint,
+    line_at,
+    listed,
+    look,
+    number,
+    percent,
+    safe,
+    with_spread,
+)
 from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 from cfl_ray.tracking.record import RoundRecord
@@ -68,42 +79,45 @@ def _all(experiment: ReportedExperiment, name: str) -> dict[str, Series]:
     return {label: one for label, one in found.items() if one is not None}
 
 
-def _lines(experiment: ReportedExperiment, lines: dict[str, tuple[np.ndarray, Series]]) -> list[go.Scatter]:
-    """A line with a band for each method; x, and the values."""
-    traces = []
+def _lines(
+    experiment: ReportedExperiment, lines: dict[str, tuple[np.ndarray, Series]], template: str = "%{y:.4g}"
+) -> list[Plot]:
+    """A line with a band for each method; x, and the values. template: of a value on hovering."""
+    traces: list[Plot] = []
     for place, label in enumerate(experiment.methods):
         if label not in lines:
             continue
         x_E, one = lines[label]
         style, drawn = look(place), evenly(range(len(x_E)), MOST_POINTS)
-        x, mean, std = x_E[drawn], one.mean_E[drawn], one.std_E[drawn]
+        x, mean, std = x_E[drawn].astype(float), one.mean_E[drawn], one.std_E[drawn]
+        shared = {"type": "scatter", "legendgroup": safe(label)}
         if np.isfinite(std).any():
             low, high = mean - np.nan_to_num(std), mean + np.nan_to_num(std)
             traces.append(
-                go.Scatter(
-                    x=np.concatenate([x, x[::-1]]).astype(np.float32),
-                    y=np.concatenate([high, low[::-1]]).astype(np.float32),
-                    fill="toself",
-                    fillcolor=faint(style.colour),
-                    line={"width": 0},
-                    mode="lines",
-                    hoverinfo="skip",
-                    legendgroup=safe(label),
-                    showlegend=False,
-                )
+                shared
+                | {
+                    "x": np.concatenate([x, x[::-1]]),
+                    "y": np.concatenate([high, low[::-1]]),
+                    "fill": "toself",
+                    "fillcolor": faint(style.colour),
+                    "line": {"width": 0},
+                    "mode": "lines",
+                    "hoverinfo": "skip",
+                    "showlegend": False,
+                }
             )
         traces.append(
-            go.Scatter(
-                x=x.astype(np.float32),
-                y=mean.astype(np.float32),
-                name=safe(label),
-                legendgroup=safe(label),
-                mode="lines+markers",
-                line={"color": style.colour, "dash": style.dash, "width": 2},
-                marker={"symbol": style.marker, "size": 7, "maxdisplayed": 8},
-                hovertemplate="%{y:.4g}",
-                showlegend=True,
-            )
+            shared
+            | {
+                "x": x,
+                "y": mean,
+                "name": safe(label),
+                "mode": "lines+markers",
+                "line": {"color": style.colour, "dash": style.dash, "width": 2},
+                "marker": {"symbol": style.marker, "size": 7, "maxdisplayed": 8},
+                "hovertemplate": template,
+                "showlegend": True,
+            }
         )
     return traces
 
@@ -150,8 +164,10 @@ def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
     if not lines:
         return None
     order = sorted(lines, key=lambda label: float(lines[label][0][-1]))
-    ends = [f"{label} {number(float(lines[label][0][-1]))} Mbit for {number(float(lines[label][1].mean_E[-1]))}"
-            for label in ([order[0], order[-1]] if len(order) > 1 else order)]
+    ends = [
+        f"{label} {number(float(lines[label][0][-1]))} Mbit for {number(float(lines[label][1].mean_E[-1]))}"
+        for label in ([order[0], order[-1]] if len(order) > 1 else order)
+    ]
     words = experiment.score.replace("_", " ")
     caption = f"By its last evaluation a client has sent and received: {' (least), '.join(ends)}"
     caption += " (most)." if len(ends) > 1 else "."
@@ -187,15 +203,15 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
         return None
     ends = listed([f"{label} {one.mean_E[-1]:.3g}" for label, one in found.items()])
     groups = f"; the clients have {experiment.num_groups} true groups" if experiment.num_groups else ""
+    dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
     figure = canvas(
         _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
         "round",
         "clusters",
         hovermode="x unified",
+        yaxis={"rangemode": "tozero"},
+        shapes=[line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else [],
     )
-    if experiment.num_groups:
-        figure.add_hline(experiment.num_groups, line={"color": "#8A94A0", "width": 1, "dash": "dot"})
-    figure.update_yaxes(rangemode="tozero")
     return PageFigure("Clusters that have members", f"At the end: {ends}{groups}.", figure)
 
 
@@ -213,13 +229,12 @@ def _largest(experiment: ReportedExperiment) -> PageFigure | None:
     if experiment.num_groups > 1 and (largest := _largest_group(experiment)):
         caption += f". The largest true group holds {percent(largest)}"
     figure = canvas(
-        _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
+        _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}, "%{y:.0%}"),
         "round",
         "share of the clients",
         hovermode="x unified",
+        yaxis={"tickformat": ".0%", "range": [0, 1.03]},
     )
-    figure.update_yaxes(tickformat=".0%", range=[0, 1.03])
-    figure.update_traces(hovertemplate="%{y:.0%}", selector={"showlegend": True})
     return PageFigure("Share of the largest cluster: do the clusters collapse into one?", f"{caption}.", figure)
 
 

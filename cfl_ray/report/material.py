@@ -20,7 +20,7 @@ class MethodRun:
     records: Sequence[RoundRecord]
     moves: Moves = ()
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)  # of the last evaluation, by metric; one per client
-    matrices: Mapping[str, RecordedMatrix] = field(default_factory=dict)  # similarity, distance, signatures
+    matrices: Mapping[str, RecordedMatrix] = field(default_factory=dict)  # the last one of each name
 
     @property
     def is_clustered(self) -> bool:

@@ -1,9 +1,9 @@
 """What a method clusters by: the similarity of its clients, and their signatures in the plane."""
 
 import numpy as np
-import plotly.graph_objects as go
 
-from cfl_ray.report.drawing import MARKERS, PageFigure, canvas, number, percent
+from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
+from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, number, percent
 from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
@@ -16,16 +16,13 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     """Similarity or distance, ordered by cluster, and a map of signatures, for each method that has recorded them."""
     figures = []
     for label, runs in experiment.methods.items():
-        for name in ("similarity", "distance"):
-            if (found := _first(runs_with=list(runs), name=name)) is not None:
-                figures.append(_ordered(experiment, label, name, *found, several=len(runs) > 1))
-        if (found := _first(runs_with=list(runs), name="signatures")) is not None:
-            figures.append(_map(experiment, label, *found, several=len(runs) > 1))
+        run = next((run for run in runs if run.matrices), None)
+        if run is None:
+            continue
+        for name, matrix in run.matrices.items():
+            draw = _ordered if matrix.of_pairs else _map
+            figures.append(draw(experiment, label, name.replace("_", " "), run, matrix, len(runs) > 1))
     return figures
-
-
-def _first(runs_with: list[MethodRun], name: str) -> tuple[MethodRun, RecordedMatrix] | None:
-    return next(((run, run.matrices[name]) for run in runs_with if name in run.matrices), None)
 
 
 def _clusters_at(run: MethodRun, round: int) -> dict[int, int]:
@@ -48,39 +45,40 @@ def _ordered(
     drawn = np.array(evenly(order, MOST_ROWS))
     shown = matrix.values[np.ix_(drawn, drawn)].astype(np.float32)
     rows = list(range(len(drawn)))
-    heat = go.Heatmap(
-        z=shown,
-        x=rows,
-        y=rows,
-        colorscale="Cividis" if name == "similarity" else "Cividis_r",
-        colorbar={"thickness": 12, "title": {"text": name, "side": "right"}},
-        hovertemplate=f"{name} %{{z:.3g}}<extra></extra>",
-    )
+    heat = {
+        "type": "heatmap",
+        "z": shown,
+        "x": rows,
+        "y": rows,
+        "colorscale": "Cividis",
+        "reversescale": "distance" in name,
+        "colorbar": {"thickness": 12, "title": {"text": name, "side": "right"}},
+        "hovertemplate": f"{name} %{{z:.3g}}<extra></extra>",
+    }
+    strip = {
+        "type": "heatmap",
+        "z": np.minimum(group_S[drawn], NAMED)[:, None].astype(np.int8),
+        "x": ["group"],
+        "y": rows,
+        "xaxis": "x2",
+        "zmin": -1.5,
+        "zmax": NAMED + 0.5,
+        "colorscale": steps([GREY, *COLOURS, GREY]),
+        "showscale": False,
+        "customdata": group_S[drawn][:, None],
+        "hovertemplate": "true group %{customdata}<extra></extra>",
+    }
     has_groups = bool((group_S >= 0).any())
-    strip = go.Heatmap(
-        z=np.minimum(group_S[drawn], NAMED)[:, None].astype(np.int8),
-        x=["group"],
-        y=rows,
-        xaxis="x2",
-        zmin=-1.5,
-        zmax=NAMED + 0.5,
-        colorscale=[
-            (edge / (NAMED + 2), colour)
-            for place, colour in enumerate([GREY, *COLOURS, GREY])
-            for edge in (place, place + 1)
-        ],
-        showscale=False,
-        customdata=group_S[drawn][:, None],
-        hovertemplate="true group %{customdata}<extra></extra>",
-    )
-    figure = canvas([heat, *([strip] if has_groups else [])])
     bare = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False}
-    figure.update_layout(
-        xaxis=bare | {"domain": [0.07 if has_groups else 0, 1]},
-        xaxis2=bare | {"domain": [0, 0.05], "anchor": "y"},
+    axis, shapes = _cluster_axis(cluster_S[drawn].tolist())
+    figure = canvas(
+        [heat, *([strip] if has_groups else [])],
+        "cluster",
+        xaxis=bare | {"domain": [0.07 if has_groups else 0, 1]} | axis,
         yaxis=bare | {"autorange": "reversed"},
+        shapes=shapes,
+        xaxis2=bare | {"domain": [0, 0.05], "anchor": "y"} if has_groups else None,
     )
-    _name_clusters(figure, cluster_S[drawn].tolist())
     caption = f"{label}: {_inside_and_between(matrix.values, cluster_S, name)}"
     if has_groups:
         caption += " The strip at the left has a colour for each true group: where it changes inside a block, the "
@@ -92,24 +90,18 @@ def _ordered(
     )
 
 
-def _name_clusters(figure: go.Figure, clusters: list[int]) -> None:
-    """Lines between the blocks of clusters, and their numbers above."""
-    starts = [place for place in range(len(clusters)) if place == 0 or clusters[place] != clusters[place - 1]]
-    ends = [*starts[1:], len(clusters)]
-    if len(starts) > 24:
-        return
-    for start in starts[1:]:
-        for add in (figure.add_hline, figure.add_vline):
-            add(start - 0.5, line={"color": "#FFFFFF", "width": 1.5})
-    figure.update_layout(
-        xaxis={
-            "showticklabels": True,
-            "side": "bottom",
-            "tickvals": [(start + end - 1) / 2 for start, end in zip(starts, ends, strict=True)],
-            "ticktext": [str(clusters[start]) if clusters[start] >= 0 else "none" for start in starts],
-            "title": {"text": "cluster"},
-        }
-    )
+def _cluster_axis(clusters: list[int]) -> tuple[Plot, list[Plot]]:
+    """Keys of an axis with the numbers of the clusters at their blocks, and lines between these."""
+    found = blocks(clusters)
+    if len(found) > MOST_BLOCKS:
+        return {}, []
+    axis = {
+        "showticklabels": True,
+        "tickvals": [(start + end - 1) / 2 for start, end in found],
+        "ticktext": [str(clusters[start]) if clusters[start] >= 0 else "none" for start, _ in found],
+    }
+    white = {"color": "#FFFFFF", "width": 1.5}
+    return axis, [line_at(start - 0.5, horizontal, white) for start, _ in found[1:] for horizontal in (True, False)]
 
 
 def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) -> str:
@@ -127,7 +119,7 @@ def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) ->
 
 
 def _map(
-    experiment: ReportedExperiment, label: str, run: MethodRun, matrix: RecordedMatrix, several: bool
+    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
 ) -> PageFigure:
     cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
     total = len(matrix.client_S)
@@ -140,41 +132,56 @@ def _map(
     sizes = {one: list(clusters.values()).count(one) for one in set(clusters.values()) if one >= 0}
     rank = ranks(sizes)
     marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted(set(groups.values())))}
-    traces = []
+    traces: list[Plot] = []
+    keys: list[Plot] = []
     for cluster in [*sorted(rank, key=rank.__getitem__), -1]:
         members = [place for place in drawn if clusters[place] == cluster]
         if not members:
             continue
         named = cluster >= 0 and rank[cluster] < NAMED
+        colour = COLOURS[rank[cluster]] if named else GREY
         traces.append(
-            go.Scatter(
-                x=points_S2[members, 0].astype(np.float32),
-                y=points_S2[members, 1].astype(np.float32),
-                mode="markers",
-                marker={
-                    "color": COLOURS[rank[cluster]] if named else GREY,
+            {
+                "type": "scatter",
+                "x": points_S2[members, 0],
+                "y": points_S2[members, 1],
+                "mode": "markers",
+                "marker": {
+                    "color": colour,
                     "symbol": [marker_of[groups[place]] for place in members],
                     "size": 9,
                     "line": {"width": 0.7, "color": "#FFFFFF"},
                 },
-                name=f"cluster {cluster}" if cluster >= 0 else "no cluster",
-                customdata=[[clients[place], groups[place]] for place in members],
-                hovertemplate="client %{customdata[0]}, group %{customdata[1]}",
-                showlegend=named or cluster < 0,
-            )
+                "customdata": np.array([[clients[place], groups[place]] for place in members]),
+                "hovertemplate": "client %{customdata[0]}, group %{customdata[1]}<extra>"
+                + _cluster(cluster)
+                + "</extra>",
+                "showlegend": False,
+            }
         )
+        if named or cluster < 0:
+            keys.append(_key(_cluster(cluster), {"color": colour, "symbol": "circle"}))
     known = [group for group in marker_of if group >= 0]
     for group in known if len(known) <= NAMED else []:
-        marker = {"symbol": marker_of[group], "color": "#5B6770", "size": 9}
-        traces.append(go.Scatter(x=[None], y=[None], mode="markers", marker=marker, name=f"group {group}"))
-    figure = canvas(traces, "first principal component", "second")
-    caption = f"{label}: the plane holds {percent(share)} of the variance of {len(clients)} signatures"
+        keys.append(_key(f"group {group}", {"color": "#5B6770", "symbol": marker_of[group]}))
+    figure = canvas([*traces, *keys], "first principal component", "second")
+    caption = f"{label}: the plane holds {percent(share)} of the variance of the {name} of {len(clients)} clients"
     if len(known) > 1:
         caption += f"; {_purity(clusters, groups)}"
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
     if len(drawn) < total:
         caption += f" {len(drawn)} of {total} clients are drawn."
-    return PageFigure(_heading(label, "signatures of the clients", matrix, run, several), caption, figure, 320)
+    return PageFigure(_heading(label, f"{name} of the clients", matrix, run, several), caption, figure, 320)
+
+
+def _cluster(cluster: int) -> str:
+    return f"cluster {cluster}" if cluster >= 0 else "no cluster"
+
+
+def _key(name: str, marker: Plot) -> Plot:
+    """An entry of the legend."""
+    point = {"type": "scatter", "x": [None], "y": [None], "mode": "markers"}
+    return point | {"name": name, "marker": marker | {"size": 9}}
 
 
 def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:

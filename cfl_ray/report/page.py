@@ -21,7 +21,7 @@ from cfl_ray.report.against import against_figures
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
-from cfl_ray.report.drawing import PageFigure, number
+from cfl_ray.report.drawing import PageFigure, as_json, with_spread
 from cfl_ray.report.material import Comparison, Report, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
 
@@ -123,12 +123,13 @@ class _Panels:
 
     def _panel(self, figure: PageFigure) -> Panel:
         self.count += 1
-        names = [str(trace.name) for trace in figure.plot.data if trace.name and trace.showlegend is not False]
+        traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
+        names = [trace["name"] for trace in traces if "name" in trace]
         if len(names) < 2:  # a legend of one is none
-            figure.plot.update_layout(showlegend=False)
+            figure.plot["layout"]["showlegend"] = False
             names = []
         # inside an element of text HTML ends at "</" alone, and a comment would begin with "<!--"
-        json = figure.plot.to_json().replace("<", "\\u003c")
+        json = as_json(figure.plot).replace("<", "\\u003c")
         return Panel(f"figure-{self.count}", figure, json, len(names), max(map(len, names), default=0))
 
 
@@ -189,9 +190,7 @@ def _float(row: Mapping[str, object], name: str) -> float:
 
 
 def _with_std(mean: float, std: float) -> str:
-    if math.isnan(mean):
-        return "–"
-    return number(mean) if math.isnan(std) else f"{number(mean)} ± {number(std)}"
+    return "–" if math.isnan(mean) else with_spread(mean, std)
 
 
 def _published_row(one: Comparison) -> list[Cell]:

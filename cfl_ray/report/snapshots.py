@@ -8,11 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RecordedMatrix:
-    """A matrix that a method recorded after a round: one row for each of its clients."""
+    """A matrix that a method reported in a round: a row for each of some clients."""
 
     round: int
     client_S: np.ndarray
-    values: np.ndarray  # (S, S) of a similarity or distance; (S, F) of signatures
+    values: np.ndarray  # (S, S) of pairs; (S, F) of signatures
+    of_pairs: bool  # whether it is a similarity or distance of clients
 
 
 def snapshots(

@@ -13,9 +13,12 @@ import pyarrow.parquet as pq
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.sections import EventConfig
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
+from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.runtime.comparison import Values, compare_values, final_values, free_name, settings_of
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
@@ -153,9 +156,8 @@ def _columns(found: Values, score: str) -> list[str]:
         if not math.isnan(value)
     }
     scores = [score, *(f"{score}{ending}" for ending in ("_local", "_tuned", "_p10", "_p90"))]
-    further = ["macro_f1", "test_loss"] if score == "accuracy" else ["test_loss"]
-    others = ["ari", "num_clusters", "mbit", "rounds_to_target", "seconds"]
-    return [name for name in [*scores, *further, *others] if name in present]
+    others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target", "seconds"]
+    return [name for name in [*scores, *others] if name in present]
 
 
 def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
@@ -166,9 +168,10 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         for label, result in run.methods.items():
             score = primary_of(result.final)
             higher_is_better = f"{score}_p90" not in result.final
-            methods.setdefault(label, []).append(_method_run(run.experiment.seed, result))
-            if result.directory is not None and not group_of:
-                group_of = _groups(result.directory)
+            is_first = label not in methods  # matrices are drawn of one seed, and are not read of the others
+            methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
+            if result.directory is not None:
+                group_of |= _groups(result.directory)
     order = _order(runs, methods)
     first = min(runs, key=lambda run: run.experiment.seed)
     return ReportedExperiment(
@@ -188,12 +191,27 @@ def _order(runs: Sequence[FoundRun], methods: Mapping[str, Any]) -> list[str]:
     return list(methods) if runs[0].method is None else sorted(methods)
 
 
-def _method_run(seed: int, result: MethodResult) -> MethodRun:
+def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodRun:
     if result.directory is None:
         return MethodRun(seed, result.records)
     return MethodRun(
-        seed, result.records, _moves(result.directory / MOVES), _last_scores(result.directory / CLIENT_METRICS)
+        seed=seed,
+        records=result.records,
+        moves=_moves(result.directory / MOVES),
+        scores=_last_scores(result.directory / CLIENT_METRICS),
+        matrices=_matrices(result) if with_matrices else {},
     )
+
+
+def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
+    """The last diagnostic of each name that has a row for each client: of pairs, or of at least two numbers each."""
+    found = {}
+    for name, by_round in result.diagnostics.items():
+        round, last = max(by_round.items())
+        if last.axes[:1] != (CLIENTS,) or len(last.axes) != 2 or last.axes[1] == CLUSTERS or min(last.value.shape) < 2:
+            continue
+        found[name] = RecordedMatrix(round, last.labels[0], last.value, of_pairs=last.axes[1] == CLIENTS)
+    return found
 
 
 def _moves(path: Path) -> Moves:
@@ -243,7 +261,11 @@ def _facts(
         return ", ".join(f"{key.removeprefix(prefix)} {settings[key]}" for key in chosen)
 
     apart = ("data.shift.", "data.partition.", "data.test.", "data.root", "data.download", "data.shards", "data.source")
-    clients = max((len(run.scores.get("client", ())) for runs in methods.values() for run in runs), default=0)
+    clients = max(
+        (len(run.scores.get("client", ())) for runs in methods.values() for run in runs),
+        default=0,
+    )
+    clients = max(clients, len(group_of), experiment.data.partition.clients or 0)
     groups = f", {len(set(group_of.values()))} true groups" if group_of else ""
     info = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})
@@ -258,7 +280,7 @@ def _facts(
         "local training": section("local.", ["local.epochs", "local.batch_size", "local.lr"]),
         "cohort": section("cohort.", ["cohort.fraction"]),
         "attack": section("attack."),
-        "schedule": settings["schedule"] if experiment.schedule else "",
+        "schedule": "; ".join(map(_event_in_words, experiment.schedule)),
         "evaluation": section("evaluation."),
         "rounds": settings["rounds"],
         "seeds": ", ".join(map(str, seeds)),
@@ -267,6 +289,15 @@ def _facts(
         "commit": info.get("git_commit", ""),
     }
     return {name: redact(value) for name, value in facts.items() if value}
+
+
+def _event_in_words(event: EventConfig) -> str:
+    kinds = {
+        f"{len(event.join)} join": event.join,
+        f"{len(event.leave)} leave": event.leave,
+        "data change": event.change,
+    }
+    return f"round {event.round}: {', '.join(words for words, happens in kinds.items() if happens)}"
 
 
 def _methods_in_words(runs: Sequence[FoundRun]) -> str:

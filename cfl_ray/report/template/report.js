@@ -22,7 +22,7 @@
     button.addEventListener("click", () => sort(button));
 
   // ---- figures: drawn when they come into view, all of them before printing
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const config = { responsive: true, displaylogo: false, displayModeBar: matchMedia("(hover: hover)").matches ? "hover" : false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   const waiting = new Set(document.querySelectorAll(".plot"));
   function draw(plot) {
     if (!waiting.delete(plot)) return;
