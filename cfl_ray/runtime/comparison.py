@@ -19,9 +19,6 @@ from cfl_ray.runtime.run_lock import CONFIG
 if TYPE_CHECKING:
     import pandas as pd
 
-# values by (experiment, method), then seed
-Values = dict[tuple[str, str], dict[int, dict[str, float]]]
-
 FORMATS = ("md", "csv", "latex", "html")
 # shown where a method has them; the first that occurs is the score that methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
@@ -44,25 +41,20 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
         else the first metrics of the task. Raises ConfigError for a metric that no run has.
     """
-    found: Values = {}
+    import pandas as pd
+
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}  # by (experiment, method), then seed
     names: dict[str, str] = {}  # of experiments, by their settings without seed
     for run in runs:
         results = load_run(run)
         experiment = config.load(Path(run) / CONFIG)
-        name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
+        name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:
                 of_seeds = found.setdefault((name, label), {})
                 if experiment.seed in of_seeds:
                     raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
-                of_seeds[experiment.seed] = final_values(result)
-    return compare_values(found, metrics)
-
-
-def compare_values(found: Values, metrics: Sequence[str] = ()) -> pd.DataFrame:
-    """The table of `compare_runs` from the values of the methods."""
-    import pandas as pd
-
+                of_seeds[experiment.seed] = _values(result)
     chosen = _chosen(found, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in found.items()]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
@@ -90,24 +82,23 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def settings_of(experiment: Experiment) -> str:
+def _settings_of(experiment: Experiment) -> str:
     """Hash of the settings that the runs of one experiment share: all that figures depend on but seed and methods."""
     return experiment.model_copy(update={"seed": 0, "methods": []}).config_hash
 
 
-def free_name(name: str, taken: list[str]) -> str:
+def _free_name(name: str, taken: list[str]) -> str:
     """The name, with a number where another experiment has it."""
     return name if name not in taken else f"{name} ({sum(one.startswith(name) for one in taken) + 1})"
 
 
-def final_values(result: MethodResult) -> dict[str, float]:
-    """Metrics of the last evaluation and of the whole run, with the traffic in one number, and seconds."""
+def _values(result: MethodResult) -> dict[str, float]:
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
     return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
-def _chosen(found: Values, metrics: Sequence[str]) -> list[str]:
+def _chosen(found: dict[tuple[str, str], dict[int, dict[str, float]]], metrics: Sequence[str]) -> list[str]:
     present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
     for name in metrics:
         if name not in present:
@@ -128,17 +119,16 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     return row
 
 
-def _p_values(found: Values, metric: str) -> list[float]:
+def _p_values(found: dict[tuple[str, str], dict[int, dict[str, float]]], metric: str) -> list[float]:
     """Of each method against the best one of its experiment."""
+    from scipy.stats import ttest_rel
+
     known = METRICS.builtin.get(metric)
     lower_is_better = metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
     sign = -1 if lower_is_better else 1
 
     def mean(key: tuple[str, str]) -> float:
         return sign * float(np.mean([one.get(metric, np.nan) for one in found[key].values()]))
-
-    if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):
-        from scipy.stats import ttest_rel  # half a second that the report of a single run does without
 
     p_values = []
     for key, of_seeds in found.items():
