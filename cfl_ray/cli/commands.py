@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, Interrupted, RunStopped, UserError, says_where
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, says_where
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
+    from cfl_ray.config.study import Study
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 app = typer.Typer(
@@ -265,6 +266,109 @@ def list_parts(
         raise ConfigError(f"unknown kind {kind!r}{near}")
 
 
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY", help="Study as YAML.", show_default=False)]
+StudyOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Changes to the experiment of every run, e.g. rounds=20",
+        metavar="[SECTION.KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+StudyFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", help="Folder of all runs; default: the study's name below `output`.", show_default=False),
+]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(
+        "--at-once",
+        min=1,
+        help="Most runs at the same time; default: as many as there is room for.",
+        show_default=False,
+    ),
+]
+OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
+OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
+OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")]
+
+
+@app.command(short_help="Run a study: methods x settings x seeds.")
+def compare(
+    file: StudyFile,
+    overrides: StudyOverrides = None,
+    folder: StudyFolder = None,
+    at_once: AtOnce = None,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a study: every method in every setting with every seed, and print tables of mean and spread.
+
+    As many runs as the machine or the Ray cluster has room for work at the same time. What is finished in the folder is
+    not run again, what stopped goes on.
+    """
+    study = _study(file, overrides)
+    if study.sweep is not None:
+        raise ConfigError(f"{file} is a sweep; run it with: {_command('sweep', file, *(overrides or ()))}")
+    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run)
+
+
+@app.command(short_help="Run a study over values of any keys.")
+def sweep(
+    file: StudyFile,
+    overrides: StudyOverrides = None,
+    folder: StudyFolder = None,
+    at_once: AtOnce = None,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a study over values of any keys: a grid, random values, or those that earlier results suggest (Optuna).
+
+    Ends with the trials by their metric, the best first. Otherwise like `compare`.
+    """
+    study = _study(file, overrides)
+    if study.sweep is None:
+        raise ConfigError(f"{file} has no `sweep`; run it with: {_command('compare', file, *(overrides or ()))}")
+    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run)
+
+
+def _study(file: Path, overrides: list[str] | None) -> "Study":
+    from cfl_ray.config.study import load_study
+
+    return load_study(file, overrides or ())
+
+
+def _run_study(
+    study: "Study",
+    folder: Path | None,
+    only: tuple[list[str] | None, list[str] | None, list[int] | None],
+    at_once: int | None,
+    dry_run: bool,
+) -> None:
+    from cfl_ray.cli.study_progress import StudyDisplay
+    from cfl_ray.runtime.study.cells import Selection
+    from cfl_ray.runtime.study.run import plan_study, run_study
+
+    settings, methods, seeds = only
+    selection = Selection(settings or (), methods or (), seeds or ())
+    if dry_run:
+        cells, root = plan_study(study, folder, selection)
+        for cell in cells:
+            _print(f"{cell.name}{': finished' if cell.is_finished(root) else ''}")
+        _print(f"{len(cells)} runs; folder: {root}")
+        return
+    with StudyDisplay(out) as display:
+        results = run_study(study, folder, selection, at_once, display)
+    display.finish(results)
+    if results.failed:
+        raise RunError(f"{len(results.failed)} of the runs failed; the same command tries them again")
+
+
 @app.command(short_help="Compare the methods of runs over seeds.")
 def table(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
@@ -275,13 +379,17 @@ def table(
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over the seeds of equal experiments.
 
-    p is that of a paired t-test against the best method, from three seeds on.
+    p is that of a paired t-test against the best method, from three seeds on. RUN may be the folder of a study, whose
+    settings are experiments. With one --metric and several experiments, these are the columns.
     """
-    from cfl_ray.runtime.comparison import FORMATS, compare_runs, format_table
+    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
-    print(format_table(compare_runs(run_dirs, metric or ()), style))
+    frame = compare_runs(run_dirs, metric or ())
+    if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
+        frame = by_experiment(frame, metric[0])
+    print(format_table(frame, style))
 
 
 @app.command(short_help="Write the report of runs: one HTML page.")

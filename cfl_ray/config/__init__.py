@@ -1,7 +1,7 @@
 """Experiments: their sections, and how they are read from YAML."""
 
 from cfl_ray.config.attack import AttackConfig
-from cfl_ray.config.experiment import Experiment, check_cohort, load
+from cfl_ray.config.experiment import Experiment, changed_local, check_cohort, load
 from cfl_ray.config.sections import (
     AvailabilityConfig,
     BuiltinKind,
@@ -44,6 +44,7 @@ __all__ = [
     "ShiftConfig",
     "TestDataConfig",
     "TrackingConfig",
+    "changed_local",
     "check_cohort",
     "load",
 ]

@@ -6,7 +6,7 @@ Every key has one place, one default and one description; an unknown key is an e
 import hashlib
 import json
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     ),
     "evaluation": (("metrics", []),),
 }
+_SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -92,7 +93,7 @@ class Experiment(ConfigSection):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(explain(error, type(self))) from None
         self._check_target()
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
@@ -185,19 +186,18 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
     file's folder, then in the working directory; those of overrides are relative to the working directory.
     """
-    values = _read(QUICKSTART if file is None else Path(file))
+    values = read_yaml(QUICKSTART if file is None else Path(file))
     written = {} if file is None else from_record(Path(file).read_text())
     if file is not None:
         values = root_beside(beside(values, Path(file).parent), Path(file).parent)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
-        _set(values, key.split("."), _parse(text, override), override)
+        key, value = split_override(override)
+        set_key(values, key, value, f"override {override!r}")
     return Experiment(**values)._with_written(written)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Returns the keys and values of a YAML file. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
     values = _parse(file.read_text(), str(file)) or {}
@@ -213,12 +213,45 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
 
 
-def _set(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+def split_override(override: str) -> tuple[list[str], Any]:
+    """Returns the path and the value of SECTION.KEY=VALUE. Raises ConfigError."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must look like section.key=value, e.g. local.lr=0.05")
+    return key.split("."), _parse(text, override)
+
+
+def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
+    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of one method. Raises ConfigError.
+
+    where: the override or the parameter, for messages.
+    """
+    if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
+        values["methods"] = _with_option(values["methods"], path[1], path[2:], value, where)
+        return
     for key in path[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+            raise ConfigError(f"{where}: {key} is a value, not a section")
     values[path[-1]] = value
+
+
+def _with_option(entries: list[Any], label: str, path: list[str], value: Any, where: str) -> list[Any]:
+    """Returns the entries of `methods` with an option of the method `label` set."""
+    if not path:
+        raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
+    found, labels = [], []
+    for entry in entries:
+        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {})
+        options = dict(options or {})
+        labels.append(str(options.get("label", name)))
+        if labels[-1] == label:
+            set_key(options, path, value, where)
+            entry = {name: options}
+        found.append(entry)
+    if label not in labels:
+        raise ConfigError(f"{where}: no method {label!r} is in the config{did_you_mean(label, labels)}")
+    return found
 
 
 def check_cohort(wanted: int, available: int) -> None:
@@ -234,33 +267,43 @@ def _name_of(value: Any) -> Any:
         return value.item()
     if is_dataclass(value):  # a method or its class: written the way that `methods` accepts
         name = getattr(value, "name", type(value).__name__)
-        options = {} if isinstance(value, type) else {item.name: getattr(value, item.name) for item in fields(value)}
-        return name if isinstance(value, type) else {name: options}
+        if isinstance(value, type):
+            return name
+        given = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {name: {key: one for key, one in given.items() if key not in ("local", "label") or one is not None}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _without_default(entry: Any) -> Any:
-    """Returns an entry of `methods` without the defaults of options that all methods share."""
+    """Returns an entry of `methods` without its label and the defaults of options that all methods share."""
     if not isinstance(entry, dict):
         return entry
     return {
         name: {
             key: value
             for key, value in (options or {}).items()
-            if (key, value) not in (("aggregation", "mean"), ("server_optimizer", "none"))
+            if key != "label" and (key, value) not in _SHARED_DEFAULTS
         }
         for name, options in entry.items()
     }
 
 
-def _explain(error: ValidationError) -> str:
+def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
+    """Returns the section `local` with some keys changed. Raises ConfigError, which says `where` they were given."""
+    try:
+        return LocalConfig(**(local.model_dump() | dict(changes)))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
+
+
+def explain(error: ValidationError, config: type[ConfigSection]) -> str:
     """Returns one line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
     lines = []
     for problem in error.errors():
         where = ".".join(map(str, problem["loc"])) or "config"
         if problem["type"] == "extra_forbidden":
             *section, key = problem["loc"]
-            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(section))}")
+            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(config, section))}")
         else:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
@@ -269,9 +312,9 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _keys_at(path: Iterable[int | str]) -> list[str]:
-    """Returns the valid keys of the section at `path`; the numbers in it are places in lists."""
-    section: Any = Experiment
+def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str]:
+    """Returns the valid keys of the section at `path` of a config; the numbers in it are places in lists."""
+    section: Any = config
     for key in path:
         if isinstance(key, int):
             continue

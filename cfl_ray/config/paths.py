@@ -65,6 +65,8 @@ def _method_in_folder(entry: Any, folder: Path) -> Any:
             if isinstance(options, dict):
                 own = {key: options[key] for key in ("aggregation", "server_optimizer") if key in options}
                 entry[name] = options | {key: _choice_in_folder(value, folder) for key, value in own.items()}
+                if isinstance(local := options.get("local"), dict):  # as the section `local`
+                    entry[name]["local"] = beside({"local": dict(local)}, folder)["local"]
     return entry
 
 

@@ -4,8 +4,9 @@ A method is a frozen dataclass of hyper-parameters; its rounds are pure function
 """
 
 import inspect
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
@@ -25,7 +26,9 @@ from cfl_ray.core.state import UNASSIGNED, State
 
 S = TypeVar("S", bound=State)  # the state of a method
 
-SHARED_OPTIONS = ("aggregation", "server_optimizer")  # options of every method that averages
+AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
+SHARED_OPTIONS = (*AVERAGING_OPTIONS, "local", "label")  # of every method
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")  # it names a folder
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
 
@@ -117,6 +120,25 @@ class Method(ABC, Generic[S]):
         },
     )
 
+    local: Any = field(
+        default=None,
+        kw_only=True,
+        metadata={
+            "doc": "local training of this method where it differs from the section `local`, e.g. {momentum: 0.9}; "
+            "null: no difference",
+            "source": "papers that tune each method",
+        },
+    )
+
+    label: Any = field(
+        default=None,
+        kw_only=True,
+        metadata={
+            "doc": "name of the method in results and of its folder; null: its name, with its options where it occurs "
+            "twice",
+        },
+    )
+
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in vars(cls).get("__orig_bases__", ()):
@@ -129,6 +151,12 @@ class Method(ABC, Generic[S]):
         Method.registry[name] = cls
 
     def __post_init__(self) -> None:
+        if self.local is not None and not isinstance(self.local, Mapping):
+            raise ValueError(
+                f"{self.name}.local must be keys of the section local, e.g. {{lr: 0.1}}, got {self.local!r}"
+            )
+        if self.label is not None and not (isinstance(self.label, str) and _LABEL.fullmatch(self.label)):
+            raise ValueError(f"{self.name}.label must be letters, digits and _ . = -, got {self.label!r}")
         if not isinstance(self.aggregation_rule, Mean) and self.only_mean:
             raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
         if self.server_step is not None and (reason := self.only_mean or self.needs_mean):
@@ -239,7 +267,7 @@ class Method(ABC, Generic[S]):
                 **{key: item.metadata.get(key) for key in ("doc", "source", "low", "high", "choices")},
             }
             for item in sorted(fields(cls), key=lambda item: item.kw_only is True)
-            if not (item.name in SHARED_OPTIONS and cls.only_mean)
+            if not (item.name in AVERAGING_OPTIONS and cls.only_mean)
         ]
 
     @classmethod

@@ -26,17 +26,18 @@ METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.met
 def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
     """Methods by label, in order. An entry is a name, {name: {option: value}}, `file.py:Class`, a class or a Method.
 
-    `all` stands for every published method. Labels are unique: a method that occurs twice is labelled with its options.
-    Raises ConfigError.
+    `all` stands for every published method. Labels are unique: a method that occurs twice is labelled with its options,
+    unless it has the option `label`. Raises ConfigError.
     """
     methods = [method for entry in entries for method in _methods(entry)]
-    names = [method.name for method in methods]
+    names = [method.label or method.name for method in methods]
     labels = [
-        name if names.count(name) == 1 else full_label(method) for name, method in zip(names, methods, strict=True)
+        method.label or (name if names.count(name) == 1 else full_label(method))
+        for name, method in zip(names, methods, strict=True)
     ]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"methods: {label!r} is listed twice with the same options")
+            raise ConfigError(f"methods: {label!r} is listed twice; give one of the two other options or a `label`")
     return dict(zip(labels, methods, strict=True))
 
 
@@ -85,10 +86,23 @@ def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
 
 
 def full_label(method: Method[Any]) -> str:
-    """The name with every option that is not at its default."""
+    """The label, or else the name with every option that is not at its default."""
+    if method.label is not None:
+        return str(method.label)
     changed = [
-        f"{item.name}={_FOLDER.sub('', str(getattr(method, item.name)))}"
+        part
         for item in dataclasses.fields(method)
         if getattr(method, item.name) != item.default
+        for part in _parts(item.name, getattr(method, item.name))
     ]
     return re.sub(r"[^A-Za-z0-9_.=-]+", "-", "-".join([method.name, *changed]))
+
+
+def _parts(name: str, value: Any) -> list[str]:
+    """An option as parts of a label: NAME=VALUE; of a mapping, one for each key: NAME.KEY=VALUE."""
+    if not isinstance(value, dict):
+        return [f"{name}={_FOLDER.sub('', str(value))}"]
+    inner = {str(key): part for key, part in value.items()}
+    if len(inner) == 1 and not isinstance(next(iter(inner.values())), dict) and next(iter(inner.values())) is None:
+        return _parts(name, next(iter(inner)))  # {median: null} is written like median
+    return [one for key, part in inner.items() for one in _parts(f"{name}.{_FOLDER.sub('', key)}", part)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,13 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.study import load_study
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.tracking import read_end, read_records
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,23 +32,31 @@ _LESS = (  # is better
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
+# the metrics of every run, by (experiment, method) and seed; the experiment of a study is its setting
+Found = dict[tuple[str, str], dict[int, dict[str, float]]]
+
+
 def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.DataFrame:
     """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
-    Runs of one experiment differ in their seed alone. Columns: experiment, method, runs (their number), and for each
-    metric METRIC (mean) and METRIC_std (standard deviation of a sample; NaN of one run); mbit (of a client, download
-    plus upload), seconds (of all rounds), and p: of a paired t-test of the first metric against the best method of the
-    experiment, over the seeds that both have; NaN for the best one and below 3 such seeds. Methods that have no
-    evaluation yet are left out.
+    Runs of one experiment differ in their seed alone. A folder of a study stands for all its runs, and its settings are
+    experiments. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and METRIC_std
+    (standard deviation of a sample; NaN of one run); mbit (of a client, download plus upload), seconds (of all rounds),
+    and p: of a paired t-test of the first metric against the best method of the experiment, over the seeds that both
+    have; NaN for the best one and below 3 such seeds. Methods that have no evaluation yet are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
         else the first metrics of the task. Raises ConfigError for a metric that no run has.
     """
-    import pandas as pd
-
-    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}  # by (experiment, method), then seed
+    found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
+    studies = [Path(run) for run in runs if is_study(run)]
+    for study in studies:
+        for (setting, label), of_seeds in read_study(study).found.items():
+            found[(f"{study.name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
     for run in runs:
+        if Path(run) in studies:
+            continue
         results = load_run(run)
         experiment = config.load(Path(run) / CONFIG)
         name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
@@ -55,11 +66,106 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
                 if experiment.seed in of_seeds:
                     raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
                 of_seeds[experiment.seed] = _values(result)
+    return table_of(found, metrics)
+
+
+def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
+    """The table of `compare_runs`."""
+    import pandas as pd
+
     chosen = _chosen(found, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in found.items()]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
     frame["p"] = _p_values(found, chosen[0]) if chosen else []
     return frame
+
+
+# ---- studies
+
+STUDY = "study.yaml"  # in the folder of a study; its runs are SETTING/METHOD/seed-SEED
+
+
+@dataclass(frozen=True)
+class StudyFigures:
+    """The metrics of every run of a study at its end: those of the last evaluation and of the whole run."""
+
+    found: Found
+
+    def value(self, setting: str, method: str, seed: int, metric: str) -> float | None:
+        """A metric of one run; None where there is no such run, or it lacks the metric."""
+        return self.found.get((setting, method), {}).get(seed, {}).get(metric)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each run: setting, method, seed, then a column for each metric."""
+        import pandas as pd
+
+        rows = [
+            {"setting": setting, "method": method, "seed": seed, **values}
+            for (setting, method), of_seeds in self.found.items()
+            for seed, values in of_seeds.items()
+        ]
+        return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
+
+
+def is_study(folder: str | Path) -> bool:
+    """Whether a folder is that of a study."""
+    return (Path(folder) / STUDY).is_file()
+
+
+def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
+    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
+    settings, methods = _names_in(Path(study) / STUDY)
+
+    def place(file: Path) -> tuple[Any, ...]:
+        setting, method = file.parts[-4], file.parts[-3]
+        return (_position(setting, settings), setting, _position(method, methods), method, _seed(file.parent))
+
+    found = sorted(Path(study).glob(f"*/*/seed-*/{CONFIG}"), key=place)
+    return [(file.parts[-4], file.parts[-3], file.parent) for file in found]
+
+
+def _names_in(file: Path) -> tuple[list[str], list[str]]:
+    """The settings and methods that a study names, in its order."""
+    study = load_study(file) if file.is_file() else None
+    if study is None:
+        return [], []
+    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in values.get("methods", [])]
+    pairs = [next(iter(entry.items())) if isinstance(entry, dict) else (entry, {}) for entry in entries]
+    return list(study.settings), [str((options or {}).get("label", name)) for name, options in pairs]
+
+
+def _position(name: str, names: list[str]) -> int:
+    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
+    known = [one for one in (name, name.partition(",")[0]) if one in names]
+    return names.index(known[0]) if known else len(names)
+
+
+def read_study(folder: str | Path) -> StudyFigures:
+    """The figures of the finished runs of a study, read from its folder."""
+    found: Found = {}
+    for setting, method, run in run_folders(folder):
+        for directory in sorted(path for path in run.iterdir() if path.is_dir()):
+            if (end := read_end(directory)) is not None and end.status == "FINISHED":
+                result = MethodResult(method, list(read_records(directory)), dict(end.summary.metrics))
+                if result.final:
+                    found.setdefault((setting, method), {})[_seed(run)] = _values(result)
+    return StudyFigures(found)
+
+
+def _seed(run: Path) -> int:
+    number = run.name.removeprefix("seed-")
+    return int(number) if number.isdigit() else -1
+
+
+def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """A metric of a frame of `compare_runs`, mean ± spread: a row for each method, a column for each experiment."""
+    cells = frame[["experiment", "method"]].assign(
+        cell=[_cell(mean, std) for mean, std in zip(frame[metric], frame[f"{metric}_std"], strict=True)]
+    )
+    wide = cells.pivot(index="method", columns="experiment", values="cell").fillna("")
+    wide = wide.reindex(index=frame["method"].unique(), columns=frame["experiment"].unique())
+    wide.columns.name = None
+    return wide.reset_index()
 
 
 def format_table(frame: pd.DataFrame, style: str) -> str:
@@ -69,11 +175,17 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     """
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
+    if "p" not in frame:  # of `by_experiment`
+        return _formatted(frame, style)
     shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
     for name in [name.removesuffix("_std") for name in frame.columns if name.endswith("_std")]:
         shown[name] = [_cell(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
         shown = shown.drop(columns=f"{name}_std")
     shown["p"] = ["" if np.isnan(p) else f"{p:.3f}" for p in frame["p"]]
+    return _formatted(shown, style)
+
+
+def _formatted(shown: pd.DataFrame, style: str) -> str:
     if style == "latex":
         return str(shown.to_latex(index=False, escape=True)).rstrip("\n")
     if style == "html":
@@ -98,7 +210,7 @@ def _values(result: MethodResult) -> dict[str, float]:
     return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
-def _chosen(found: dict[tuple[str, str], dict[int, dict[str, float]]], metrics: Sequence[str]) -> list[str]:
+def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
     present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
     for name in metrics:
         if name not in present:
@@ -119,7 +231,7 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     return row
 
 
-def _p_values(found: dict[tuple[str, str], dict[int, dict[str, float]]], metric: str) -> list[float]:
+def _p_values(found: Found, metric: str) -> list[float]:
     """Of each method against the best one of its experiment."""
     from scipy.stats import ttest_rel
 

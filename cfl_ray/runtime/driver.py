@@ -70,11 +70,29 @@ class Watcher:
         """Something is wrong that does not end the run."""
 
 
+@dataclass(frozen=True)
+class StudyPlace:
+    """The place of a run in a study."""
+
+    root: Path  # folder of the study, which has the parent run of all its cells
+    setting: str
+    method: str  # label
+
+
 class Driver:
     """Drives a session through the methods and records what it reports."""
 
-    def __init__(self, setup: Setup, session: Session, directory: Path | None, watcher: Watcher, facts: dict[str, str]):
+    def __init__(
+        self,
+        setup: Setup,
+        session: Session,
+        directory: Path | None,
+        watcher: Watcher,
+        facts: dict[str, str],
+        study: StudyPlace | None = None,
+    ):
         self.setup, self.session, self.directory, self.watcher, self.facts = setup, session, directory, watcher, facts
+        self.study = study  # None: the run is no cell of one
         self.experiment = setup.experiment
         self.primary = setup.task.metrics[0]
         self.of_task = frozenset(score_metrics_of([metric.name for metric in setup.task.metrics]))
@@ -272,10 +290,10 @@ class Driver:
             return None
         directory = self.directory / label if label else self.directory
         tracker: Tracker
-        if self.uri is None:
+        if self.uri is None or (self.study is not None and label is None):  # a study compares, not each of its cells
             tracker = FileTracker(directory, self.of_task)
         else:
-            parent = self.directory if label else None
+            parent = None if label is None else self.study.root if self.study is not None else self.directory
             experiment = self.experiment.tracking.experiment
             tracker = MlflowTracker(
                 directory, self.uri, experiment, parent, warn=self.watcher.warn, of_task=self.of_task
@@ -306,8 +324,11 @@ class Driver:
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
         params |= {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
-        name = f"{full_label(method)}, {experiment.name}, {when}"
-        return RunInfo(name, method.name, tags | {"method": method.name, "label": label}, params)
+        tags |= {"method": method.name, "label": label}
+        if (study := self.study) is not None:
+            tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
+            return RunInfo(f"{study.method}, {study.setting}, seed {experiment.seed}", method.name, tags, params)
+        return RunInfo(f"{full_label(method)}, {experiment.name}, {when}", method.name, tags, params)
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

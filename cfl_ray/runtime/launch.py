@@ -13,7 +13,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.core.files import write_text
 from cfl_ray.methods import resolve
-from cfl_ray.runtime.driver import Driver, Watcher
+from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
@@ -89,6 +89,27 @@ def resume(
     return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
 
 
+def run_cell(experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None) -> Results:
+    """Runs one cell of a study, or goes on with it where it stopped.
+
+    hosts: number of client hosts on the Ray cluster; None: in this process.
+    """
+    on_ray = hosts is not None
+    if on_ray:
+        runtime = experiment.runtime.model_copy(update={"hosts": hosts})
+        experiment = experiment.model_copy(update={"runtime": runtime})
+    file = run_dir / CONFIG
+    if there := file.is_file():
+        if (hash := _hash_of(file)) != experiment.config_hash:
+            raise ConfigError(
+                f"{run_dir} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
+                "move it away, or choose another folder for the study"
+            )
+        if (finished := finished_results(run_dir, experiment)) is not None:
+            return finished
+    return _Launch(experiment, Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
+
+
 def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
     """The results of a finished run, read from its files; None for a run that is live or has something left to do."""
     directory = Path(run_dir).absolute()
@@ -128,6 +149,7 @@ class _Launch:
     keep: bool = True  # whether files are kept
     resumed: bool = False
     replay: Path | None = None
+    study: StudyPlace | None = None  # that the run is a cell of
     directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
     session: Session | None = field(default=None, init=False)
 
@@ -167,7 +189,7 @@ class _Launch:
             self._begin_directory(self.directory, setup)
             lock.enter_context(hold_run(self.directory / CONFIG))
         self.watcher.started(setup, self.directory, facts)
-        return Driver(setup, self.session, self.directory, self.watcher, facts).all_methods()
+        return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
 
     def _session(self, setup: Setup) -> Session:
         if not self.on_ray:

@@ -1,15 +1,15 @@
 """From an experiment to everything a process needs to work on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cfl_ray import data, models
-from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, check_cohort
+from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, LocalConfig, changed_local, check_cohort
 from cfl_ray.core.availability import (
     ALWAYS,
     ARGUMENTS,
@@ -49,16 +49,41 @@ AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builti
 
 @dataclass(frozen=True)
 class Learning:
-    """Optimiser and learning rates of clients."""
+    """How clients train: the settings of a section `local`, with its optimiser and learning rates ready for use."""
 
+    settings: LocalConfig = LocalConfig()
     optimizer: LocalOptimizer | None = None  # None: SGD
     rounds: RateSchedule = RateSchedule(constant)
     steps: RateSchedule = RateSchedule(constant)
+
+    @classmethod
+    def of(cls, settings: LocalConfig) -> "Learning":
+        """Raises ConfigError for an optimiser or a schedule that cannot be used."""
+        return cls(
+            settings,
+            resolve_optimizer(settings.optimizer, settings.optimizer_options),
+            resolve_schedule("local.schedule", settings.schedule),
+            resolve_schedule("local.step_schedule", settings.step_schedule),
+        )
 
     @property
     def is_sgd(self) -> bool:
         """Whether every local step is one of SGD with the learning rate of the round."""
         return self.optimizer is None and self.steps.is_constant
+
+    @property
+    def local(self) -> LocalSGD:
+        """The local training before any schedule of the rounds."""
+        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm")
+        given = {key: value for key, value in self.settings.model_dump().items() if key in keys}
+        step_schedule = None if self.steps.is_constant else self.steps
+        return LocalSGD(**given, optimizer=self.optimizer, step_schedule=step_schedule)
+
+    def local_in(self, round: int, rounds: int) -> LocalSGD:
+        """The same with the learning rate of a round of so many."""
+        if self.rounds.is_constant:
+            return self.local
+        return replace(self.local, lr=self.local.lr * self.rounds(max(round, 1), rounds))
 
 
 @dataclass(frozen=True)
@@ -74,23 +99,18 @@ class Setup:
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
     task: Task = CLASSIFICATION  # with all metrics that are measured
-    learning: Learning = Learning()
+    learning: Learning = Learning()  # of the methods that have no settings of their own
+    own_learning: Mapping[str, Learning] = field(default_factory=dict)  # of those that have, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
 
     @property
     def local(self) -> LocalSGD:
-        """The local training of every client, unless a method changes it, before any schedule."""
-        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm")
-        given = {key: value for key, value in self.experiment.local.model_dump().items() if key in keys}
-        step_schedule = None if self.learning.steps.is_constant else self.learning.steps
-        return LocalSGD(**given, optimizer=self.learning.optimizer, step_schedule=step_schedule)
+        """The local training of the experiment before any schedule; a method may have another."""
+        return self.learning.local
 
-    def local_in(self, round: int) -> LocalSGD:
-        """The same with the learning rate of a round."""
-        local, schedule = self.local, self.learning.rounds
-        if schedule.is_constant:
-            return local
-        return replace(local, lr=local.lr * schedule(max(round, 1), self.experiment.rounds))
+    def learning_of(self, label: str) -> Learning:
+        """How clients train for one method."""
+        return self.own_learning.get(label, self.learning)
 
     @property
     def division(self) -> autotune.Division:
@@ -136,7 +156,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
     methods = resolve(experiment.methods)
-    task, learning = _learning(experiment, methods)
+    task, learning, own_learning = _learning(experiment, methods)
     _check_targets(task, federation)
     sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     if experiment.tracking.log_models and experiment.tracking.enabled:
@@ -151,7 +171,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
-    setup = Setup(experiment, federation, recipe, methods, availability, task, learning, attack_kind)
+    setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
     _try_own_parts(setup)
     return setup
@@ -167,30 +187,40 @@ def _try_own_parts(setup: Setup) -> None:
     try_availability(setup.availability, num_clients)
 
 
-def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[Task, Learning]:
-    """The task, and how its clients learn. Raises ConfigError for what is not valid, or not for one of the methods."""
-    local = experiment.local
+def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[Task, Learning, dict[str, Learning]]:
+    """The task, how its clients train, and how they do for methods with settings of their own.
+
+    Raises ConfigError for what is not valid, or not for one of the methods.
+    """
     task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
     for metric in task.metrics:
         check_score_name(metric.name)
-    learning = Learning(
-        resolve_optimizer(local.optimizer, local.optimizer_options),
-        resolve_schedule("local.schedule", local.schedule),
-        resolve_schedule("local.step_schedule", local.step_schedule),
-    )
-    for t in (1, experiment.rounds):
-        learning.rounds(t, experiment.rounds)
     if experiment.attack.kind == "label_flip" and task.targets != "class":
         raise ConfigError(f"attack.kind: label_flip needs classes, the targets of the task are {task.targets!r}")
+    learning = Learning.of(experiment.local)
+    own = {
+        label: Learning.of(changed_local(experiment.local, method.local, f"methods: {label}.local"))
+        for label, method in methods.items()
+        if method.local
+    }
+    for one in (learning, *own.values()):
+        for t in (1, experiment.rounds):
+            one.rounds(t, experiment.rounds)
     for label, method in methods.items():
-        if task.targets != "class" and (reason := method.needs_classes):
-            raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
-        if not learning.is_sgd and (reason := method.needs_sgd):
-            raise ConfigError(
-                f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
-                f"{local.optimizer} and {local.step_schedule}: {reason}"
-            )
-    return task, learning
+        _check_method(label, method, task, own.get(label, learning))
+    return task, learning, own
+
+
+def _check_method(label: str, method: Method[Any], task: Task, learning: Learning) -> None:
+    """Raises ConfigError for a method that is not for this task, or not for this local training."""
+    if task.targets != "class" and (reason := method.needs_classes):
+        raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
+    if not learning.is_sgd and (reason := method.needs_sgd):
+        settings = learning.settings
+        raise ConfigError(
+            f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
+            f"{settings.optimizer} and {settings.step_schedule}: {reason}"
+        )
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

@@ -141,7 +141,7 @@ class RoundLoop:
         session: str = "",
     ):
         self.experiment, self.federation = setup.experiment, setup.federation
-        self.setup, self.availability = setup, setup.availability
+        self.setup, self.availability, self.learning = setup, setup.availability, setup.learning_of(label)
         self.attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.method, self.network, self.store = setup.methods[label], network, store
         self.backend = ReusingBackend(backend, self.federation, self.attackers)
@@ -525,7 +525,7 @@ class RoundLoop:
             np.asarray(ids, np.int64),
             self.present.num_samples_N[ids],
             self.network.spec,
-            self.setup.local_in(round),
+            self.learning.local_in(round, self.experiment.rounds),
             self.backend,
             self.experiment.seed,
             round,

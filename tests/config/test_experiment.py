@@ -411,7 +411,9 @@ class TestPython:
         assert experiment.data.federation is federation and experiment.data.source == "arrays"
         assert experiment.model.name is Net
         written = experiment.to_dict()
-        assert written["methods"] == [{"stocfl": dataclasses.asdict(StoCFL(tau=0.3))}, "ifca"]
+        options = dataclasses.asdict(StoCFL(tau=0.3))
+        del options["local"], options["label"]  # which are null
+        assert written["methods"] == [{"stocfl": options}, "ifca"]
         assert written["model"]["name"].endswith("Net")
         # A run directory with these can be resumed.
         assert resolve(written["methods"]) == {"stocfl": StoCFL(tau=0.3), "ifca": IFCA()}
@@ -452,6 +454,22 @@ class TestMethods:
         assert found["mine-share=0.5"].share == 0.5 and found["stocfl-tau=0.1"].tau == 0.1
         assert set(resolve(["all"])) == set(REGISTRY)
 
+    def test_labels(self):
+        found = resolve(
+            [
+                {"ifca": {"num_clusters": 2, "label": "ifca_2"}},
+                "ifca",
+                {"fedavg": {"local": {"momentum": 0.9}, "aggregation": {"trimmed_mean": {"share": 0.1}}}},
+                {"fedavg": {"aggregation": {"median": None}}},
+            ]
+        )
+        assert list(found) == [
+            "ifca_2",
+            "ifca",
+            "fedavg-aggregation.trimmed_mean.share=0.1-local.momentum=0.9",
+            "fedavg-aggregation=median",
+        ]
+
     def test_names_in_the_spelling_of_the_papers(self):
         found = resolve(["FedAvg+", "FL+HC", "IFCA-CAM", "LG-FedAvg", "Per-FedAvg", "StoCFL"])
         assert list(found) == ["fedavg_plus", "fl_hc", "ifca_cam", "lg_fedavg", "per_fedavg", "stocfl"]
@@ -475,7 +493,9 @@ class TestMethods:
             ([{"ifca": {"select_samples": 2.5}}], "methods: ifca.select_samples must be a whole number, got 2.5"),
             ([{"ifca": {"num_clusters": "1e-3"}}], "methods: ifca.num_clusters must be in 1 .. inf, got 0.001"),
             ([{"ifca": {}, "stocfl": {}}], "methods: an entry must be a name, or one name with its options"),
-            (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice with the same options"),
+            (["fedavg", "fedavg"], "methods: 'fedavg' is listed twice"),
+            ([{"fedavg": {"label": "a"}}, {"ifca": {"label": "a"}}], "methods: 'a' is listed twice"),
+            ([{"fedavg": {"label": "../a"}}], "fedavg.label must be letters, digits and _ . = -, got '../a'"),
             (["missing.py:Mine"], "method 'missing.py:Mine': there is no file /"),
             ([5], "unknown method '5'"),
         ],

@@ -178,11 +178,54 @@ class TestOwnMetric:
         assert {"spread", "spread_p90", "spread_local"} <= final.keys() and "mse" not in final
 
 
+class TestSettingsOfAMethod:
+    def test_are_those_of_the_section_with_changes(self):
+        own = {"momentum": 0.9, "schedule": "cosine"}
+        setup = prepare(experiment(methods=["fedprox", {"fedavg": {"local": own}}], local={"lr": 0.2, "epochs": 3}))
+        assert setup.learning_of("fedprox") == setup.learning and setup.learning.local.momentum == 0
+        changed = setup.learning_of("fedavg")
+        assert (changed.local.lr, changed.local.epochs, changed.local.momentum) == (0.2, 3, 0.9)
+        assert changed.local_in(5, 8).lr == 0.2 * cosine(5, 8) and setup.learning.local_in(5, 8).lr == 0.2
+
+    def test_train_like_the_same_settings_for_all(self):
+        alone = experiment(rounds=2, methods=["fedavg"], local={"lr": 0.2, "momentum": 0.9})
+        among = experiment(rounds=2, methods=["fedprox", {"fedavg": {"local": {"momentum": 0.9}}}], local={"lr": 0.2})
+        expected, found = simulate(alone)["fedavg"], simulate(among)["fedavg"]
+        assert found.final["test_loss"] == expected.final["test_loss"]
+        assert (
+            simulate(experiment(rounds=2, local={"lr": 0.2}))["fedavg"].final["test_loss"] != found.final["test_loss"]
+        )
+
+    def test_count_in_the_hash(self):
+        plain, own = experiment(), experiment(methods=[{"fedavg": {"local": {"lr": 0.3}}}])
+        assert plain.config_hash != own.config_hash
+        assert (
+            experiment(methods=[{"fedavg": {"local": None, "label": "mine"}}]).config_hash
+            == experiment(methods=[{"fedavg": {}}]).config_hash
+        )
+
+    @pytest.mark.parametrize(
+        ("local", "message"),
+        [
+            ({"momentun": 0.9}, r"methods: fedavg\.local: unknown key 'momentun' \(did you mean 'momentum'\?\)"),
+            ({"lr": -1}, r"methods: fedavg\.local: lr: Input should be greater than 0, got -1"),
+            (3, r"fedavg\.local must be keys of the section local, e.g. {lr: 0.1}, got 3"),
+        ],
+    )
+    def test_that_are_invalid(self, local, message):
+        with pytest.raises(ConfigError, match=message):
+            prepare(experiment(methods=[{"fedavg": {"local": local}}]))
+
+    def test_of_an_optimiser_that_the_method_cannot_have(self):
+        with pytest.raises(ConfigError, match="fednova needs local.optimizer sgd"):
+            prepare(experiment(methods=["fedavg", {"fednova": {"local": {"optimizer": "adam"}}}]))
+
+
 class TestLearningRates:
     def test_of_rounds(self):
         setup = prepare(experiment(rounds=8, local={"lr": 0.2, "schedule": "cosine"}))
-        assert [setup.local_in(t).lr for t in range(1, 9)] == [0.2 * cosine(t, 8) for t in range(1, 9)]
-        assert prepare(experiment(local={"lr": 0.2})).local_in(5).lr == 0.2
+        assert [setup.learning.local_in(t, 8).lr for t in range(1, 9)] == [0.2 * cosine(t, 8) for t in range(1, 9)]
+        assert prepare(experiment(local={"lr": 0.2})).learning.local_in(5, 8).lr == 0.2
 
     def test_a_factor_of_0_leaves_the_model_alone(self):
         local = {"lr": 0.1, "schedule": {"step": {"every": 2, "gamma": 0.0}}}

@@ -14,6 +14,11 @@ def room(runtime: RuntimeConfig, resources: dict[str, float]) -> int:
     return int(min(by_cpus, by_gpus) + 1e-9)
 
 
+def room_of_cluster(runtime: RuntimeConfig) -> int:
+    """Number of hosts that the cluster of this process has room for."""
+    return room(runtime, ray.cluster_resources())
+
+
 def hosts_asked_for(setup: Setup) -> int | None:
     """Number of hosts that the config asks for; None: as many as there is room for."""
     runtime = setup.experiment.runtime

@@ -1,0 +1,121 @@
+"""The cells of a study: one run for each method, setting and seed."""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cfl_ray.config import Experiment
+from cfl_ray.config.study import Study, merged, name_of
+from cfl_ray.core.errors import ConfigError, UserError, did_you_mean
+from cfl_ray.methods import resolve
+from cfl_ray.runtime.launch import finished_results
+from cfl_ray.runtime.run_lock import CONFIG, is_live
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one setting with one seed: a run of its own.
+
+    The experiment has this method alone, without its label, and in `local` what the method sets there. So a cell is the
+    same run in every study that has it.
+    """
+
+    setting: str
+    method: str  # label
+    seed: int
+    experiment: Experiment
+    trial: str = ""  # of a sweep; it is part of the name of the setting
+
+    @property
+    def name(self) -> str:
+        """The cell in words."""
+        return f"{self.setting}, {self.method}, seed {self.seed}"
+
+    def folder(self, root: Path) -> Path:
+        """The run directory below the folder of the study."""
+        return root / self.setting / self.method / f"seed-{self.seed}"
+
+    def is_finished(self, root: Path) -> bool:
+        """Whether its run has nothing left to do."""
+        folder = self.folder(root)
+        return (folder / CONFIG).is_file() and finished_results(folder, self.experiment) is not None
+
+    def is_live(self, root: Path) -> bool:
+        """Whether another process works on its run."""
+        config = self.folder(root) / CONFIG
+        return config.is_file() and is_live(config)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cells of a study; empty: all."""
+
+    settings: Collection[str] = ()
+    methods: Collection[str] = ()
+    seeds: Collection[int] = ()
+
+
+ALL = Selection()
+
+
+def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[Cell]:
+    """The cells, all of the first seed before those of the second. Raises ConfigError for any that cannot be run.
+
+    trials: parameters of a sweep, each of which is tried in every setting; {}: those of the study itself.
+    """
+    _check(only.settings, study.setting_names, "setting")
+    _check(only.seeds, study.seeds, "seed")
+    cells = [
+        cell
+        for seed in study.seeds
+        if not only.seeds or seed in only.seeds
+        for setting in study.setting_names
+        if not only.settings or setting in only.settings
+        for parameters in trials
+        for cell in _cells_of(study, setting, parameters, seed)
+    ]
+    labels = list(dict.fromkeys(cell.method for cell in cells))
+    _check(only.methods, labels, "method")
+    return [cell for cell in cells if not only.methods or cell.method in only.methods]
+
+
+def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
+    for one in wanted:
+        if one not in known:
+            raise ConfigError(f"the study has no {what} {one!r}{did_you_mean(str(one), list(map(str, known)))}")
+
+
+def _cells_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[Cell]:
+    trial = name_of(parameters) if parameters else ""
+    place = ",".join(part for part in (setting if study.settings or not trial else "", trial) if part)
+    try:
+        values = study.values(setting, parameters)
+        entries = _by_label(values.get("methods", ["fedavg"]))
+        return [Cell(place, label, seed, _experiment(study, values, entry, seed), trial) for label, entry in entries]
+    except UserError as error:
+        raise ConfigError(f"{study.name}, {place}: {error}") from error
+
+
+def _by_label(entries: list[Any]) -> list[tuple[str, Any]]:
+    """The entries of `methods` with their labels."""
+    if "all" in entries:
+        position = entries.index("all")
+        entries = [*entries[:position], *resolve(["all"]), *entries[position + 1 :]]
+    return list(zip(resolve(entries), entries, strict=True))
+
+
+def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> Experiment:
+    """The experiment of one cell."""
+    values = copy.deepcopy(values) | {"name": study.name, "seed": seed}
+    if isinstance(entry, dict):
+        (name, options), *_ = entry.items()
+        options = dict(options or {})
+        options.pop("label", None)
+        if own := options.pop("local", None):
+            values["local"] = merged(values.get("local", {}), own)
+        entry = {name: options} if options else name
+    experiment = Experiment(**values | {"methods": [entry]})
+    resolve(experiment.methods)
+    return experiment
