@@ -196,6 +196,13 @@ def nearest_centre(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> tuple[
     require_finite(centre_KF)
     if not len(centre_KF) or not len(feature_MF):
         return np.full(len(feature_MF), -1), np.full(len(feature_MF), np.inf)
+    distance_MK = centre_distances(feature_MF, centre_KF, metric)
+    index_M = distance_MK.argmin(1)
+    return index_M, distance_MK[np.arange(len(index_M)), index_M]
+
+
+def centre_distances(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> np.ndarray:
+    """Distance of each row to each centre, float64 (M, K), with at least one row and centre; see `nearest_centre`."""
     scale_M, scale_K = _scale(feature_MF, metric), _scale(centre_KF, metric)
     centres = centre_KF.double().numpy() * scale_K[:, None]
     kind = {"l1": "cityblock", "l2": "euclidean", "cosine": "sqeuclidean"}[metric]
@@ -205,5 +212,4 @@ def nearest_centre(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> tuple[
     if metric == "cosine":
         distance_MK /= 2
         distance_MK[(scale_M[:, None] == 0) | (scale_K == 0)] = 1
-    index_M = distance_MK.argmin(1)
-    return index_M, distance_MK[np.arange(len(index_M)), index_M]
+    return distance_MK

@@ -695,8 +695,8 @@ class EvaluationConfig(ConfigSection):
     )
     target: float | None = Field(
         None,
-        description="value of the first metric for rounds_to_target and mbit_to_target: accuracy, above 0 and at most "
-        "1, or that of another task; null: do not measure them",
+        description="value of the first metric for rounds_to_target and mbit_to_target (P-server), and the same with "
+        "_local (P-local): accuracy, above 0 and at most 1, or that of another task; null: do not measure them",
     )
     metrics: list[Any] = Field(
         [],

@@ -17,8 +17,9 @@ from cfl_ray.core.own_parts import call_own, described
 from cfl_ray.core.rng import stream
 
 CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
-MOST_PAIRED = 1_000  # entries of each such axis of a matrix that has two of them
-MOST_LABELLED = 10_000  # entries of such an axis otherwise
+MOST_PAIRED = 1_000  # clients of a matrix whose other axis is clients or clusters too
+MOST_PAIRED_CLUSTERS = 256  # clusters of such a matrix: it may change in every round
+MOST_LABELLED = 10_000  # clients or clusters otherwise
 MOST_VALUES = 1_000_000  # of one array, 4 MB
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -166,7 +167,9 @@ class Diagnostics:
         """Positions of the entries of an axis that are kept."""
         if axis not in (CLIENTS, CLUSTERS):
             return np.arange(len(labels))
-        most = MOST_PAIRED if len(array.axes) == 2 and {*array.axes} <= {CLIENTS, CLUSTERS} else MOST_LABELLED
+        most = MOST_LABELLED
+        if len(array.axes) == 2 and {*array.axes} <= {CLIENTS, CLUSTERS}:
+            most = MOST_PAIRED if axis == CLIENTS else MOST_PAIRED_CLUSTERS
         return sample_of(labels, most, self.seed) if axis == CLIENTS else np.arange(min(len(labels), most))
 
 

@@ -34,6 +34,7 @@ import scipy
 import torch
 
 from cfl_ray.clustering.agglomerative import by_lowest_member, distances
+from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
 from cfl_ray.core.clients import Clients, LocalTraining, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -132,6 +133,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         state = self.count_progress(
             state, clients.ids_M[valid_M], clients.num_samples_M[valid_M], updates.train_loss_M[valid_M]
         )
+        clients.record("progress_variance", state.variance)
         variance_rises = state.variance > previous_variance
         if clients.round >= self.max_rounds or (clients.round >= self.min_rounds and variance_rises):
             return self.cluster(state, clients, updates)
@@ -161,7 +163,10 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     def cluster(self, state: AutoCFLState, clients: Clients, updates: Updates) -> AutoCFLState:
         """The state with clusters by the votes on this round's last layers, each with the mean model of its members."""
         valid_M, head_MF = updates.valid_M, updates.valid_features_MF
-        distance_MM = scipy.spatial.distance.squareform(distances(head_MF, "l2") / head_MF.shape[1])
+        distance = distances(head_MF, "l2") / head_MF.shape[1]
+        clients.record("distance", distance, ("clients", "clients"), ids=clients.ids_M[valid_M])
+        record_signatures(clients, clients.ids_M[valid_M], head_MF)
+        distance_MM = scipy.spatial.distance.squareform(distance)
         representative_M = representatives(distance_MM, clients.num_samples_M[valid_M], self.vote, self.min_gap)
         cluster_M = by_lowest_member(representative_M)
         num_clusters = cluster_M.max() + 1

@@ -28,6 +28,7 @@ from torch.nn.functional import normalize
 
 from cfl_ray.clustering import agglomerative
 from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced, whole_update
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
@@ -213,6 +214,8 @@ class CFL(Method[CFLState], name="cfl"):
                 state = self.split(state, leaf, mean_norm_K[leaf].item(), self.is_recent(state, clients))
             # W_c <- W_c + sum_i p_i Delta_i in every new leaf
             if state.num_clusters > before.num_clusters:
+                record_similarity(clients, state.seen_S, state.signature_SF)
+                record_signatures(clients, state.seen_S, state.signature_SF)
                 models_KP = self.averaged_models(state, clients, updates, stays_M)
         return state.advance(models_KP=models_KP)
 

@@ -43,6 +43,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option
 from cfl_ray.clustering.significance import significant_parts
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, UpdateFeatures, Updates
@@ -169,10 +170,11 @@ class FedAC(Method[FedACState], name="fedac"):
         # M-step: Phi
         state = state.advance(global_KP=updates.averaged(default=state.global_KP))
         # PCA
-        if state.phase == "cluster" or clients.round % self.pca_every == 0:
+        had_no_clusters = state.phase == "cluster"
+        if had_no_clusters or clients.round % self.pca_every == 0:
             state = self.principal_components(state)
         # First clusters: k-means of z
-        if state.phase == "cluster":
+        if had_no_clusters:
             cluster_M, centre_KQ = kmeans(state.z(upload_MF), self.num_clusters, rng.seed, cosine=self.by_cosine)
             models_KP, assign_N = state.models_KP.repeat(len(centre_KQ), 1), state.place(ids_M, cluster_M)
             state = state.advance(models_KP=models_KP, assign_N=assign_N, phase="federate")
@@ -181,6 +183,9 @@ class FedAC(Method[FedACState], name="fedac"):
         state = state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
+        if had_no_clusters or clients.round % self.pca_every == 0 or self.adapts_in(clients.round):
+            record_similarity(clients, state.seen_S, state.z(state.signature_SF))
+            record_signatures(clients, state.seen_S, state.z(state.signature_SF))
         # CNT
         return self.adapt(state, clients, updates, rng) if self.adapts_in(clients.round) else state
 

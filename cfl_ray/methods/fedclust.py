@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from cfl_ray.clustering.agglomerative import distances
 from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
 from cfl_ray.clustering.tree_cut import TreeCut
 from cfl_ray.core.clients import Clients
@@ -74,6 +75,8 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
             return state
         # agglomerate until the next merge is higher than lambda
         distance = distances(head_MF, "l2")
+        clients.record("distance", distance, ("clients", "clients"), ids=ids_M)
+        record_signatures(clients, ids_M, head_MF)
         cluster_M = self.clusters(distance, len(ids_M))
         centre_KF, _ = cluster_means(head_MF, cluster_M, cluster_M.max() + 1)
         return state.advance(

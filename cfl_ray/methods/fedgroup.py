@@ -30,6 +30,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering import agglomerative
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
 from cfl_ray.core.clients import Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -92,6 +93,8 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         if not valid_M.any():
             return state
         delta_MF = updates.valid_features_MF
+        record_similarity(clients, clients.ids_M[valid_M], delta_MF)
+        record_signatures(clients, clients.ids_M[valid_M], delta_MF)
         group_M = self.groups(delta_MF, rng.seed)
         assign_N = state.place(clients.ids_M[valid_M], group_M)
         # w_k <- mean of w_0 + Delta_i,  Delta_k <- mean of Delta_i over group k

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.signature_diagnostics import record_centre_distances
 from cfl_ray.clustering.signatures import sketch_option
 from cfl_ray.core.clients import Clients, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -62,9 +63,12 @@ class FeSEM(Method[State], name="fesem"):
         # E-step: c(i), by k-means++ in the first round
         if state.phase == "cluster":
             found_M, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
+            record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
             found_M, distance_M = self.e_step(state, clients, feature_MF)
+            centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
+            record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             if self.reseed:
                 self.reseed_empty_centre(state, ids_M, found_M, distance_M)
         assign_N = state.place(ids_M, found_M)

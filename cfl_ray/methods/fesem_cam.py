@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.signature_diagnostics import record_centre_distances
 from cfl_ray.clustering.signatures import SignatureState, sketch_option
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -98,6 +99,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         # c <- k-means from the present centres, over the last uploads of all clients seen
         state = self.remember_uploads(state, clients, cluster_updates)
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
+        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         found_S, _ = kmeans(
             state.signature_SF, state.num_clusters, rng.seed, weight_S=state.weight_S, centres_KF=centre_KF
         )
@@ -120,6 +122,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         if not len(state.seen_S):
             return state
         found_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
+        record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
         state = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, found_S), phase="federate")
         return self.m_step(state, clients, updates)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from cfl_ray.clustering.agglomerative import distances
 from cfl_ray.clustering.merging import cluster_means
+from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
 from cfl_ray.clustering.tree_cut import TreeCut
 from cfl_ray.core.clients import Clients, UpdateFeatures
@@ -90,7 +91,10 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
 
         # agglomerate the Delta_i
         feature_MF = updates.valid_features_MF
-        found_M = self.clusters(distances(feature_MF, self.metric), len(feature_MF))
+        distance = distances(feature_MF, self.metric)
+        clients.record("distance", distance, ("clients", "clients"), ids=clients.ids_M[valid_M])
+        record_signatures(clients, clients.ids_M[valid_M], feature_MF)
+        found_M = self.clusters(distance, len(feature_MF))
         centre_KF, _ = cluster_means(feature_MF, found_M, found_M.max() + 1)
         assign_N = state.place(clients.ids_M[valid_M], found_M)
 

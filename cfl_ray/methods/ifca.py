@@ -118,7 +118,10 @@ class IFCA(Method[State], name="ifca"):
         """j_i (M,) of each client, among the models it received."""
         if self.select == "test_accuracy":
             return clients.accuracies(received).argmax(1)
-        return clients.losses(received, max_samples=self.select_samples).argmin(1)
+        loss_MK = clients.losses(received, max_samples=self.select_samples)
+        if not clients.evaluated:
+            clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
+        return loss_MK.argmin(1)
 
     def warmup_clusters(self, ids_M: np.ndarray, seed: int) -> np.ndarray:
         """Clusters (M,) of a random equal split, the same in all rounds.

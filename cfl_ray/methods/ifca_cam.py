@@ -115,7 +115,10 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
         """c(i) (M,) of each client."""
-        return clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples).argmin(1)
+        loss_MK = clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples)
+        if not clients.evaluated:
+            clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
+        return loss_MK.argmin(1)
 
     def join(self, state: CAMState, clients: Clients) -> CAMState:
         """Newcomers choose a model whenever they predict, until they have trained."""

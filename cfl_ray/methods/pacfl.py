@@ -135,6 +135,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
 
         # agglomerate by A
         condensed = scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False)
+        clients.record("distance", condensed, ("clients", "clients"), ids=state.seen_S)
         found_S = self.clusters(condensed, len(state.seen_S))
         if not old:
             models_KP = state.start_KP.repeat(found_S.max() + 1, 1)

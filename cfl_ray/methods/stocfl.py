@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cfl_ray.clustering.merging import cluster_means, merge_similar, most_similar
+from cfl_ray.clustering.signature_diagnostics import cosines, record_signatures
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced
 from cfl_ray.core.clients import ClientData, Clients, LocalTraining, Proximal
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -185,6 +186,8 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         revived_M = np.append(state.empty_E, UNASSIGNED)[empty_M]
         num_clusters = state.num_clusters + int(alone_M.sum())
         state = state.add_members(ids_M, feature_MF, self.with_new_clusters(state, revived_M, alone_M))
+        if len(ids_M):
+            record_signatures(clients, state.seen_S, state.signature_SF)
 
         # merge all clusters k, l with cos(mean Psi_k, mean Psi_l) >= tau
         active = np.setdiff1d(state.assign_N[clients.ids_M], [UNASSIGNED]) if self.active_only else None
@@ -229,6 +232,17 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
         state = state.add_members(ids_M, feature_MF, self.with_new_clusters(state, best_M, alone_M))
         return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
+
+    def diagnose(self, state: StoCFLState, clients: Clients) -> None:
+        """Score of omega; cosines of the clusters' mean signatures, and their sum over all pairs, which is Eq. (2)."""
+        score_M = clients.test(Serving(state.global_KP, clients.first_row()))[:, 0]
+        if not np.isnan(score_M).all():
+            clients.record("global_score", np.nanmean(score_M))
+        if state.num_clusters:
+            cosine_KK = cosines(state.mean_signatures())
+            clients.record("cluster_similarity", cosine_KK, ("clusters", "clusters"))
+            alive_KK = np.triu(np.outer(state.members_K > 0, state.members_K > 0), 1)
+            clients.record("objective", cosine_KK[alive_KK].sum(dtype=np.float64))
 
     def serve(self, state: StoCFLState, clients: Clients) -> Serving:
         """The model of the client's cluster; omega for a client not seen yet."""

@@ -72,7 +72,7 @@ class MethodResult:
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
-        """What the method reported beside its metrics (docs/metrics.md): {name: {round: diagnostic}}.
+        """Values that the method reported beside its metrics (docs/metrics.md): {name: {round: diagnostic}}.
 
         An array is there for each evaluated round in which it differs from the one before, by the round in which the
         method reported it.

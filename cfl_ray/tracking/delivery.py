@@ -21,8 +21,8 @@ from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, r
 from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
-# About 20 metrics a round: below the 1000 that MLflow accepts in one request, so a batch arrives whole or not at all.
 BATCH_ROUNDS = 40
+BATCH_METRICS = 1000  # MLflow accepts no more in one request, so a batch arrives whole or not at all
 _LINE_BYTES = 1 << 16  # more than a line of the metrics log has
 LOCK_SECONDS = 5.0
 MOVE_SECONDS = 60.0  # a delivery to the previous destination may be in progress
@@ -231,10 +231,12 @@ def _batches(run_dir: Path, offset: int) -> Iterator[tuple[list[RoundRecord], in
     """Yields the records after byte `offset` of the log in batches, with the offset that follows each batch."""
     records: list[RoundRecord] = []
     end = offset
-    for record, end in read_from(run_dir, offset):
-        records.append(record)
-        if len(records) == BATCH_ROUNDS:
+    for record, after in read_from(run_dir, offset):
+        size = sum(len(one.metrics) for one in records) + len(record.metrics)
+        if records and (len(records) == BATCH_ROUNDS or size > BATCH_METRICS):
             yield records, end
             records = []
+        records.append(record)
+        end = after
     if records:
         yield records, end

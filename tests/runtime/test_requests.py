@@ -107,6 +107,8 @@ def test_every_method_takes_unknown_newcomers(begin, newcomers, tmp_path):
         )
         assert [metrics["clients_online"] for _, metrics, _ in figures] == [8, 7, 11, 11], method
         assert ["newcomer_accuracy" in metrics for _, metrics, _ in figures] == [False, False, True, True], method
+        assert [metrics.get("clients_joined") for _, metrics, _ in figures] == [None, None, 4, None], method
+        assert [metrics.get("clients_left") for _, metrics, _ in figures] == [None, 1, None, None], method
         assert len(loop.state.assign_N) == 12 and loop.state.assign_N[0] == -1, method
         assert (loop.local_scores_N2[1:, 0] >= 0).all(), method
 

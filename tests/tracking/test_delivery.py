@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.tracking import FileTracker, MlflowTracker, RunInfo, deliver_pending, delivery
+from cfl_ray.tracking import FileTracker, MlflowTracker, RoundRecord, RunInfo, deliver_pending, delivery
 from cfl_ray.tracking import mlflow as adapter
 from cfl_ray.tracking.delivery import CURSOR, LOCK, Delivery, is_pending, set_destination
 
@@ -294,6 +294,21 @@ def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tm
         assert Delivery(folder, "sqlite:///x.db").bring_up_to_date() == 0
         assert [step for step, _ in store.entries] == list(range(8)), cut
         assert not is_pending(folder)
+
+
+def test_a_request_to_mlflow_has_at_most_1000_metrics(tmp_path, info):
+    """Methods may report many diagnostics. A single round is never divided."""
+    names = [f"value_{number}" for number in range(1001)]
+    records = [
+        RoundRecord(round, dict.fromkeys(names[:count], 1.0), of_task=frozenset(names))
+        for round, count in enumerate((400, 400, 400, 1001, 1), 1)
+    ]
+    log_to(tmp_path, info, records)
+    found = [[one.round for one in batch] for batch, _ in delivery._batches(tmp_path, 0)]
+    assert found == [[1, 2], [3], [4], [5]]
+    ends = [end for _, end in delivery._batches(tmp_path, 0)]
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert ends == [sum(map(len, lines[:count])) for count in (2, 3, 4, 5)]
 
 
 def test_the_log_is_on_the_disk_before_the_cursor_counts_it(tmp_path, info, record, monkeypatch):

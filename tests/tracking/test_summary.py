@@ -14,6 +14,17 @@ def test_the_first_round_at_the_target_counts():
     assert summary == {"rounds_to_target": 2, "mbit_to_target": 2 * 2.0 + 2 * 1.0, "rounds_to_stable_clusters": 3}
 
 
+def test_the_same_target_of_p_local():
+    records = [
+        RoundRecord(round, {"accuracy": 0.1, "accuracy_local": local, "mbit_down": 2.0 * round, "mbit_up": 1.0 * round})
+        for round, local in ((5, 0.3), (10, 0.6), (15, 0.7))
+    ]
+    assert summarise(records, 0.5, None) == {"rounds_to_target_local": 10, "mbit_to_target_local": 10 * (2.0 + 1.0)}
+    error = [RoundRecord(one, {"mse_local": 1 / one}, of_task=frozenset({"mse_local"})) for one in (1, 2, 4)]
+    found = summarise(error, 0.5, None, "mse", higher_is_better=False)
+    assert found == {"rounds_to_target_local": 2, "mbit_to_target_local": 0}
+
+
 def test_no_target_or_one_that_is_not_reached_has_no_metrics():
     for target in (None, 0.9):
         assert summarise(curve(0.1, 0.4), target, change_rounds=None) == {}

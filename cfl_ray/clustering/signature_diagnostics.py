@@ -1,0 +1,59 @@
+"""Diagnostics that several methods report of what they compare clients by. S are the clients with a signature.
+
+All are made of a sample of the clients, and only where they are recorded.
+"""
+
+import numpy as np
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from cfl_ray.clustering.agglomerative import centre_distances
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.diagnostics import MOST_PAIRED, sample_of
+
+COMPONENTS = 8  # of a signature, at most
+
+
+def record_signatures(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
+    """Reports `signatures` (clients, components): the leading principal components of the signatures."""
+    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
+    clients.record(
+        "signatures", lambda: principal_components(signature_SF[at]), ("clients", "components"), ids=ids_S[at]
+    )
+
+
+def record_similarity(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
+    """Reports `similarity` (clients, clients): the cosines of the signatures."""
+    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
+    clients.record("similarity", lambda: cosines(signature_SF[at]), ("clients", "clients"), ids=ids_S[at])
+
+
+def record_centre_distances(
+    clients: Clients, ids_M: np.ndarray, feature_MF: Tensor, centre_KF: Tensor, metric: str
+) -> None:
+    """Reports `centre_distance` (clients, clusters): the distances of the clients' features to the centres."""
+    at = sample_of(ids_M, MOST_PAIRED, clients.seed)
+    clients.record(
+        "centre_distance",
+        lambda: centre_distances(feature_MF[at], centre_KF, metric),
+        ("clients", "clusters"),
+        ids=ids_M[at],
+    )
+
+
+def principal_components(signature_SF: Tensor) -> np.ndarray:
+    """Coordinates (S, Q) on the leading principal components, at most `COMPONENTS` and at least one."""
+    from sklearn.decomposition import PCA  # here: loading it takes a second, and hosts do not need it
+
+    if len(signature_SF) < 2:
+        return np.zeros((len(signature_SF), 1))
+    most = min(COMPONENTS, *signature_SF.shape)
+    found: np.ndarray = PCA(most, random_state=0).fit_transform(signature_SF.double().numpy())
+    return found
+
+
+def cosines(signature_SF: Tensor) -> np.ndarray:
+    """Cosine of every two signatures, float32 (S, S); 0 with one of zeros."""
+    unit_SF = normalize(signature_SF, dim=1)
+    cosine_SS = (unit_SF @ unit_SF.T).clamp(-1, 1)
+    return ((cosine_SS + cosine_SS.T) / 2).numpy()  # the product is symmetric up to rounding

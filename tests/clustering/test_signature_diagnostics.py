@@ -1,0 +1,59 @@
+"""Diagnostics of signatures against scipy and scikit-learn."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage, planted
+from scipy.spatial.distance import cdist, pdist, squareform
+from torch import nn
+
+from cfl_ray.clustering.signature_diagnostics import (
+    principal_components,
+    record_centre_distances,
+    record_signatures,
+    record_similarity,
+)
+
+
+@pytest.fixture
+def clients():
+    return Stage(planted(6), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))).clients([0])
+
+
+def signatures(count, features=20):
+    return torch.from_numpy(np.random.default_rng(count).standard_normal((count, features)).astype(np.float32))
+
+
+def test_as_defined(clients):
+    ids, signature_SF, centre_KF = np.array([4, 0, 9]), signatures(3), signatures(2)
+    record_signatures(clients, ids, signature_SF)
+    record_similarity(clients, ids, signature_SF)
+    record_centre_distances(clients, ids, signature_SF, centre_KF, "l2")
+    found = {name: clients.stats.diagnostics.array(name) for name in clients.stats.diagnostics.names}
+    assert all(one.labels[0].tolist() == [4, 0, 9] for one in found.values())
+    expected = 1 - squareform(pdist(signature_SF.double(), "cosine"))
+    assert np.allclose(found["similarity"].value, expected, atol=1e-6)
+    distances = cdist(signature_SF.double(), centre_KF.double())
+    assert np.allclose(found["centre_distance"].value, distances, atol=1e-5)
+    assert found["centre_distance"].axes == ("clients", "clusters")
+    # three points lie in a plane, so two components (and a third, which is 0) have their distances
+    assert found["signatures"].value.shape == (3, 3) and np.allclose(found["signatures"].value[:, 2], 0, atol=1e-5)
+    assert np.allclose(pdist(found["signatures"].value[:, :2]), pdist(signature_SF.double()), atol=1e-5)
+
+
+def test_of_many_clients_only_a_sample_is_looked_at(clients, monkeypatch):
+    ids, seen = np.arange(2500), []
+    monkeypatch.setattr(
+        "cfl_ray.clustering.signature_diagnostics.principal_components",
+        lambda signature_SF: seen.append(signature_SF) or signature_SF[:, :2],
+    )
+    record_signatures(clients, ids, torch.arange(2500.0)[:, None].repeat(1, 3))
+    found = clients.stats.diagnostics.array("signatures")
+    assert found.value.shape == (1000, 2) and len(seen[0]) == 1000
+    assert np.array_equal(found.value[:, 0], found.labels[0])
+
+
+def test_few_signatures():
+    assert principal_components(signatures(1)).tolist() == [[0.0]]
+    assert principal_components(signatures(30, 3)).shape == (30, 3)
+    assert principal_components(signatures(30)).shape == (30, 8)
