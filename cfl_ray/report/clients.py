@@ -55,8 +55,5 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         f". Boxes: the middle half of the clients{seeds}, with median and dashed mean; lines reach from the 5th to the "
         "95th percentile."
     )
-    return [
-        PageFigure(
-            f"{words.capitalize()} (P-server) over the clients, last evaluation", caption, figure, 70 + 44 * len(found)
-        )
-    ]
+    title = f"{words.capitalize()}, P-server, over the clients in the last evaluation"
+    return [PageFigure(title, caption, figure, 80 + 32 * len(found))]

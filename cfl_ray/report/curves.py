@@ -61,9 +61,9 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
     score = experiment.score
     words = score.replace("_", " ")
     titles = {
-        score: f"{words.capitalize()} of the model that the server gives each client next (P-server)",
-        f"{score}_local": f"{words.capitalize()} of the model that each client holds after its training (P-local)",
-        f"{score}_tuned": f"{words.capitalize()} of the server's model after local epochs (P-tune)",
+        score: f"{words.capitalize()}, P-server: the model that the server gives next",
+        f"{score}_local": f"{words.capitalize()}, P-local: the model that a client holds",
+        f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
     figures += [_by_traffic(experiment), _agreement(experiment), _clusters(experiment), _largest(experiment)]
@@ -172,7 +172,7 @@ def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
     caption = f"By its last evaluation a client has sent and received: {' (least), '.join(ends)}"
     caption += " (most)." if len(ends) > 1 else "."
     return PageFigure(
-        f"{words.capitalize()} (P-server) against the traffic of a client",
+        f"{words.capitalize()}, P-server, against the traffic of a client",
         caption,
         canvas(_lines(experiment, lines), "Mbit per client, down and up", words, hovermode="closest"),
     )
@@ -186,7 +186,7 @@ def _agreement(experiment: ReportedExperiment) -> PageFigure | None:
     caption = "Clusters against the true groups (1: the same, 0: as by chance). At the end: "
     caption += listed([f"{label} {found[label].mean_E[-1]:.2f}" for label in order]) + "."
     return PageFigure(
-        "Agreement of clusters with the true groups (adjusted Rand index)",
+        "Agreement of clusters with true groups (adjusted Rand index)",
         caption,
         canvas(
             _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
@@ -202,7 +202,7 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
     if not found:
         return None
     ends = listed([f"{label} {one.mean_E[-1]:.3g}" for label, one in found.items()])
-    groups = f"; the clients have {experiment.num_groups} true groups" if experiment.num_groups else ""
+    groups = f"; the clients have {experiment.num_groups} true groups (dotted)" if experiment.num_groups else ""
     dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
     figure = canvas(
         _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
@@ -235,7 +235,7 @@ def _largest(experiment: ReportedExperiment) -> PageFigure | None:
         hovermode="x unified",
         yaxis={"tickformat": ".0%", "range": [0, 1.03]},
     )
-    return PageFigure("Share of the largest cluster: do the clusters collapse into one?", f"{caption}.", figure)
+    return PageFigure("Share of the largest cluster: do clusters collapse into one?", f"{caption}.", figure)
 
 
 def _largest_group(experiment: ReportedExperiment) -> float:

@@ -34,7 +34,7 @@ class ReportedExperiment:
 
     name: str
     facts: Mapping[str, str]  # settings in words
-    command: str  # that runs it again
+    command: str  # that runs it again, with the file below
     config: str  # YAML, without credentials
     methods: Mapping[str, Sequence[MethodRun]]  # by label, each in the order of seeds
     group_of: Mapping[int, int] = field(default_factory=dict)  # true group of each client, where it is known

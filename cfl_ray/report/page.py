@@ -32,6 +32,7 @@ _HEADINGS = {  # of the table's columns
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
 }
+_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # one decimal will do
 _PROTOCOLS = {"_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 
@@ -61,8 +62,7 @@ class Panel:
     key: str
     figure: PageFigure
     json: str
-    legend: int  # entries
-    longest: int  # letters of the longest of them
+    legend: Sequence[int]  # letters of each entry
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Panels:
             names = []
         # inside an element of text HTML ends at "</" alone, and a comment would begin with "<!--"
         json = as_json(figure.plot).replace("<", "\\u003c")
-        return Panel(f"figure-{self.count}", figure, json, len(names), max(map(len, names), default=0))
+        return Panel(f"figure-{self.count}", figure, json, [len(name) for name in names])
 
 
 def _chapter(experiment: ReportedExperiment, panels: _Panels) -> Chapter:
@@ -176,7 +176,8 @@ def _table_rows(report: Report) -> list[list[Cell]]:
         cells += [Cell(method, method), Cell(str(row["runs"]), _float(row, "runs"), number=True)]
         for name in report.columns:
             mean, std = _float(row, name), _float(row, f"{name}_std")
-            cells.append(Cell(_with_std(mean, std), mean, number=True))
+            text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
+            cells.append(Cell(text, mean, number=True))
         if _is_tested(report):
             p = _float(row, "p")
             cells.append(Cell("" if math.isnan(p) else f"{p:.3f}", p, number=True))
@@ -191,6 +192,11 @@ def _float(row: Mapping[str, object], name: str) -> float:
 
 def _with_std(mean: float, std: float) -> str:
     return "–" if math.isnan(mean) else with_spread(mean, std)
+
+
+def _roughly(mean: float, std: float) -> str:
+    """With one decimal: counts and seconds."""
+    return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
 
 
 def _published_row(one: Comparison) -> list[Cell]:

@@ -3,10 +3,10 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,7 +19,7 @@ from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
-from cfl_ray.runtime.comparison import Values, compare_values, final_values, free_name, settings_of
+from cfl_ray.runtime.comparison import STUDY, Found, free_name, is_study, run_folders, settings_of, table_of, values_of
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
 from cfl_ray.runtime.results import MethodResult, Results, read_client_metrics
@@ -29,7 +29,6 @@ from cfl_ray.tracking.record import primary_of
 from cfl_ray.tracking.tracker import INFO
 
 REPORT = "report.html"
-STUDY = "study.yaml"  # in the folder of a study; its runs are SETTING/METHOD/seed-N below it
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class FoundRun:
     directory: Path
     experiment: Experiment
     results: Results
-    study: Path | None = None
-    setting: str | None = None  # folder of its setting in the study
-    method: str | None = None  # folder of its method in the study
+    study: Path | None = None  # its folder
+    setting: str | None = None
+    method: str | None = None  # its label in the study
 
     @property
     def methods(self) -> dict[str, MethodResult]:
@@ -61,7 +60,7 @@ def write_report(
     against: file of published tables. column: that of the tables which plain runs belong to; runs of a study belong to
         that of their setting. Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
     """
-    runs = [open_run(path) for path in find_runs(paths)]
+    runs = find_runs(paths)
     comparisons, paper = _against(runs, against, column) if against is not None else ([], "")
     return write_report_of(runs, output, comparisons, paper)
 
@@ -77,33 +76,44 @@ def write_report_of(
     return path
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Run directories among and below the paths, in the order of their names. Raises ConfigError where one has none."""
-    found: dict[Path, None] = {}
-    for path in paths:
-        below = list(_runs_below(Path(path)))
+def find_runs(paths: Sequence[str | Path]) -> list[FoundRun]:
+    """The runs among and below the paths, each once; those of a study in its order, others in that of their folders.
+
+    Raises ConfigError where a path has none.
+    """
+    found: dict[Path, FoundRun] = {}
+    for path in map(Path, paths):
+        below = list(_runs_below(path))
         if not below:
             raise ConfigError(f"{path} holds no run: neither it nor a folder below it has {CONFIG} and {INFO}")
-        found |= dict.fromkeys(below)
-    return list(found)
+        for run in below:
+            found.setdefault(run.directory.resolve(), run)
+    return list(found.values())
 
 
-def _runs_below(path: Path) -> Iterator[Path]:
+def _runs_below(path: Path) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
-        if CONFIG in files and INFO in files:
+        directory = Path(folder)
+        if is_study(directory):
+            inner.clear()
+            for setting, method, run in run_folders(directory):
+                if (run / INFO).is_file():
+                    yield _open(run, directory, setting, method)
+        elif CONFIG in files and INFO in files:
             inner.clear()  # no run is inside another one
-            yield Path(folder)
+            yield _open(directory, *_place_in_study(directory))
         inner.sort()
 
 
-def open_run(path: Path) -> FoundRun:
-    """The run in this directory, with its place in a study where a folder above it is one."""
-    experiment, results = config.load(path / CONFIG), load_run(path)
-    folder = path.absolute()
-    study = next((above for above in folder.parents if (above / STUDY).is_file()), None)
-    if study is None or len(parts := folder.relative_to(study).parts) != 3:
-        return FoundRun(path, experiment, results)
-    return FoundRun(path, experiment, results, study, parts[0], parts[1])
+def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
+    """Study, setting and method of a run that is named by itself; None for one that is in no study."""
+    parents = directory.absolute().parents
+    study = parents[2] if len(parents) > 2 else None
+    return (study, parents[1].name, parents[0].name) if study and is_study(study) else (None, None, None)
+
+
+def _open(directory: Path, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
+    return FoundRun(directory, config.load(directory / CONFIG), load_run(directory), study, setting, method)
 
 
 # ---- the material of the page
@@ -117,7 +127,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     names: list[str] = []
     for group in groups.values():
         names.append(free_name(group[0].setting or group[0].experiment.name, names))
-    found: Values = {}
+    found: Found = {}
     for name, group in zip(names, groups.values(), strict=True):
         for run in group:
             for label, result in run.methods.items():
@@ -127,10 +137,10 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
                         f"{run.directory}: another run has the same settings, method {label} and seed "
                         f"{run.experiment.seed}; name one of the two"
                     )
-                of_seeds[run.experiment.seed] = final_values(result)
+                of_seeds[run.experiment.seed] = values_of(result)
     experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
     metrics = _columns(found, experiments[0].score if experiments else "accuracy")
-    frame = compare_values(found, metrics)
+    frame = table_of(found, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
     title = names[0] if len(names) == 1 else f"{len(names)} experiments"
@@ -146,7 +156,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     )
 
 
-def _columns(found: Values, score: str) -> list[str]:
+def _columns(found: Found, score: str) -> list[str]:
     """Metrics of the table: those that a method has."""
     present = {
         name
@@ -164,6 +174,7 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
     methods: dict[str, list[MethodRun]] = {}
     group_of: dict[int, int] = {}
     score, higher_is_better = "accuracy", True
+    labels = dict.fromkeys(label for run in runs for label in run.methods)
     for run in sorted(runs, key=lambda run: run.experiment.seed):
         for label, result in run.methods.items():
             score = primary_of(result.final)
@@ -172,23 +183,17 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
             methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
             if result.directory is not None:
                 group_of |= _groups(result.directory)
-    order = _order(runs, methods)
-    first = min(runs, key=lambda run: run.experiment.seed)
+    command, text = _again(runs)
     return ReportedExperiment(
         name=name,
-        facts=_facts(first, runs, methods, group_of),
-        command=_command(runs),
-        config=redact(first.experiment.to_yaml()),
-        methods={label: methods[label] for label in order},
+        facts=_facts(runs, methods, group_of),
+        command=command,
+        config=text,
+        methods={label: methods[label] for label in labels},
         group_of=group_of,
         score=score,
         higher_is_better=higher_is_better,
     )
-
-
-def _order(runs: Sequence[FoundRun], methods: Mapping[str, Any]) -> list[str]:
-    """Labels in the order of the config; those of a study by name."""
-    return list(methods) if runs[0].method is None else sorted(methods)
 
 
 def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodRun:
@@ -249,10 +254,11 @@ def _groups(directory: Path) -> dict[int, int]:
 
 
 def _facts(
-    first: FoundRun, runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], group_of: Mapping[int, int]
+    runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], group_of: Mapping[int, int]
 ) -> dict[str, str]:
+    first = min(runs, key=lambda run: run.experiment.seed)
     experiment = first.experiment
-    settings, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
+    settings, defaults = _shared_settings(runs), flatten(Experiment().to_dict())
 
     def section(prefix: str, always: Sequence[str] = (), without: Sequence[str] = ()) -> str:
         keys = [key for key in settings if key.startswith(prefix) and not key.startswith(tuple(without))]
@@ -291,6 +297,15 @@ def _facts(
     return {name: redact(value) for name, value in facts.items() if value}
 
 
+def _shared_settings(runs: Sequence[FoundRun]) -> dict[str, str]:
+    """The settings by dotted keys; methods of a study may differ in some of them."""
+    all_settings = [flatten(run.experiment.to_dict()) for run in runs]
+    return {
+        key: value if all(one.get(key) == value for one in all_settings) else "differs by method"
+        for key, value in all_settings[0].items()
+    }
+
+
 def _event_in_words(event: EventConfig) -> str:
     kinds = {
         f"{len(event.join)} join": event.join,
@@ -316,9 +331,15 @@ def _recorded(directory: Path) -> dict[str, str]:
     return session | {"git_commit": info.tags.get("git_commit", "")}
 
 
-def _command(runs: Sequence[FoundRun]) -> str:
+def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
+    """The command that runs it again, and its file, without credentials."""
+    first = min(runs, key=lambda run: run.experiment.seed)
+    if first.study is not None:
+        text = (first.study / STUDY).read_text(encoding="utf-8")
+        return shlex.join(["cfl-ray", "compare", STUDY, "--setting", str(first.setting)]), redact(text)
     seeds = sorted({run.experiment.seed for run in runs})
-    return "\n".join(f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds)
+    commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
+    return "\n".join(commands), redact(first.experiment.to_yaml())
 
 
 # ---- published numbers

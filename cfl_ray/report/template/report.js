@@ -24,12 +24,19 @@
   // ---- figures: drawn when they come into view, all of them before printing
   const config = { responsive: true, displaylogo: false, displayModeBar: matchMedia("(hover: hover)").matches ? "hover" : false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
   const waiting = new Set(document.querySelectorAll(".plot"));
+  function legendHeight(letters, width) {  // of a horizontal legend whose entries have so many letters, in pixels
+    let rows = 1, used = 0;
+    for (const count of letters) {
+      const needed = 46 + 7.2 * count;
+      if (used && used + needed > width - 24) { rows += 1; used = 0; }
+      used += needed;
+    }
+    return letters.length ? 19.5 * rows + 12 : 0;
+  }
   function draw(plot) {
     if (!waiting.delete(plot)) return;
     const { data, layout } = JSON.parse(document.getElementById(plot.id + "-data").textContent);
-    const entries = +plot.dataset.legend, width = plot.clientWidth;
-    const across = Math.max(1, Math.floor((width - 20) / (58 + 7.4 * +plot.dataset.longest)));
-    const legend = entries ? 20 * Math.ceil(entries / across) + 12 : 0;
+    const legend = legendHeight(plot.dataset.legend.split(" ").filter(Boolean).map(Number), plot.clientWidth);
     layout.height = +plot.dataset.height + legend;
     layout.legend = { orientation: "h", x: 0, xanchor: "left", xref: "container", y: 0, yref: "container", yanchor: "bottom" };
     layout.margin.b = legend + 44;
