@@ -27,8 +27,8 @@
   function legendHeight(letters, width) {  // of a horizontal legend whose entries have so many letters, in pixels
     let rows = 1, used = 0;
     for (const count of letters) {
-      const needed = 46 + 7.2 * count;
-      if (used && used + needed > width - 24) { rows += 1; used = 0; }
+      const needed = 50 + 7.2 * count;
+      if (used && used + needed > width - 72) { rows += 1; used = 0; }
       used += needed;
     }
     return letters.length ? 19.5 * rows + 12 : 0;
@@ -38,7 +38,8 @@
     const { data, layout } = JSON.parse(document.getElementById(plot.id + "-data").textContent);
     const legend = legendHeight(plot.dataset.legend.split(" ").filter(Boolean).map(Number), plot.clientWidth);
     layout.height = +plot.dataset.height + legend;
-    layout.legend = { orientation: "h", x: 0, xanchor: "left", xref: "container", y: 0, yref: "container", yanchor: "bottom" };
+    layout.legend = { orientation: "h", tracegroupgap: 0, x: 0, xanchor: "left", xref: "container", y: 0, yref: "container", yanchor: "bottom",
+      maxheight: legend + 40 };
     layout.margin.b = legend + 44;
     Plotly.newPlot(plot, data, layout, config);
   }
