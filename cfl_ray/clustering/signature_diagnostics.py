@@ -48,7 +48,8 @@ def principal_components(signature_SF: Tensor) -> np.ndarray:
     if len(signature_SF) < 2:
         return np.zeros((len(signature_SF), 1))
     most = min(COMPONENTS, *signature_SF.shape)
-    found: np.ndarray = PCA(most, random_state=0).fit_transform(signature_SF.double().numpy())
+    pca = PCA(most, random_state=0, iterated_power=3)  # of 1,000 signatures of 8,192 values: 0.2 s
+    found: np.ndarray = pca.fit_transform(signature_SF.numpy())
     return found
 
 

@@ -5,13 +5,14 @@ import threading
 import numpy as np
 import pytest
 
+from cfl_ray import simulate
 from cfl_ray.config import DataConfig
 from cfl_ray.config.client_ids import format_ids, parse_ids
 from cfl_ray.core.errors import ConfigError, RunError, RunStopped
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.methods import REGISTRY
-from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, copy_events
+from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, JournalEvent, copy_events
 from cfl_ray.runtime.lifecycle import Running, Stopped
 from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.round_loop import RoundLoop
@@ -134,6 +135,26 @@ def test_a_replay_does_the_same(method, begin, newcomers, tmp_path):
     assert copy_events(tmp_path / "run" / method, tmp_path / "again" / method) == 4
     assert play(begin(tmp_path / "again", methods=[method])[0]) == expected
     assert play(begin(tmp_path / "without", methods=[method])[0]) != expected
+
+
+def test_newcomers_of_a_live_run_are_on_record(digits, newcomers, tmp_path):
+    """In the metrics of the round, the artifacts and the summary, which MLflow gets."""
+    import pyarrow.parquet as pq
+
+    changes = {"rounds": 4, "methods": ["stocfl"]}
+    simulate(digits(**changes), tmp_path / "first")
+    events = JournalEvent(2, leave=(0,)), JournalEvent(3, join=(8, 9, 10, 11), shards=newcomers()[0])
+    Journal(tmp_path / "first/stocfl").add(*events)
+    result = simulate(digits(**changes), tmp_path / "run", replay=tmp_path / "first")["stocfl"]
+    metrics = [record.metrics for record in result.records]
+    assert [one.get("clients_joined", 0) for one in metrics] == [0, 0, 4, 0]
+    assert [one.get("clients_left", 0) for one in metrics] == [0, 1, 0, 0]
+    assert [one["clients_online"] for one in metrics] == [8, 7, 11, 11] and 0 <= result.summary[
+        "newcomer_accuracy"
+    ] <= 1
+    artifacts = tmp_path / "run/stocfl/artifacts"
+    assert (artifacts / EVENTS).read_bytes() == (tmp_path / "run/stocfl" / EVENTS).read_bytes()
+    assert {*pq.read_table(artifacts / "assignments.parquet")["client"].to_pylist()} >= {8, 9, 10, 11}
 
 
 def test_requests_after_a_fault_come_after_the_recorded_rounds(begin, tmp_path):

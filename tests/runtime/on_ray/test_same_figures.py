@@ -1,5 +1,6 @@
 """The same figures, bit for bit, in this process and on hosts, for every method."""
 
+import numpy as np
 import pytest
 
 from cfl_ray import run, simulate
@@ -46,11 +47,23 @@ def whole(experiment):
 _EXPECTED = []
 
 
+def arrays(results):
+    """{(method, diagnostic, round): array}; numbers are among the figures."""
+    return {
+        (label, name, round): one.value
+        for label, method in results.methods.items()
+        for name, found in method.diagnostics.items()
+        for round, one in found.items()
+        if one.axes
+    }
+
+
 @pytest.fixture
 def expected(whole, figures):
     """The figures of the whole experiment in this process, computed once."""
     if not _EXPECTED:
-        _EXPECTED.append(figures(simulate(whole())))
+        results = simulate(whole())
+        _EXPECTED.extend((figures(results), arrays(results)))
     return _EXPECTED[0]
 
 
@@ -69,6 +82,10 @@ def test_hosts_do_not_change_a_bit(whole, expected, figures, cluster, hosts, mon
     monkeypatch.setattr(driver, "write_figures", lambda *_: None)  # half a second per method
     results = run(whole(runtime={"hosts": hosts}))
     assert figures(results) == expected and results.facts["hosts"] == f"{hosts} on 1 node"
+    found = arrays(results)
+    assert found.keys() == _EXPECTED[1].keys() and {label for label, _, _ in found} > {"stocfl", "ifca", "fesem"}
+    for key, value in found.items():
+        assert np.allclose(value, _EXPECTED[1][key], atol=1e-5, equal_nan=True), key
 
 
 RULES = ["median", {"trimmed_mean": {"share": 0.2}}, {"multi_krum": {"attackers": 1}}, "norm_clipping"]
