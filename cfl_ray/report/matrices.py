@@ -165,7 +165,9 @@ def _map(
     for group in known if len(known) <= NAMED else []:
         keys.append(_key(f"group {group}", {"color": "#5B6770", "symbol": marker_of[group]}))
     figure = canvas([*traces, *keys], "first principal component", "second")
-    caption = f"{label}: the plane holds {percent(share)} of the variance of the {name} of {len(clients)} clients"
+    caption = (
+        f"{label}: the plane holds {percent(share)} of the variance of the recorded {name} of {len(clients)} clients"
+    )
     if len(known) > 1:
         caption += f"; {_purity(clusters, groups)}"
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")

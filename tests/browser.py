@@ -29,7 +29,6 @@ class Browser:
         self._process = subprocess.Popen(
             command,
             preexec_fn=pipes,
-            pass_fds=(3, 4),
             close_fds=False,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -79,14 +78,17 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
-        """Loads a file and waits until all its figures are drawn."""
+    def open(self, path: Path, width: int = 1280, height: int = 900, draw: bool = True) -> None:
+        """Loads a file. draw: waits until all its figures are drawn, rather than those in view."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self.events.clear()
         self.send("Page.navigate", url=path.absolute().as_uri())
         self.wait("document.readyState === 'complete' && typeof Plotly === 'object'")
+        if not draw:
+            self.wait("document.querySelector('svg.main-svg')")
+            return
         self.run("dispatchEvent(new Event('beforeprint'))")
         self.wait("[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))")
 
