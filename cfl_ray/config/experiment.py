@@ -316,7 +316,7 @@ def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str
     """Returns the valid keys of the section at `path` of a config; the numbers in it are places in lists."""
     section: Any = config
     for key in path:
-        if isinstance(key, int):
+        if key not in section.model_fields:  # a place in a list, or a key of a mapping
             continue
         annotation = section.model_fields[key].annotation
         # the inner type of a list or an optional section

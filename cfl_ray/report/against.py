@@ -28,7 +28,7 @@ def _column(table: str, column: str, rows: Sequence[Comparison]) -> PageFigure:
     traces = [
         _points(ours, ours_std, places + 0.14, "ours", OURS, "circle"),
         _points(mean[credible], std[credible], places[credible] - 0.14, "published", PUBLISHED, "diamond"),
-        _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x-open"),
+        _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x"),
     ]
     unit = f", {rows[0].unit}" if rows[0].unit else ""
     metrics = sorted({one.metric.replace("_", " ") for one in rows})

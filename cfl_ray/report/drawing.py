@@ -112,8 +112,9 @@ def number(value: float) -> str:
 
 
 def with_spread(mean: float, std: float) -> str:
-    """Mean and, where there is one, standard deviation."""
-    return number(mean) if math.isnan(std) else f"{number(mean)} ±\u00a0{number(std)}"
+    """Mean and, where there is one, standard deviation, with as many decimals."""
+    digits = 3 if abs(mean) < 10 else 1
+    return number(mean) if math.isnan(std) else f"{number(mean)} ±\u00a0{std:.{digits}f}"
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""What a method clusters by: the similarity of its clients, and their signatures in the plane."""
+"""Matrices that methods report: the similarity of clients, and their signatures in the plane."""
 
 import numpy as np
 

@@ -37,7 +37,7 @@ _PROTOCOLS = {"_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell of a table: its text, and the value that it is sorted by."""
 
     text: str
@@ -47,7 +47,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Heading:
+class TableHeading:
     """The heading of a column."""
 
     text: str
@@ -56,7 +56,7 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Panel:
+class PlacedFigure:
     """A figure as the template shows it."""
 
     key: str
@@ -70,13 +70,13 @@ class Chapter:
     """The figures of one experiment under their headings."""
 
     experiment: ReportedExperiment
-    parts: Sequence[tuple[str, Sequence[Panel]]]
+    parts: Sequence[tuple[str, Sequence[PlacedFigure]]]
 
 
 _PUBLISHED_HEADINGS = [
-    *(Heading(text, number=False) for text in ("table", "setting", "method", "metric")),
-    *(Heading(text) for text in ("ours", "seeds", "published", "difference")),
-    Heading("note", number=False),
+    *(TableHeading(text, number=False) for text in ("table", "setting", "method", "metric")),
+    *(TableHeading(text) for text in ("ours", "seeds", "published", "difference")),
+    TableHeading("note", number=False),
 ]
 
 
@@ -87,9 +87,9 @@ def write_page(report: Report, path: str | Path) -> None:
 
 def render(report: Report) -> str:
     """The page as HTML."""
-    panels = _Panels()
-    against = panels.of(against_figures(report.comparisons))
-    chapters = [_chapter(experiment, panels) for experiment in report.experiments]
+    placed = _PlacedFigures()
+    against = placed.of(against_figures(report.comparisons))
+    chapters = [_chapter(experiment, placed) for experiment in report.experiments]
     library, script, style = _library(), _text("report.js"), _text("report.css")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_text("report.html")).render(
@@ -112,16 +112,16 @@ def render(report: Report) -> str:
 # ---- figures
 
 
-class _Panels:
+class _PlacedFigures:
     """Numbers the figures of a page."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def of(self, figures: Sequence[PageFigure]) -> list[Panel]:
-        return [self._panel(figure) for figure in figures]
+    def of(self, figures: Sequence[PageFigure]) -> list[PlacedFigure]:
+        return [self._placed(figure) for figure in figures]
 
-    def _panel(self, figure: PageFigure) -> Panel:
+    def _placed(self, figure: PageFigure) -> PlacedFigure:
         self.count += 1
         traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
         names = [trace["name"] for trace in traces if "name" in trace]
@@ -130,57 +130,57 @@ class _Panels:
             names = []
         # inside an element of text HTML ends at "</" alone, and a comment would begin with "<!--"
         json = as_json(figure.plot).replace("<", "\\u003c")
-        return Panel(f"figure-{self.count}", figure, json, [len(name) for name in names])
+        return PlacedFigure(f"figure-{self.count}", figure, json, [len(name) for name in names])
 
 
-def _chapter(experiment: ReportedExperiment, panels: _Panels) -> Chapter:
+def _chapter(experiment: ReportedExperiment, placed: _PlacedFigures) -> Chapter:
     parts = {
         "Learning": curves(experiment),
         "Clients": client_figures(experiment),
         "Clusters": cluster_figures(experiment),
         "Similarity and signatures": matrix_figures(experiment),
     }
-    return Chapter(experiment, [(title, panels.of(figures)) for title, figures in parts.items() if figures])
+    return Chapter(experiment, [(title, placed.of(figures)) for title, figures in parts.items() if figures])
 
 
 # ---- tables
 
 
-def _table_headings(report: Report) -> list[Heading]:
-    several = [Heading("experiment", number=False)] if len(report.experiments) > 1 else []
+def _table_headings(report: Report) -> list[TableHeading]:
+    several = [TableHeading("experiment", number=False)] if len(report.experiments) > 1 else []
     score = report.experiments[0].score if report.experiments else "accuracy"
     headings = [_heading(name, score) for name in report.columns]
     note = "p of a paired t-test against the best method of the experiment, from three seeds on"
-    tested = [Heading("p", note)] if _is_tested(report) else []
-    return [*several, Heading("method", number=False), Heading("seeds"), *headings, *tested]
+    tested = [TableHeading("p", note)] if _is_tested(report) else []
+    return [*several, TableHeading("method", number=False), TableHeading("seeds"), *headings, *tested]
 
 
-def _heading(name: str, score: str) -> Heading:
+def _heading(name: str, score: str) -> TableHeading:
     ending = next((ending for ending in _PROTOCOLS if name == f"{score}{ending}"), None)
     if name == score:
-        return Heading(f"{score.replace('_', ' ')} P-server", f"{name} (docs/metrics.md)")
+        return TableHeading(f"{score.replace('_', ' ')} P-server", f"{name} (docs/metrics.md)")
     if ending:
-        return Heading(f"{score.replace('_', ' ')} {_PROTOCOLS[ending]}", f"{name} (docs/metrics.md)")
-    return Heading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
+        return TableHeading(f"{score.replace('_', ' ')} {_PROTOCOLS[ending]}", f"{name} (docs/metrics.md)")
+    return TableHeading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
 
 
 def _is_tested(report: Report) -> bool:
     return any(not math.isnan(_float(row, "p")) for row in report.rows)
 
 
-def _table_rows(report: Report) -> list[list[Cell]]:
+def _table_rows(report: Report) -> list[list[TableCell]]:
     rows = []
     for row in report.rows:
         experiment, method = str(row["experiment"]), str(row["method"])
-        cells = [Cell(experiment, experiment)] if len(report.experiments) > 1 else []
-        cells += [Cell(method, method), Cell(str(row["runs"]), _float(row, "runs"), number=True)]
+        cells = [TableCell(experiment, experiment)] if len(report.experiments) > 1 else []
+        cells += [TableCell(method, method), TableCell(str(row["runs"]), _float(row, "runs"), number=True)]
         for name in report.columns:
             mean, std = _float(row, name), _float(row, f"{name}_std")
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
-            cells.append(Cell(text, mean, number=True))
+            cells.append(TableCell(text, mean, number=True))
         if _is_tested(report):
             p = _float(row, "p")
-            cells.append(Cell("" if math.isnan(p) else f"{p:.3f}", p, number=True))
+            cells.append(TableCell("" if math.isnan(p) else f"{p:.3f}", p, number=True))
         rows.append(cells)
     return rows
 
@@ -199,15 +199,15 @@ def _roughly(mean: float, std: float) -> str:
     return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
 
 
-def _published_row(one: Comparison) -> list[Cell]:
-    cells = [Cell(text, text) for text in (one.table, one.column, one.row, one.metric.replace("_", " "))]
+def _published_row(one: Comparison) -> list[TableCell]:
+    cells = [TableCell(text, text) for text in (one.table, one.column, one.row, one.metric.replace("_", " "))]
     cells += [
-        Cell(_with_std(one.ours, one.ours_std), one.ours, number=True),
-        Cell(str(one.seeds), one.seeds, number=True),
-        Cell(_with_std(one.published, one.published_std), one.published, number=True),
-        Cell(f"{one.ours - one.published:+.2f}", one.ours - one.published, number=True),
+        TableCell(_with_std(one.ours, one.ours_std), one.ours, number=True),
+        TableCell(str(one.seeds), one.seeds, number=True),
+        TableCell(_with_std(one.published, one.published_std), one.published, number=True),
+        TableCell(f"{one.ours - one.published:+.2f}", one.ours - one.published, number=True),
     ]
-    return [*cells, Cell(f"misprint: {one.misprint}" if one.misprint else "", one.misprint)]
+    return [*cells, TableCell(f"misprint: {one.misprint}" if one.misprint else "", one.misprint)]
 
 
 # ---- what is embedded

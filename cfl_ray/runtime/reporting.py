@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.published import PublishedTableConfig, PublishedTables, load_published
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
 from cfl_ray.core.errors import ConfigError, DataError
@@ -61,8 +62,11 @@ def write_report(
         that of their setting. Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
     """
     runs = find_runs(paths)
-    comparisons, paper = _against(runs, against, column) if against is not None else ([], "")
-    return write_report_of(runs, output, comparisons, paper)
+    if against is None:
+        return write_report_of(runs, output)
+    published = load_published(against)
+    paper = ", ".join(filter(None, [published.paper.authors, published.paper.title, published.paper.url]))
+    return write_report_of(runs, output, compare_with(runs, published, column), paper)
 
 
 def write_report_of(
@@ -345,5 +349,60 @@ def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
 # ---- published numbers
 
 
-def _against(runs: Sequence[FoundRun], file: str | Path, column: str | None) -> tuple[list[Comparison], str]:
-    raise NotImplementedError
+def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
+    """Our numbers beside those of the tables, for each method that has a row there.
+
+    A run of a study belongs to the column of its setting, another one to `column`, or to the only one there is. Raises
+    ConfigError where that is not known, and where nothing of ours is in the tables.
+    """
+    found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
+    for run in runs:
+        for label, result in run.methods.items():
+            of_seeds = found.setdefault((run.setting or column or _only_column(published), label), {})
+            of_seeds[run.experiment.seed] = result
+    compared = [
+        _compared(name, table, row, column, found[column, row])
+        for name, table in published.tables.items()
+        for column in table.columns
+        for row in table.rows
+        if (column, row) in found and table.value(row, column) is not None
+    ]
+    comparisons = [one for one in compared if not math.isnan(one.ours)]
+    if not comparisons:
+        rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
+        columns = dict.fromkeys(column for table in published.tables.values() for column in table.columns)
+        raise ConfigError(
+            f"no run is in the published tables: they have the methods {', '.join(rows)} and the columns "
+            f"{', '.join(columns)}; the runs have {'; '.join(f'{label}, {column}' for column, label in found)}"
+        )
+    return comparisons
+
+
+def _only_column(published: PublishedTables) -> str:
+    columns = list(dict.fromkeys(column for table in published.tables.values() for column in table.columns))
+    if len(columns) > 1:
+        raise ConfigError(f"the published tables have several columns; name one with --column: {', '.join(columns)}")
+    return columns[0]
+
+
+def _compared(
+    name: str, table: PublishedTableConfig, row: str, column: str, of_seeds: Mapping[int, MethodResult]
+) -> Comparison:
+    metric = table.metric_of(row)
+    scale = 100.0 if table.unit == "percent" else 1.0
+    ours = scale * np.array([values_of(result).get(metric, math.nan) for result in of_seeds.values()])
+    mean, std = table.value(row, column) or (math.nan, math.nan)
+    return Comparison(
+        table=name,
+        caption=table.caption,
+        row=row,
+        column=column,
+        metric=metric,
+        unit=table.unit,
+        ours=float(ours.mean()),
+        ours_std=float(ours.std(ddof=1)) if len(ours) > 1 else math.nan,
+        seeds=len(ours),
+        published=mean,
+        published_std=std,
+        misprint=table.misprint(row, column),
+    )

@@ -10,10 +10,11 @@ import pytest
 
 import cfl_ray
 from cfl_ray.cli import main
+from cfl_ray.config.published import load_published
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.runtime import driver
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.reporting import find_runs, report_of, write_report
+from cfl_ray.runtime.reporting import compare_with, find_runs, report_of, write_report
 
 
 def experiment(folder, **changes):
@@ -156,3 +157,51 @@ def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
     assert report.experiments[0].command == "cfl-ray compare study.yaml --setting slow"
     assert [row["runs"] for row in report.rows] == [2, 2, 2, 2]
     assert report_of(find_runs([study / "slow" / "fedavg" / "seed-0"])).experiments[0].name == "slow"
+
+
+PUBLISHED = """
+paper: {title: A paper, authors: "Some, Others", url: https://example.org/paper}
+tables:
+  table1:
+    metric: accuracy_local
+    unit: percent
+    columns: [digits]
+    rows:
+      fedavg: {metric: accuracy, values: {digits: [50.5, 2.5]}}
+      ifca: {values: {digits: 60}}
+    misprints: [{row: ifca, column: digits, note: no deviation}]
+"""
+
+
+def test_ours_beside_published_numbers(runs, tmp_path):
+    (tmp_path / "paper.yaml").write_text(PUBLISHED)
+    found = find_runs([runs])
+    fedavg, ifca = compare_with(found, load_published(tmp_path / "paper.yaml"))
+    finals = {
+        label: [cfl_ray.load_run(runs / f"run-{seed}")[label].final for seed in (0, 1)] for label in ("fedavg", "ifca")
+    }
+    ours = 100 * np.array([final["accuracy"] for final in finals["fedavg"]])
+    assert (fedavg.row, fedavg.metric, fedavg.seeds, fedavg.misprint) == ("fedavg", "accuracy", 2, "")
+    assert (fedavg.ours, fedavg.ours_std) == (pytest.approx(ours.mean()), pytest.approx(ours.std(ddof=1)))
+    assert (fedavg.published, fedavg.published_std) == (50.5, 2.5)
+    assert ifca.metric == "accuracy_local" and ifca.misprint == "no deviation" and np.isnan(ifca.published_std)
+    assert ifca.ours == pytest.approx(100 * np.mean([final["accuracy_local"] for final in finals["ifca"]]))
+    text = write_report([runs], tmp_path / "page.html", tmp_path / "paper.yaml").read_text()
+    assert "table1, digits: ours and published" in text and "Misprints: ifca (no deviation)." in text
+    assert "Some, Others, A paper, https://example.org/paper" in text and "<a " not in text.partition("<script")[0]
+
+
+def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
+    file = tmp_path / "paper.yaml"
+    cases = {
+        PUBLISHED.replace("digits: 60", "mnist: 60"): "row ifca has the column 'mnist', the table has digits",
+        PUBLISHED.replace("row: ifca", "row: cfl"): "misprint of row 'cfl', column 'digits': there is no such number",
+        PUBLISHED.replace("unit", "units"): "unknown key 'tables.table1.units'",
+        PUBLISHED.replace("fedavg", "a").replace("ifca", "b"): "they have the methods a, b",
+        PUBLISHED.replace("[digits]", "[digits, mnist]"): "name one with --column: digits, mnist",
+    }
+    for text, message in cases.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            write_report([runs], tmp_path / "page.html", file)
+    write_report([runs], tmp_path / "page.html", file, column="digits")
