@@ -2,6 +2,7 @@
 
     python jobs/chaos.py --kills 20 --seed 0
     python jobs/chaos.py --kills 3 --methods ditto stocfl --rounds 6 --targets host server
+    python jobs/chaos.py --network partition node-vanishes     (no name: every scenario; see chaos_network.py)
 
 The run is `cfl-ray run` on a Ray cluster of two nodes, both on this machine: a head with the driver and the server, and
 a second node. Kills are SIGKILL. After a node is killed, a new one joins; after the driver is killed, `cfl-ray resume`
@@ -11,7 +12,6 @@ anything differs.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,9 @@ import psutil
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from same_outcome import IDENTICAL, chaos_experiment, differences
 
 from cfl_ray import config, simulate
-from cfl_ray.config import Experiment
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -61,26 +59,6 @@ class Kill:
     round: int  # the interrupted one
     second: float  # of that round
     recovery: float = float("nan")  # seconds from the kill to the end of the round
-
-
-def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experiment:
-    """Rotated digits with clients that join, leave and are unavailable; a round takes about a second."""
-    options = {"ifca_cam": {"warmup_rounds": 2}, "stocfl": {"tau": 0.5}}
-    return Experiment(
-        name="chaos",
-        rounds=rounds,
-        methods=[{name: options.get(name, {})} for name in methods],
-        data={"shift": {"kind": "rotated"}, "partition": {"clients": 24}, "shards": str(output / "shards")},
-        model={"options": {"hidden": 200}},
-        local={"epochs": 20, "batch_size": 8, "momentum": 0.5},
-        cohort={"fraction": 0.5, "availability": 0.9, "dropout": 0.05},
-        schedule=[
-            {"round": 3, "join": [22, 23]},
-            {"round": 5, "leave": [0], "change": [{"clients": [1], "rotate": 90}]},
-        ],
-        runtime={"engine": "sequential", "hosts": 3, "retries": 1000},
-        output=str(output),
-    )
 
 
 class Run:
@@ -201,46 +179,6 @@ def _until(condition: Callable[[], bool], run: Run) -> None:
         time.sleep(0.02)
 
 
-def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, object]:
-    """Everything that must be equal in both runs, by name."""
-    folder = directory / method
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [
-        {name: value for name, value in record.items() if name not in ("round_seconds", "time_ms")}
-        for record in records
-    ]
-    checkpoint = CheckpointStore(folder, experiment.config_hash).load()
-    return {
-        "rounds": [record["round"] for record in records],
-        "metrics": metrics,
-        "moves": (folder / "moves.jsonl").read_text() if (folder / "moves.jsonl").exists() else "",
-        "models": _sha256(sorted(checkpoint.tensors.items())),
-        "client states": _sha256(sorted((key, saved.tensor()) for key, saved in checkpoint.client_states())),
-        "scalars": {name: checkpoint.values[name] for name in ("state", "traffic")},
-    }
-
-
-def _sha256(entries: Iterable[tuple[object, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for key, tensor in entries:
-        digest.update(repr((key, tuple(tensor.shape), str(tensor.dtype))).encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def in_mlflow(output: Path, name: str) -> dict[str, list[int]]:
-    """Steps of the metric `clients_online`, which every evaluated round logs, by method."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{output / 'mlflow.db'}")
-    experiments = [found.experiment_id for found in client.search_experiments()]
-    runs = client.search_runs(experiments, f"tags.name = '{name}' AND tags.label LIKE '%'")
-    return {
-        run.data.tags["label"]: [metric.step for metric in client.get_metric_history(run.info.run_id, "clients_online")]
-        for run in runs
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="processes to kill (default: 20)")
@@ -249,7 +187,17 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, help=f"default: {' '.join(METHODS)}")
     parser.add_argument("--targets", nargs="+", default=TARGETS[:3], choices=TARGETS, help="kinds of processes")
     parser.add_argument("--keep", type=Path, help="folder of both runs; default: a temporary one")
+    parser.add_argument(
+        "--network",
+        nargs="*",
+        metavar="SCENARIO",
+        help="disturb a network of three machines (namespaces of this one; needs root) instead of killing processes",
+    )
     options = parser.parse_args()
+    if options.network is not None:
+        from chaos_network import disturb_network
+
+        return disturb_network(options.network, options.methods, options.rounds, options.keep)
     total = len(options.methods) * options.rounds
     if not 0 <= options.kills < total:
         parser.error(f"--kills must be below {total}, the rounds of all methods, got {options.kills}")
@@ -273,24 +221,14 @@ def main() -> int:
         options.seed,
         seconds,
     )
-    differences = []
-    for method in options.methods:
-        expected = outcome(folder / "undisturbed", method, experiment)
-        found = outcome(folder / "disturbed", method, experiment)
-        differences += [f"{method}: {name}" for name in expected if expected[name] != found[name]]
-    steps = in_mlflow(folder, experiment.name)
-    differences += [
-        f"{method}: rounds in MLflow {steps.get(method)}"
-        for method in options.methods
-        if sorted(steps.get(method, [])) != list(range(1, options.rounds + 1))
-    ]
-    show(kills, seconds, differences, options)
-    if options.keep is None and not differences:
+    different = differences(experiment, options.methods, folder / "undisturbed", folder / "disturbed")
+    show(kills, seconds, different, options)
+    if options.keep is None and not different:
         shutil.rmtree(folder)
-    return 1 if differences else 0
+    return 1 if different else 0
 
 
-def show(kills: list[Kill], seconds: float, differences: list[str], options: argparse.Namespace) -> None:
+def show(kills: list[Kill], seconds: float, different: list[str], options: argparse.Namespace) -> None:
     """Prints a row per kill, and the differences."""
     console = Console(highlight=False)
     table = Table("#", "killed", "method", "round", "after s", "recovery s")
@@ -304,12 +242,7 @@ def show(kills: list[Kill], seconds: float, differences: list[str], options: arg
         f"{len(kills)} kills ({counts or 'none'}), seed {options.seed}; an undisturbed round takes {seconds:.2f} s; "
         "recovery: from the kill to the end of the round"
     )
-    if differences:
-        console.print("\n".join(["DIFFERENT:", *differences]))
-    else:
-        console.print(
-            "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
-        )
+    console.print("\n".join(["DIFFERENT:", *different]) if different else IDENTICAL)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ def figures(name: str, options: dict, output: str) -> list:
             if case == "attacked" and "aggregation" in chosen(name)
             else {}
         )
+        if name == "fednova":  # refuses a kept momentum buffer
+            sections = sections | {"local": sections["local"] | {"persist": False}}
         values = (
             COMMON | sections | {"methods": [{name: options | rule}], "runtime": {"engine": engine}, "output": output}
         )

@@ -1,16 +1,33 @@
-"""Every experiment in jobs/experiments is valid, and where its data are available it has the sizes of its paper."""
+"""Experiments and studies in jobs/experiments are valid, run, have the sizes of their papers and their numbers."""
 
+import dataclasses
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from cfl_ray import config, data, models
+from cfl_ray import config, data, models, simulate
+from cfl_ray.config.published import load_published
+from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.core.errors import DataError
-from cfl_ray.methods import resolve
+from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.runtime.study.cells import Cell, plan
+from cfl_ray.runtime.study.sweep import trials_of
+from cfl_ray.tracking.record import METRICS
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "jobs" / "experiments").glob("*.yaml"))
+FOLDER = ROOT / "jobs" / "experiments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+PUBLISHED = sorted((FOLDER / "published").glob("*.yaml"))
+STUDIES = sorted(file for file in FOLDER.glob("*/*.yaml") if file not in PUBLISHED)
+NEEDS_CLUSTERING = "autocfl/table4"  # AutoCFL's option `clustering`
+HAS_CLUSTERING = "clustering" in {item.name for item in dataclasses.fields(REGISTRY["autocfl"])}
+NAMES = [
+    name
+    for name in (f"{file.parent.name}/{file.stem}" for file in STUDIES)
+    if HAS_CLUSTERING or name != NEEDS_CLUSTERING
+]
 
 
 @pytest.fixture(autouse=True)
@@ -20,27 +37,154 @@ def data_folder(monkeypatch):
         monkeypatch.setenv("CFL_RAY_DATA", str(shared))
 
 
+@cache
+def study_of(name: str) -> Study:
+    return load_study(FOLDER / f"{name}.yaml")
+
+
+@cache
+def cells_of(name: str) -> list[Cell]:
+    study = study_of(name)
+    return plan(study, trials=trials_of(study.sweep).first())
+
+
+def one_for_each_setting(name: str) -> dict[str, Cell]:
+    """Cells of one seed and the first trial, by setting."""
+    found: dict[str, Cell] = {}
+    for cell in cells_of(name):
+        found.setdefault(cell.setting.removesuffix(cell.trial).removesuffix(",") or cell.setting, cell)
+    return found
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_experiment_is_valid(file):
     experiment = config.load(file)
     assert experiment.name and resolve(experiment.methods)
     assert config.Experiment(**experiment.to_dict()).config_hash == experiment.config_hash
+    check_sizes(experiment)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_study_is_valid(name):
+    """All its cells, without data; its name is that of its file, and its head says what a reader must know."""
+    cells = cells_of(name)
+    assert len({(cell.setting, cell.method, cell.seed) for cell in cells}) == len(cells)
+    assert study_of(name).name == name.replace("/", "-").replace("_", "-")
+    head = (FOLDER / f"{name}.yaml").read_text().partition("name:")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert "Expected: " in head or name == "cam/budget"
+    assert "Cost" in head and ("arXiv:" in head or "doi:" in head or "NeurIPS" in head)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+def test_study_fits_its_data(name):
+    for cell in one_for_each_setting(name).values():
+        check_sizes(cell.experiment)
+
+
+def check_sizes(experiment):
     try:
         size = data.describe(experiment.data, experiment.seed)
     except DataError as missing:
-        pytest.skip(f"no data: {missing}")
+        if "not found" in str(missing) or "data.partition.clients is 3597" in str(missing):
+            return  # not on this machine, or a part of FEMNIST's writers
+        raise
     models.recipe(experiment.model.name, experiment.model.options, size.input, size.num_classes)
     assert size.clients >= (experiment.cohort.clients or 1)
+    assert all(client < size.clients for event in experiment.schedule for client in event.join)
 
 
 def test_the_sizes_are_those_of_the_papers():
-    sizes = {}
-    for name in ("stocfl_rotated_mnist", "stocfl_rotated_mnist_1200", "stocfl_femnist"):
+    """Clients, median images of a client, true groups."""
+    expected = {
+        ("stocfl/table1", "clients_4800"): (4800, 50, 4),
+        ("stocfl/table1", "clients_1200"): (1200, 200, 4),
+        ("stocfl/figure3", "hybrid"): (200, 600, 2),
+        ("stocfl/cfl_setting", "shifted_mnist"): (20, 0.8 * 60_000 / 5, 4),  # a fifth is held out
+        ("autocfl/table1", "mnist_input_im"): (20, 1800, 2),
+    }
+    for (name, setting), sizes in expected.items():
         try:
-            size = data.describe(config.load(ROOT / "jobs" / "experiments" / f"{name}.yaml").data, 0)
+            size = data.describe(one_for_each_setting(name)[setting].experiment.data, 0)
         except DataError as missing:
             pytest.skip(f"no data: {missing}")
-        sizes[name] = (size.clients, size.samples[1], size.groups)
-    assert sizes["stocfl_rotated_mnist"] == (4800, 50, 4)
-    assert sizes["stocfl_rotated_mnist_1200"] == (1200, 200, 4)
-    assert sizes["stocfl_femnist"][0] == 376
+        assert (size.clients, size.samples[1], size.groups) == sizes, (name, setting)
+
+
+# ---- every study runs, on a small stand-in for its data
+
+DIGITS = ("autocfl/table1", "fedac/num_clusters", "fedclust/table1", "stocfl/figure8")  # those of the normal suite
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DIGITS else pytest.mark.slow) for name in NAMES]
+)
+def test_study_runs_on_the_digits(name, tmp_path):
+    """Every method of the first setting, with its options; in `slow`, of all settings whose methods differ."""
+    seen = set()
+    for cell in cells_of(name):
+        key = (cell.method, str(cell.experiment.methods), cell.experiment.local.model_dump_json())
+        if key in seen or (name in DIGITS and cell.setting != cells_of(name)[0].setting):
+            continue
+        seen.add(key)
+        (result,) = simulate(on_digits(cell, tmp_path)).methods.values()
+        assert len(result.records) == 2 and 0 <= result.final["accuracy"] <= 1
+    assert seen
+
+
+def on_digits(cell: Cell, output: Path) -> config.Experiment:
+    """The experiment of a cell on 8x8 digits among 16 clients for two rounds: its methods, shift and division."""
+    values = cell.experiment.to_dict()
+    part = values["data"]["partition"]
+    kind = "dirichlet" if part["kind"] == "writer" else part["kind"]
+    small = {
+        "rounds": 2,
+        "data": {
+            "source": "digits",
+            "normalize": None,
+            "shift": {"kind": "none"} if values["data"]["shift"]["kind"] == "hybrid" else values["data"]["shift"],
+            "partition": part
+            | {"kind": kind, "clients": 16, "samples": 40, "cut": part["cut"][:1], "groups": part["groups"] and 4}
+            | {"min_samples": 2, "alpha": max(part["alpha"], 1.0), "classes_per_client": 2},
+        },
+        "model": {"name": "mlp", "options": {"hidden": 8}},
+        "local": {"epochs": 1, "steps": None, "batch_size": 20},
+        "cohort": {"fraction": 1.0},
+        "schedule": [{"round": 2, "join": ["12-15"]}] if values["schedule"] else [],
+        "evaluation": {"every": 1, "tuned_epochs": min(values["evaluation"]["tuned_epochs"], 1)},
+        "tracking": {"enabled": False},
+        "output": str(output),
+    }
+    return config.Experiment(**merged(values, small) | {"model": small["model"]})
+
+
+# ---- published numbers
+
+OF_RUNS = {f"{name}{suffix}" for name in ("rounds_to_target", "mbit_to_target") for suffix in ("", "_local")}
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: file.stem)
+def test_published_numbers_have_the_names_of_their_study(file):
+    published = load_published(file)
+    for name, table in published.tables.items():
+        study = FOLDER / table.study
+        assert study.is_file(), table.study
+        key = table.study.removesuffix(".yaml")
+        if key not in NAMES:
+            assert key == NEEDS_CLUSTERING and not HAS_CLUSTERING
+            continue
+        assert name in study_of(key).tables and study_of(key).published == str(file)
+        assert {number.metric for _, _, number in table.cells()} <= set(METRICS) | OF_RUNS, name
+        assert set(table.columns) <= set(study_of(key).setting_names)
+        methods = {(cell.setting, cell.method) for cell in cells_of(key)}
+        missing = [(row, column) for row, column, _ in table.cells() if (column, row) not in methods]
+        assert not missing, (name, missing)
+
+
+def test_every_study_names_tables_that_exist():
+    for name in NAMES:
+        study = study_of(name)
+        if study.published is not None:
+            tables = load_published(study.published).tables
+            assert {table for table in tables if tables[table].study == f"{name}.yaml"} == set(study.tables)

@@ -1,22 +1,30 @@
 """Authentication, open ports, and untrusted input: pickles, paths in data and credentials."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from pyarrow import fs
 
-from cfl_ray import Experiment, config, data
+from cfl_ray import Experiment, config, data, simulate
 from cfl_ray.cli import main
-from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.data import open_shards
+from cfl_ray.core.errors import ConfigError, DataError, RunError
+from cfl_ray.data import folder, open_shards
+from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
+from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [
@@ -29,15 +37,14 @@ TEXTS = [
 STARTS = re.compile(r"""^[^#\n]*(?<![`"])\bray start --|\bray\.init\(|\bCluster\(""", re.M)
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """The processes of a live `cfl-ray run` on a cluster of its own."""
-    folder = tmp_path_factory.mktemp("live")
+@contextlib.contextmanager
+def live_run(folder: Path, **variables: str) -> Iterator[list[psutil.Process]]:
+    """The processes of a live `cfl-ray run` on a cluster of its own, in the folder `run`, with these variables."""
     excluded = ("RAY_ADDRESS", "RAY_AUTH_MODE", "MLFLOW_TRACKING_URI")
-    environment = {name: value for name, value in os.environ.items() if name not in excluded}
+    environment = {name: value for name, value in os.environ.items() if name not in excluded} | variables
     log = folder / "log"
     options = ["rounds=100000", "methods=[fedavg]", "tracking.enabled=false", f"output={folder}"]
-    command = [sys.executable, "-m", "cfl_ray", "run", *options]
+    command = [sys.executable, "-m", "cfl_ray", "run", "--run-dir", str(folder / "run"), *options]
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -52,6 +59,13 @@ def live(tmp_path_factory):
             process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    """The processes of a live run."""
+    with live_run(tmp_path_factory.mktemp("live")) as processes:
+        yield processes
 
 
 def listening(processes):
@@ -91,6 +105,46 @@ def test_a_cluster_of_its_own_requires_the_token(live):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         found.append(("connected" in done.stdout, bool(re.search("(?i)authenticat|token", done.stderr))))
     assert found == [(True, False), (False, True), (False, True)]
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Ray's variables for TLS, with certificates for 127.0.0.1 that an authority made for this test has signed."""
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 2 -subj /CN=authority",
+        "req -newkey rsa:2048 -nodes -keyout tls.key -out tls.csr -subj /CN=node",
+        "x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out tls.crt -days 2 -extfile names",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    names = {"SERVER_CERT": "tls.crt", "SERVER_KEY": "tls.key", "CA_CERT": "ca.crt"}
+    return {"RAY_USE_TLS": "1"} | {f"RAY_TLS_{name}": str(folder / file) for name, file in names.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_a_run_with_the_tls_of_ray(tmp_path):
+    """Beside the token: the cluster shows its certificate, demands the client's, and answers no one without TLS."""
+    tls = certificates(tmp_path)
+    with live_run(tmp_path, **tls) as processes:
+        (port,) = {address.port for process, address in listening(processes) if process.name() == "gcs_server"}
+        context = ssl.create_default_context(cafile=tls["RAY_TLS_CA_CERT"])
+        context.load_cert_chain(tls["RAY_TLS_SERVER_CERT"], tls["RAY_TLS_SERVER_KEY"])
+        context.set_alpn_protocols(["h2"])
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            shown = context.wrap_socket(plain, server_hostname="127.0.0.1").getpeercert()
+        assert ("IP Address", "127.0.0.1") in shown["subjectAltName"]
+        answers = {}
+        for name, variables in {"with": tls, "without": {}}.items():
+            variables = {
+                "RAY_AUTH_MODE": "token",
+                "RAY_gcs_server_port_wait_time_s": "1",
+                "CFL_RAY_DEBUG": "",
+            } | variables
+            command = [sys.executable, "-m", "cfl_ray", "leave", str(tmp_path / "run"), "5"]
+            done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=400)
+            answers[name] = (done.returncode, done.stdout + done.stderr)
+        assert answers["with"][0] == 0 and "client 5 leaves before round" in answers["with"][1], answers
+        assert answers["without"][0] == 1 and "cannot be reached" in answers["without"][1], answers
 
 
 def test_every_file_that_starts_ray_enables_the_token():
@@ -165,48 +219,139 @@ class TestNamesFromDataAreNoPaths:
 
 
 SECRET = "s3cretword"
+TRACKING = f"http://user:{SECRET}@127.0.0.1:9"
+SHARDS = f"s3://KEY:{SECRET}@bucket/shards?endpoint_override={SECRET}.example"
 
 
 def tracked_run(folder: Path) -> list[str]:
     """Overrides of a short run that is delivered to an unreachable server by a URI with a password."""
-    uri = f"http://user:{SECRET}@127.0.0.1:9"
     runtime = "runtime={engine: sequential, hosts: 1}"
-    return ["rounds=1", "methods=[fedavg]", runtime, f"tracking.uri={uri}", f"output={folder}"]
+    return ["rounds=1", "methods=[fedavg]", runtime, f"tracking.uri={TRACKING}", f"output={folder}"]
 
 
-def readable_by_others(folder: Path) -> list[Path]:
-    """Files that hold the secret and that other users may read."""
-    holders = [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert holders, "the config of the run needs the password to deliver"
-    return [path for path in holders if path.stat().st_mode & 0o077]
+def holders(folder: Path) -> list[Path]:
+    """Files that hold the secret, in their names or their content."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if SECRET in str(path) or SECRET.encode() in path.read_bytes()]
 
 
-def test_the_password_of_the_tracking_uri_is_not_printed(tmp_path, monkeypatch, capfd):
-    """Neither by commands that succeed nor by one that fails."""
+@pytest.fixture
+def object_store(monkeypatch, tmp_path):
+    """A folder in the place of an object store, which takes any URI."""
+    store = tmp_path / "store"
+    store.mkdir()
+    monkeypatch.setattr(folder, "_open_uri", lambda uri: (fs.SubTreeFileSystem(str(store), fs.LocalFileSystem()), "x"))
+    monkeypatch.setenv("CFL_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CFL_RAY_DEBUG", raising=False)
-    options = tracked_run(tmp_path)
-    commands = {
-        ("check", *options): 0,
-        ("run", "--in-process", "--run-dir", str(tmp_path / "run"), *options): 0,
-        ("run", "--in-process", *options, "rounds=0"): 2,
-    }
-    for command, status in commands.items():
+    return store
+
+
+@pytest.fixture
+def cli(capfd):
+    """Returns a function: runs a command, expects an exit status, and returns what it printed, without the secret."""
+
+    def command(*arguments: object, status: int = 0) -> str:
         with pytest.raises(SystemExit) as ended:
-            main(list(command))
+            main([str(one) for one in arguments])
         printed = "".join(capfd.readouterr())
-        assert (ended.value.code or 0) == status, printed
-        assert printed and SECRET not in printed, command
-    assert readable_by_others(tmp_path) == []
+        assert (ended.value.code or 0) == status and printed, printed
+        assert SECRET not in printed, arguments
+        return printed
+
+    return command
+
+
+def test_credentials_are_neither_printed_nor_recorded(object_store, tmp_path, cli):
+    """Those of shards, of newcomers that join, and of MLflow: by commands that succeed and by ones that fail."""
+    rows = [f"{n % 7},{n % 5},{n % 2},{n % 4}" for n in range(80)]
+    (tmp_path / "table.csv").write_text("\n".join(["a,b,y,c", *rows]))
+    options = [
+        *tracked_run(tmp_path / "out"),
+        "data={source: csv, train_files: table.csv, root: '" + str(tmp_path) + "', columns: {label: y, client: c}}",
+        "data.partition={kind: writer, clients: 4}",
+        "data.test={view: holdout}",
+        "schedule=[]",
+        f"data.shards={SHARDS}",
+    ]
+    run_dir = tmp_path / "out/run"
+    assert "Shards: s3://***@bucket/shards" in cli("prepare", *options)
+    cli("check", *options)
+    cli("check", "--yaml", *options)
+    cli("run", "--in-process", "--run-dir", run_dir, *options)
+    Journal(run_dir / "fedavg").add(JournalEvent(1, shards=JoinedShards(SHARDS, "0" * 64)))
+    assert Journal(run_dir / "fedavg").events[0].shards.uri == SHARDS  # found again by this user
+    cli("status", run_dir)
+    cli("status", "--json", run_dir)
+    cli("resume", run_dir)
+    assert config.load(run_dir / "config.yaml").data.shards == SHARDS
+    for file in object_store.rglob("manifest.json"):
+        file.write_text("{}")
+    assert "is damaged" in cli("prepare", *options, status=2)
+    assert "rounds" in cli("run", "--in-process", *options, "rounds=0", status=2)
+    assert holders(tmp_path / "out") == []
+    assert holders(tmp_path) == [tmp_path / "home/credentials.json"]
+    assert (tmp_path / "home/credentials.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_credentials_that_are_not_known_are_asked_for(object_store, tmp_path, monkeypatch):
+    experiment = config.load(None, [f"data.shards={SHARDS}", f"tracking.uri={TRACKING}"])
+    (tmp_path / "config.yaml").write_text(experiment.to_record())  # of another user: nothing is kept here
+    loaded = config.load(tmp_path / "config.yaml")
+    assert loaded.config_hash == experiment.config_hash and SECRET not in loaded.to_yaml()
+    with pytest.raises(DataError, match=r"the credentials of s3://\*\*\*@bucket/shards.* are not known here"):
+        open_shards(loaded.data.shards)
+
+
+def test_no_user_error_has_credentials():
+    for error in (ConfigError, DataError, RunError):
+        assert str(error(f"{SHARDS} cannot be read; {TRACKING}/x is refused")) == (
+            "s3://***@bucket/shards?endpoint_override=*** cannot be read; http://***@127.0.0.1:9/x is refused"
+        )
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask):
+    """Whatever the umask, which holds for what is made to be shared: exported models, shards, the folder of runs."""
+    before = os.umask(umask)
+    try:
+        trackers = ["mlflow", "csv", "tensorboard"]
+        experiment = Experiment(
+            rounds=2,
+            methods=["ifca"],
+            output=str(tmp_path / "out"),
+            data={"source": "synthetic", "synthetic_shape": [8], "partition": {"clients": 6}},
+            runtime={"engine": "sequential", "checkpoint_every": 1},
+            tracking={"trackers": trackers},
+        )
+        run_dir = tmp_path / "out/run"
+        simulate(experiment, run_dir)
+        Journal(run_dir / "ifca").add(JournalEvent(2, leave=(1,)))
+        publish_server(run_dir, ServerAddress.here("127.0.0.1:1", "server"))
+        with pytest.raises(SystemExit):
+            main(["export", str(run_dir), "--cluster", "0", "-o", str(tmp_path / "model.pt")])
+    finally:
+        os.umask(before)
+    modes = {path: path.lstat().st_mode & 0o777 for path in [run_dir, *run_dir.rglob("*")]}
+    files, folders = ({path: mode for path, mode in modes.items() if path.is_file() == kind} for kind in (True, False))
+    names = {path.name for path in files}
+    assert {"config.yaml", "run.json", "end.json", "metrics.jsonl", "moves.jsonl", "client_metrics.arrow"} <= names
+    assert {"events.jsonl", "mlflow.json", "metrics.csv", "session.json", "assignments.parquet"} <= names
+    assert {path: oct(mode) for path, mode in files.items() if mode != 0o600} == {}
+    assert {path: oct(mode) for path, mode in folders.items() if mode != 0o700} == {}
+    assert (tmp_path / "out/mlflow.db").stat().st_mode & 0o777 == 0o600
+    for shared, most in ((tmp_path / "model.pt", 0o666), (tmp_path / "out", 0o777)):
+        assert shared.stat().st_mode & 0o777 == most & ~(umask), shared
 
 
 @pytest.mark.slow
-def test_a_resumed_run_does_not_print_the_password_of_the_tracking_uri(tmp_path):
-    run_dir = str(tmp_path / "run")
+def test_a_resumed_run_prints_and_records_no_credentials(tmp_path):
+    run_dir = tmp_path / "run"
     with pytest.raises(SystemExit):
-        main(["run", "--in-process", "--run-dir", run_dir, *tracked_run(tmp_path)])
+        main(["run", "--in-process", "--run-dir", str(run_dir), *tracked_run(tmp_path / "out")])
     environment = os.environ | {"CFL_RAY_DEBUG": "", "RAY_AUTH_MODE": "token"}
-    command = [sys.executable, "-m", "cfl_ray", "resume", run_dir]
+    command = [sys.executable, "-m", "cfl_ray", "resume", str(run_dir)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0 and "results after the last round" in done.stdout, done.stdout + done.stderr
-    assert SECRET not in done.stdout + done.stderr
-    assert readable_by_others(tmp_path) == []
+    assert SECRET not in done.stdout + done.stderr and holders(run_dir) == []

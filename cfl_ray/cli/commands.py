@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import cfl_ray
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, says_where
+from cfl_ray.core.redaction import redact
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
@@ -43,6 +45,16 @@ Overrides = Annotated[
 ]
 RunDir = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False)
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use the Python files, the cluster and the MLflow server that the run names, though you did not start it "
+        "on this machine.",
+    ),
 ]
 
 
@@ -95,17 +107,25 @@ def run(
     display.finish(results)
 
 
-@app.command(short_help="Resume a run.")
-def resume(run_dir: RunDir) -> None:
-    """Resume a run that was stopped or has died, from its last checkpoint."""
-    from cfl_ray import config
+@app.command(short_help="Resume a run or a study.")
+def resume(run_dir: RunDir, trust: Trust = False) -> None:
+    """Resume a run that was stopped or has died, from its last checkpoint.
+
+    RUN may be the folder of a study: the runs that are not finished go on, and those that failed are tried again.
+    """
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime import launch
     from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.runtime.study.folder import STUDY, is_study
+    from cfl_ray.runtime.trust import load_record
 
+    if is_study(run_dir):
+        _run_study(_study(run_dir / STUDY, None), run_dir, (None, None, None), None, dry_run=False)
+        return
     if not (run_dir / CONFIG).is_file():
         raise no_run(run_dir)
-    experiment = config.load(run_dir / CONFIG)
+    trust = _is_trusted(lambda: load_record(run_dir), trust)
+    experiment = load_record(run_dir, trust)
     display = Display(out, experiment.rounds)
     results = launch.finished_results(run_dir, experiment)
     if results is not None:
@@ -114,30 +134,33 @@ def resume(run_dir: RunDir) -> None:
         display.show(results)
         return
     with display:
-        results = launch.resume(run_dir, watcher=display)
+        results = launch.resume(run_dir, watcher=display, trust=trust)
     display.finish(results)
 
 
-@app.command(short_help="Show the progress of a run.")
+@app.command(short_help="Show the progress of a run or a study.")
 def status(
     run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
 ) -> None:
     """Show the progress of a run: round, accuracy, clusters, hosts, clients online and last fault.
 
-    For a run that is not live it also shows the command that resumes it.
+    For a run that is not live it also shows the command that resumes it. RUN may be the folder of a study: how many of
+    its runs are finished, live and left, and why others failed.
     """
     import dataclasses
     import json
 
+    from cfl_ray.cli import tables
     from cfl_ray.runtime import live_client
+    from cfl_ray.runtime.study.folder import is_study, study_status
 
-    found = live_client.status(run_dir)
+    found = study_status(run_dir) if is_study(run_dir) else live_client.status(run_dir)
     if as_json:
         _print(json.dumps(dataclasses.asdict(found), indent=1))
-        return
-    from cfl_ray.cli.tables import show_status
-
-    show_status(found, out)
+    elif isinstance(found, live_client.RunStatus):
+        tables.show_status(found, out)
+    else:
+        tables.show_study_status(found, out)
 
 
 @app.command(short_help="Let clients join a live run.")
@@ -200,22 +223,44 @@ def check(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Import Python files of other users, too.")] = False,
 ) -> None:
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
-    Runs nothing, and refuses what `cfl-ray run` refuses.
+    Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
+    (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once. FILE may be a study:
+    all its runs are validated, and sizes and traffic printed for every setting.
     """
     from cfl_ray.cli import estimate, tables
-    from cfl_ray.tracking import redact
+    from cfl_ray.config.study import is_study_file
 
-    experiment = _load(file, overrides)
+    if file is not None and file.is_file() and is_study_file(file):
+        _check_study(file, overrides, as_yaml)
+        return
+    experiment = _load(file, overrides, asks=not trust)
     found = estimate.estimate(experiment)
     if as_yaml:
-        _print(redact(experiment.to_yaml()).rstrip())
+        _print(experiment.to_yaml().rstrip())
         return
     tables.show_differences(experiment, out)
     estimate.show(found, out)
-    _print(redact(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}"))
+    _print(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}")
+
+
+def _check_study(file: Path, overrides: list[str] | None, as_yaml: bool) -> None:
+    from cfl_ray.cli import estimate
+    from cfl_ray.runtime.study.run import plan_study
+    from cfl_ray.tracking import redact
+
+    study = _study(file, overrides)
+    cells, root = plan_study(study)
+    found = estimate.estimate_study(cells)
+    if as_yaml:
+        _print(redact(study.to_yaml()).rstrip())
+        return
+    estimate.show_study(found, study, root, out)
+    verb = "sweep" if study.sweep else "compare"
+    _print(redact(f"The study is valid. Run it with: {_command(verb, file, *(overrides or ()))}"))
 
 
 @app.command(name="config", short_help="List the keys of an experiment, or explain one.")
@@ -340,7 +385,7 @@ def sweep(
 def _study(file: Path, overrides: list[str] | None) -> "Study":
     from cfl_ray.config.study import load_study
 
-    return load_study(file, overrides or ())
+    return load_study(file, overrides or (), _base())
 
 
 def _run_study(
@@ -355,18 +400,21 @@ def _run_study(
     from cfl_ray.runtime.study.run import plan_study, run_study
 
     settings, methods, seeds = only
+    folder = None if folder is None else (_base() or Path()) / folder
     selection = Selection(settings or (), methods or (), seeds or ())
     if dry_run:
         cells, root = plan_study(study, folder, selection)
         for cell in cells:
             _print(f"{cell.name}{': finished' if cell.is_finished(root) else ''}")
-        _print(f"{len(cells)} runs; folder: {root}")
+        learns = study.sweep is not None and study.sweep.sampler == "tpe"
+        _print(f"{len(cells)} runs{' at the ends of the ranges' * learns}; folder: {root}")
         return
-    with StudyDisplay(out) as display:
+    learns = study.sweep is not None and study.sweep.sampler == "tpe"
+    with StudyDisplay(out, learns) as display:
         results = run_study(study, folder, selection, at_once, display)
     display.finish(results)
     if results.failed:
-        raise RunError(f"{len(results.failed)} of the runs failed; the same command tries them again")
+        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")
 
 
 @app.command(short_help="Compare the methods of runs over seeds.")
@@ -376,17 +424,21 @@ def table(
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    trust: Trust = False,
 ) -> None:
     """Print a table of the methods of some runs: mean and standard deviation over the seeds of equal experiments.
 
     p is that of a paired t-test against the best method, from three seeds on. RUN may be the folder of a study, whose
     settings are experiments. With one --metric and several experiments, these are the columns.
     """
-    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
-    frame = compare_runs(run_dirs, metric or ())
+    for run_dir in run_dirs:
+        if not is_study(run_dir):
+            trust = _may_import(run_dir, trust)
+    frame = compare_runs(run_dirs, metric or (), trust)
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     print(format_table(frame, style))
@@ -406,14 +458,19 @@ def report(
         str | None,
         typer.Option(help="Column of the published tables that the runs belong to.", show_default=False),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write the report of some runs, or of a study: settings, a table and figures in one HTML page without links.
 
     Runs whose settings differ in the seed alone are one experiment: figures show the mean over its seeds.
     """
     from cfl_ray.runtime.reporting import write_report
+    from cfl_ray.runtime.run_lock import CONFIG
 
-    path = write_report(run_dirs, output, against, column)
+    for run_dir in run_dirs:
+        if (run_dir / CONFIG).is_file():
+            trust = _may_import(run_dir, trust)
+    path = write_report(run_dirs, output, against, column, trust)
     _print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
 
 
@@ -432,12 +489,13 @@ def export(
     client: Annotated[
         int | None, typer.Option(help="Client whose own model is written, instead.", min=0, show_default=False)
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
     from cfl_ray.runtime.export import export_model
     from cfl_ray.runtime.load import load_run
 
-    results = load_run(run_dir)
+    results = load_run(run_dir, trust=_may_import(run_dir, trust))
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
     trained = results.method(method or next(iter(results.methods))).trained
@@ -463,21 +521,61 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     _print(f"Next: {_command('run', file, *(overrides or ()))}")
 
 
-def _load(file: Path | None, overrides: list[str] | None) -> "Experiment":
-    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example."""
+def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
+    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
+
+    asks: before a Python file of another user is imported.
+    """
     from cfl_ray import config
     from cfl_ray.methods import resolve
+    from cfl_ray.runtime.trust import check_owners
 
     changes = list(overrides or ())
     if file is not None and "=" in str(file) and not file.exists():
         file, changes = None, [str(file), *changes]
     experiment = config.load(file, changes)
+    if asks:
+        _is_trusted(lambda: check_owners(experiment))
     resolve(experiment.methods)
-    if IN_JOB in os.environ and not Path(experiment.output).is_absolute():
-        # The working directory of a job is a copy that is deleted with the job.
-        experiment = experiment.model_copy(update={"output": str(Path.home() / experiment.output)})
+    if (base := _base()) is not None and not Path(experiment.output).is_absolute():
+        experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
     _deliver_earlier_results(experiment)
     return experiment
+
+
+def _may_import(run_dir: Path, trust: bool) -> bool:
+    """Whether the user trusts the files that a run names; False where there is nothing to ask."""
+    from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.runtime.trust import load_record
+
+    if not (run_dir / CONFIG).is_file():
+        raise no_run(run_dir)
+    return _is_trusted(lambda: load_record(run_dir, connects=False), trust)
+
+
+def _is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
+    """Whether the user trusts what `check` refuses: by the option, or asked on a terminal."""
+    from cfl_ray.runtime.trust import UntrustedError
+
+    if not trust:
+        try:
+            check()
+        except UntrustedError as error:
+            if not sys.stdin.isatty():
+                raise
+            _warn(f"warning: {error}")
+            if not typer.confirm("Trust it?", err=True):
+                raise
+            return True
+    return trust
+
+
+def _base() -> Path | None:
+    """Returns the folder that a relative `output` is in; None: the working directory.
+
+    The working directory of a submitted job is a copy that is deleted with the job.
+    """
+    return Path.home() if IN_JOB in os.environ else None
 
 
 def _command(*parts: object) -> str:
@@ -496,11 +594,11 @@ def _deliver_earlier_results(experiment: "Experiment") -> None:
 
 
 def _print(text: str) -> None:
-    out.print(text, markup=False, soft_wrap=True)
+    out.print(redact(text), markup=False, soft_wrap=True)
 
 
 def _warn(text: str) -> None:
-    err.print(text, markup=False, soft_wrap=True)
+    err.print(redact(text), markup=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -532,7 +630,7 @@ def _message_of_interruption(error: BaseException | None) -> str | None:
 
 
 def _fail(message: str, status: int) -> None:
-    err.print(f"error: {message}", markup=False, soft_wrap=True, style="red")
+    err.print(redact(f"error: {message}"), markup=False, soft_wrap=True, style="red")
     if status == Interrupted.exit_status and "ray" in sys.modules:
         # Without the exit handlers of Ray, which may wait; its processes end when this one does.
         sys.stdout.flush()

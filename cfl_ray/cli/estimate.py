@@ -1,9 +1,12 @@
 """Estimate of what an experiment needs, before it runs: sizes, memory and traffic."""
 
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,15 @@ from torch import Tensor
 from cfl_ray import data
 from cfl_ray.cli.tables import choice_line, method_table, print_table
 from cfl_ray.config import Experiment
+from cfl_ray.config.study import Study
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.clients import Clients, RoundStats
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
+from cfl_ray.core.redaction import redact
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Work
 from cfl_ray.data import FederationSummary
@@ -29,6 +35,8 @@ from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.runtime.study.cells import Cell
+from cfl_ray.runtime.study.packing import pack
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 
@@ -159,13 +167,34 @@ class Estimate:
     traffic: dict[str, TrafficEstimate]  # by method
 
 
-def estimate(experiment: Experiment) -> Estimate:
-    """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses."""
-    summary = data.describe(experiment.data, experiment.seed, experiment.targets)
+def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
+    """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses.
+
+    summary: the sizes of its federation, where they are known.
+    """
+    summary = summary or data.describe(experiment.data, experiment.seed, experiment.targets)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     sizes = _Sizes.of(setup, summary)
     return Estimate(setup, sizes, {label: sizes.traffic(method) for label, method in setup.methods.items()})
+
+
+def estimate_study(cells: Sequence[Cell]) -> list[tuple[Cell, Estimate]]:
+    """Returns the estimates of a study's runs with its first seed. Raises ConfigError for a run that cannot be made."""
+    known: dict[str, FederationSummary] = {}
+    found = []
+    for cell in cells:
+        experiment = cell.experiment
+        if cell.seed != cells[0].seed:
+            continue
+        try:
+            key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets])
+            if key not in known:
+                known[key] = data.describe(experiment.data, experiment.seed, experiment.targets)
+            found.append((cell, estimate(experiment, known[key])))
+        except ConfigError as error:
+            raise type(error)(f"{cell.name}: {error}") from error
+    return found
 
 
 def _stand_in(summary: FederationSummary, seed: int) -> Federation:
@@ -210,6 +239,29 @@ def show(found: Estimate, console: Console) -> None:
     _show_deferred(sizes, estimates, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
         _print(console, line)
+
+
+def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, root: Path, console: Console) -> None:
+    """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic."""
+    for setting, group in groupby(found, lambda one: one[0].setting):
+        of_setting = list(group)
+        sizes, rounds = of_setting[0][1].sizes, of_setting[0][0].experiment.rounds
+        by_method = {cell.method: next(iter(one.traffic.values())) for cell, one in of_setting}
+        _print(console, f"setting {setting}:")
+        _show_sizes(sizes, rounds, console)
+        for warning in of_setting[0][0].experiment.data.warnings:
+            _print(console, f"warning: {warning}")
+        print_table(_estimate_table(sizes, by_method, rounds), console)
+    runs, seeds = len(found) * len(study.seeds), len(study.seeds)
+    if study.sweep is not None and study.sweep.sampler == "tpe":
+        ends, trials = 2, study.sweep.trials or 0
+        _print(console, f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs")
+    else:
+        _print(console, f"{runs} runs: {len(found)} with each of {seeds} seeds")
+    runtime = found[0][0].experiment.runtime
+    if runtime.backend != "ray" or cluster_address(runtime.address) is None:
+        _print(console, f"on this machine: {pack(runtime, runs)}")
+    _print(console, f"folder: {root}")
 
 
 def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
@@ -265,4 +317,4 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(redact(text), markup=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from cfl_ray.cli.tables import (
     print_table,
     score_of,
 )
+from cfl_ray.core.redaction import redact
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
@@ -203,7 +204,7 @@ class Display(Watcher):
             self._line(f"{label} round {report.round}: and {len(report.notes) - MAX_NOTES} more notes")
 
     def _line(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, soft_wrap=True)
+        self.progress.console.print(redact(text), markup=False, soft_wrap=True)
 
     # ---- end of the run
 

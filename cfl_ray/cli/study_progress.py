@@ -1,29 +1,44 @@
-"""Progress of a study on the terminal, and its table at the end."""
+"""Progress of a study on the terminal, and its tables at the end."""
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Column
 
-from cfl_ray.cli.tables import duration, metrics_line
-from cfl_ray.runtime.comparison import by_experiment, table_of
+from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
+from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.study import ALL_SETTINGS, short_names
+from cfl_ray.runtime.comparison import by_experiment, mean_and_spread, table_of
 from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.runtime.study.packing import Packing
+from cfl_ray.runtime.study.ranking import RankedTrial
 from cfl_ray.runtime.study.run import StudyResults, StudyWatcher
-from cfl_ray.runtime.study.workers import Outcome
-from cfl_ray.tracking import read_records
+from cfl_ray.runtime.study.workers import CellOutcome
+from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking.tracker import METRICS_LOG
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MOST_COLUMNS = 5  # settings that are columns of a table; more are its rows
+_MOST_TRIALS = 30  # of one method in one setting that are printed
+_MOST_BARS = 16  # of runs at work
+_LINE_BYTES = 1 << 16  # more than a line of a metrics log has
 
 
 class StudyDisplay(StudyWatcher):
     """Bars of the study and of the runs at work on a terminal; otherwise a line for each run that ends."""
 
-    def __init__(self, console: Console) -> None:
-        self.console, self.seconds = console, list[float]()
+    def __init__(self, console: Console, learns: bool = False) -> None:
+        """learns: whether the runs follow from the results of others, so that the time left is not known."""
+        self.console, self.learns, self.seconds = console, learns, list[float]()
         columns = [
             TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
             BarColumn(20),
@@ -49,7 +64,8 @@ class StudyDisplay(StudyWatcher):
         self.root, self.at_once, self.left = root, packing.at_once, len(cells)
         done = f", {len(finished)} finished before" if finished else ""
         how = f", {packing}" if cells else ""
-        self._print(f"{len(cells) + len(finished)} runs{done}{how}; folder: {root}")
+        folder = "" if self.whole is not None else f"; folder: {root}"
+        self._print(f"{_runs(len(cells) + len(finished))}{done}{how}{folder}")
         if self.whole is None:
             self.whole = self.progress.add_task("runs", total=0, note="")
         total = (self.progress.tasks[0].total or 0) + len(cells)
@@ -61,34 +77,26 @@ class StudyDisplay(StudyWatcher):
         for name in [name for name in self.bars if name not in {cell.name for cell in cells}]:
             self.progress.remove_task(self.bars.pop(name))
         for cell in cells:
-            last = self._last(cell)
-            if cell.name not in self.bars:
+            if cell.name not in self.bars and len(self.bars) < _MOST_BARS:
                 self.bars[cell.name] = self.progress.add_task(cell.name, total=cell.experiment.rounds, note="")
-            self.progress.update(self.bars[cell.name], completed=last)
+            if cell.name in self.bars and (last := _last_record(cell, self.root)) is not None:
+                self.progress.update(self.bars[cell.name], completed=last.round)
 
-    def _last(self, cell: Cell) -> int:
-        """The last round that is recorded of a run."""
-        folder = cell.folder(self.root)
-        logs = [path.parent for path in folder.glob("*/metrics.jsonl")]
-        return max((record.round for log in logs for record in read_records(log)), default=0)
-
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: CellOutcome) -> None:
         cell, took = outcome.cell, duration(outcome.seconds)
         self.left -= 1
+        for warning in outcome.warnings:
+            self._print(f"{cell.name}: {warning}")
         if outcome.status != "finished":
             self._print(f"{cell.name} {outcome.status} after {took}: {outcome.reason}")
             return
         self.seconds.append(outcome.seconds)
-        left = f"; about {duration(fmean(self.seconds) * self.left / self.at_once)} left" if self.left else ""
-        self._print(f"{cell.name}: {self._figures(cell)}, {took}{left}")
+        estimate = duration(fmean(self.seconds) * self.left / self.at_once)
+        left = f"; about {estimate} left" if self.left and not self.learns else ""
+        last = _last_record(cell, self.root)
+        self._print(f"{cell.name}: {metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
-
-    def _figures(self, cell: Cell) -> str:
-        for log in cell.folder(self.root).glob("*/metrics.jsonl"):
-            if records := list(read_records(log.parent)):
-                return metrics_line(records[-1].metrics)
-        return "no evaluation"
 
     def warn(self, text: str) -> None:
         self._print(text)
@@ -97,20 +105,15 @@ class StudyDisplay(StudyWatcher):
 
     def finish(self, results: StudyResults) -> None:
         """Prints the tables, where results are, and what failed."""
-        found = results.figures.found
-        if found:
-            table = table_of(found, results.study.metrics)
-            score = next(name for name in table.columns if f"{name}_std" in table.columns)
-            shown = [name for name in dict.fromkeys((score, f"{score}_local", "ari")) if name in table.columns]
-            for metric in results.study.metrics or shown:
-                wide = by_experiment(table, metric)
-                grid = Table(*map(escape, map(str, wide.columns)), title=metric)
-                for row in wide.itertuples(index=False):
-                    grid.add_row(*(escape(str(cell)) for cell in row))
-                self.console.print(grid)
+        files = "results.csv and table.md"
+        if results.study.sweep is not None:
+            show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
+            files = "results.csv, trials.csv and table.md"
+        elif found := results.figures.found:
+            show_tables(table_of(found), results.study.metrics, self.console)
         for outcome in results.failed:
-            self._print(f"failed: {outcome.cell.name}: {outcome.reason}")
-        self._print(f"results: {results.root} (results.csv and table.md in artifacts/)")
+            self._print(f"{outcome.status}: {outcome.cell.name}: {outcome.reason}")
+        self._print(f"results: {results.root} ({files} in artifacts/)")
         if results.tracking:
             self._print(f"MLflow: {results.tracking}")
 
@@ -118,3 +121,60 @@ class StudyDisplay(StudyWatcher):
         self.console.print(
             f"{time.strftime('%H:%M:%S')} {text}" if self.progress.disable else text, markup=False, soft_wrap=True
         )
+
+
+def _last_record(cell: Cell, root: Path) -> RoundRecord | None:
+    """The last round that is recorded of a run."""
+    for log in cell.folder(root).glob(f"*/{METRICS_LOG}"):
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LINE_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # without one that is being written
+        if lines:
+            return RoundRecord.from_line(lines[-1])
+    return None
+
+
+def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console) -> None:
+    """Prints a table for each metric: a row for each method and a column for each setting, or the other way round.
+
+    table: of `table_of`. metrics: empty: the score of the task, its P-local, and ARI, as far as the table has them.
+    """
+    score = next(name for name in table.columns if f"{name}_std" in table.columns)
+    shown = metrics or [name for name in dict.fromkeys((score, f"{score}_local", "ari")) if name in table.columns]
+    for metric in shown:
+        if metric not in table.columns:
+            continue
+        wide = by_experiment(table, metric).set_index("method")
+        first = "method"
+        if len(wide.columns) > _MOST_COLUMNS:
+            wide, first = wide.T, "setting"
+        grid = number_table(metric, [escape(str(name)) for name in wide.columns], first)
+        for name, cells in wide.iterrows():
+            grid.add_row(escape(str(name)), *map(str, cells))
+        print_table(grid, console)
+
+
+def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
+    """Prints the trials of each method in each setting, the best first, and the overrides that make the best one."""
+    for (setting, method), group in groupby(ranked, lambda one: (one.setting, one.method)):
+        trials = list(group)
+        headings = [*short_names(list(trials[0].parameters)), "runs", metric]
+        grid = number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
+        for place, one in enumerate(trials[:_MOST_TRIALS], start=1):
+            cells = [escape(as_yaml(value)) for value in one.parameters.values()]
+            grid.add_row(str(place), *cells, str(len(one.values)), mean_and_spread(one.mean, one.std) or "-")
+        print_table(grid, console)
+        if len(trials) > _MOST_TRIALS:
+            console.print(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", markup=False)
+    for one in best:
+        score = f"{metric} {mean_and_spread(one.mean, one.std)} over {_runs(len(one.values))}"
+        console.print(f"best for {one.method}{_in(one.setting)}: {score}, with", markup=False, soft_wrap=True)
+        console.print(f"  {one.overrides}", markup=False, soft_wrap=True)
+
+
+def _in(setting: str) -> str:
+    return "" if setting == ALL_SETTINGS else f" in {setting}"
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count != 1)}"

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfl_ray.core.redaction import redact
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.runtime.catalogue import PartKind
     from cfl_ray.runtime.live_client import RunStatus
     from cfl_ray.runtime.results import Results
+    from cfl_ray.runtime.study.folder import StudyStatus
     from cfl_ray.tracking import RoundRecord
 
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}
@@ -45,8 +47,13 @@ def score_of(results: "Results") -> str:
 
 def method_table(title: str, headings: Sequence[str]) -> Table:
     """Returns a table of numbers by method; in a narrow terminal the methods' names wrap, and nothing is cut off."""
+    return number_table(title, headings, "method")
+
+
+def number_table(title: str, headings: Sequence[str], first: str) -> Table:
+    """Returns such a table whose first column, of names, is headed `first`."""
     table = Table(title=title)
-    table.add_column("method", overflow="fold")
+    table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -209,7 +216,6 @@ def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import as_yaml
-    from cfl_ray.tracking import redact
 
     ours, defaults = _leaves(experiment.to_dict()), _leaves(Experiment().to_dict())
     table = _folding("key", "value", "default", title="settings that differ from the defaults")
@@ -248,7 +254,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
     table.show_header = False
     for name, value in _status_rows(status).items():
         if value:
-            table.add_row(name, escape(value))
+            table.add_row(name, escape(redact(value)))
     console.print(table)
 
 
@@ -274,6 +280,23 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "driver": status.driver,
         "resume with": status.next,
     }
+
+
+def show_study_status(status: "StudyStatus", console: Console) -> None:
+    """Prints one row per known fact about a study."""
+    table = _folding("fact", "value", title=f"study {status.study}: {status.state}")
+    table.show_header = False
+    rows = {
+        "runs": f"{status.finished} of {status.runs} finished, {status.left} left",
+        "at work": "\n".join(status.live),
+        "stopped": "\n".join(status.stopped),
+        "failed": "\n".join(f"{name}: {reason}" for name, reason in status.failed.items()),
+        "go on with": status.next,
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, escape(value))
+    console.print(table)
 
 
 def _hosts(status: "RunStatus") -> str | None:
@@ -306,4 +329,4 @@ def duration(seconds: float) -> str:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(redact(text), markup=False, soft_wrap=True)

@@ -74,15 +74,19 @@ class Merged:
 
 
 def merge_similar(
-    signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int, threshold: float, active: np.ndarray | None = None
+    signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int, threshold: float, active_S: np.ndarray | None = None
 ) -> Merged:
     """Merges clusters whose mean signatures have a cosine of at least `threshold`, transitively.
 
     signature_SF, cluster_S: signature and cluster of each client. Clusters without members stay as they are.
-    active: compare only these clusters; None: all with members.
+    active_S: bool, the clients whose signatures make up the means; clusters without one are not compared. None: all.
     """
-    mean_KF, count_K = cluster_means(signature_SF, cluster_S, num_clusters)
-    compared = np.flatnonzero(count_K) if active is None else np.asarray(active)
+    count_K = np.bincount(cluster_S, minlength=num_clusters)
+    if active_S is None:
+        mean_KF, active_K = cluster_means(signature_SF, cluster_S, num_clusters)
+    else:
+        mean_KF, active_K = cluster_means(signature_SF[torch.from_numpy(active_S)], cluster_S[active_S], num_clusters)
+    compared = np.flatnonzero(active_K)
     unit_kF = normalize(mean_KF[compared], dim=1)
     parts = {k: [k] for k in range(num_clusters)}
     for keep, drop in merges((unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy(), count_K[compared], threshold):

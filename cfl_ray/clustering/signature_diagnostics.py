@@ -49,7 +49,8 @@ def principal_components(signature_SF: Tensor) -> np.ndarray:
         return np.zeros((len(signature_SF), 1))
     most = min(COMPONENTS, *signature_SF.shape)
     pca = PCA(most, random_state=0, iterated_power=3)  # of 1,000 signatures of 8,192 values: 0.2 s
-    found: np.ndarray = pca.fit_transform(signature_SF.numpy())
+    with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance where all are equal
+        found: np.ndarray = pca.fit_transform(signature_SF.numpy())
     return found
 
 

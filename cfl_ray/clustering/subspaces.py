@@ -13,7 +13,8 @@ from torch.nn.functional import normalize
 
 from cfl_ray.clustering.agglomerative import require_finite
 
-KINDS = ("smallest", "sum", "code")
+KINDS = ("smallest", "sum", "trace", "code")
+OF_VECTORS = ("trace", "code")  # these compare the columns as they are, not the subspaces that they span
 
 RANK = 1e-6  # directions weaker than this share of the strongest are rounding errors of float32
 COLUMNS = 512  # of a block of bases; its products with another block take 2 MB
@@ -57,15 +58,15 @@ def orthonormal(u_DR: Tensor) -> Tensor:
 def _prepared(basis_SDR: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Transposed bases, float64 (S, R, D), and the rank of each, (S,).
 
-    The columns of a basis are orthonormal, or for "code" the given ones at norm 1. Raises ValueError for another kind,
-    values that are not finite, and a basis of zeros.
+    The columns of a basis are orthonormal, or for "trace" and "code" the given ones at norm 1. Raises ValueError for
+    another kind, values that are not finite, and a basis of zeros.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     require_finite(basis_SDR.flatten(1))
     ready_SRD = torch.empty(basis_SDR.mT.shape, dtype=torch.float64)
     for ready_RD, basis_DR in zip(ready_SRD, basis_SDR, strict=True):
-        ready_RD.copy_((normalize(basis_DR.double(), dim=0) if kind == "code" else orthonormal(basis_DR)).T)
+        ready_RD.copy_((normalize(basis_DR.double(), dim=0) if kind in OF_VECTORS else orthonormal(basis_DR)).T)
     rank_S = ready_SRD.any(2).sum(1)
     if not rank_S.all():
         empty = torch.nonzero(rank_S == 0).flatten().tolist()
@@ -86,14 +87,24 @@ def _block(a_sRD: Tensor, b_tRD: Tensor, rank_s: Tensor, rank_t: Tensor, kind: s
     product_stRR = (a_sRD.flatten(0, 1) @ b_tRD.flatten(0, 1).T).view(s, rows, t, columns).transpose(1, 2)
     if kind == "code":
         return _degrees(product_stRR.abs().amax((2, 3))).numpy()
+    if kind == "trace":
+        both_stR = product_stRR.diagonal(dim1=2, dim2=3)
+        places = both_stR.shape[2]
+        counted_stR = a_sRD.any(2)[:, None, :places] & b_tRD.any(2)[None, :, :places]
+        return _summed(_degrees(both_stR.abs()), counted_stR)
     # Cosines are singular values: roots of the eigenvalues of the small Gram matrices, in half the time of svdvals.
     product_pRR = product_stRR.reshape(s * t, rows, columns)
     square_pR = torch.linalg.eigvalsh(torch.bmm(product_pRR.mT, product_pRR)).view(s, t, -1)
     if kind == "smallest":
         return _degrees(square_pR[..., -1].clamp(min=0).sqrt()).numpy()
     angle_stR = _degrees(square_pR.flip(2).clamp(min=0).sqrt())
-    counted_stR = torch.arange(angle_stR.shape[2]) < torch.minimum(rank_s[:, None], rank_t)[..., None]
-    return (angle_stR * counted_stR).sum(2).numpy()
+    return _summed(angle_stR, torch.arange(angle_stR.shape[2]) < torch.minimum(rank_s[:, None], rank_t)[..., None])
+
+
+def _summed(angle_stR: Tensor, counted_stR: Tensor) -> np.ndarray:
+    """Sums (s, t) of the counted angles of each pair."""
+    sum_st: np.ndarray = (angle_stR * counted_stR).sum(2).numpy()
+    return sum_st
 
 
 def _degrees(cosine: Tensor) -> Tensor:
@@ -107,8 +118,10 @@ def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
     basis_SDR: the columns span each client's subspace; columns of zeros are padding.
     kind: "smallest": the smallest principal angle of the two subspaces;
         "sum": the sum of their principal angles, as many as the lower of the two ranks;
-        "code": the smallest angle between a column of one and a column of the other, regardless of sign. It depends on
-        the columns, while for the first two they need not be orthonormal.
+        "trace": the sum of the angles between the first columns, the second columns, and so on, regardless of sign, as
+        many as both have: the trace of arccos |U_i' U_j|;
+        "code": the smallest angle between a column of one and a column of the other, regardless of sign.
+        The last two depend on the columns, while for the first two these need not be orthonormal.
 
     Returns condensed angles in degrees, float64 (S (S - 1) / 2,). They are computed in float64 and exact to 1e-5
     degrees, also at 0 and 90; float32 would give 0.03 degrees at 0. Raises ValueError for another kind, values that are

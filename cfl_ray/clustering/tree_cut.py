@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.clustering import agglomerative
+from cfl_ray.clustering.silhouette import best_cut
 from cfl_ray.core.method import option
 
+CUTS = ("silhouette", "median", "gap")
 _GAP = 20  # number of last merges between which the largest gap is searched
 
 
@@ -34,11 +36,11 @@ class TreeCut:
         None, "K, exactly so many clusters; null: threshold or cut decide", source="ours", low=1
     )
     cut: str = option(
-        "median",
-        "without threshold and num_clusters: at half the median distance, or in the largest gap of the last 20 merge "
-        "heights",
-        source="ours: half the median was best on Fashion-MNIST",
-        choices=("median", "gap"),
+        "silhouette",
+        "without threshold and num_clusters: where the mean silhouette is largest (one cluster if none is above 0.25), "
+        "at half the median distance, or in the largest gap of the last 20 merge heights",
+        source="ours: no paper prints a threshold for all data",
+        choices=CUTS,
     )
 
     def __post_init__(self) -> None:
@@ -51,12 +53,18 @@ class TreeCut:
             )
 
     def height(self, distance: np.ndarray) -> float | None:
-        """Height up to which clusters merge, for condensed distances; None if another rule decides."""
+        """Height up to which clusters merge, for condensed distances.
+
+        The highest merge of the cut by silhouettes; None without distances, and if another rule decides.
+        """
         if self.threshold is not None:
             return self.threshold
-        if self.num_clusters is None and self.cut == "median" and len(distance):
+        if self.num_clusters is not None or self.cut == "gap" or not len(distance):
+            return None
+        if self.cut == "median":
             return float(np.median(distance)) / 2
-        return None
+        tree = agglomerative.linkage_tree(distance, self.linkage)
+        return float(tree[len(tree) - best_cut(distance, tree), 2])
 
     def clusters(self, distance: np.ndarray, size: int) -> np.ndarray:
         """Clusters of signatures by the method's options.
@@ -64,9 +72,10 @@ class TreeCut:
         distance: condensed distances (S (S - 1) / 2,). size: S.
         Returns the cluster of each signature, int64 (S,), numbered from 0 in the order of their lowest members.
         """
-        tree, height = agglomerative.linkage_tree(distance, self.linkage), self.height(distance)
+        tree = agglomerative.linkage_tree(distance, self.linkage)
+        height, num_clusters = self.height(distance), self.num_clusters
         if height is not None:
             return agglomerative.cut_tree(tree, threshold=height, size=size)
-        if self.num_clusters is not None:
-            return agglomerative.cut_tree(tree, num_clusters=self.num_clusters, size=size)
+        if num_clusters is not None:
+            return agglomerative.cut_tree(tree, num_clusters=num_clusters, size=size)
         return agglomerative.cut_tree(tree, gap=_GAP, size=size)

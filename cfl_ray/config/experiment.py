@@ -5,6 +5,8 @@ Every key has one place, one default and one description; an unknown key is an e
 
 import hashlib
 import json
+import re
+import shlex
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -15,7 +17,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
-from cfl_ray.config.paths import as_written, beside, from_record, root_beside, to_record
+from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.sections import (
     CohortConfig,
     ConfigSection,
@@ -27,7 +29,9 @@ from cfl_ray.config.sections import (
     RuntimeConfig,
     TrackingConfig,
 )
+from cfl_ray.core.credentials import redact_values, with_known_credentials
 from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.core.files import read_text
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients; its
@@ -44,6 +48,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     "evaluation": (("metrics", []),),
 }
 _SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
+_DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
@@ -85,11 +90,11 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    _written: dict[str, str] = PrivateAttr(
-        default_factory=dict
-    )  # of a run's record: paths as written, by absolute ones
+    # of a run's record: paths as written by absolute ones, and, where the run has moved, new by recorded paths
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
+    _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -136,21 +141,28 @@ class Experiment(ConfigSection):
 
     def to_dict_as_written(self) -> dict[str, Any]:
         """Returns every key with its value; paths that the record of a run made absolute are as they were written."""
-        values: dict[str, Any] = as_written(self.to_dict(), self._written)
+        values: dict[str, Any] = with_replaced(self.to_dict(), self._written)
         return values
 
     def to_record(self) -> str:
         """Returns the resolved config with absolute paths, so that a run is found again from any folder.
 
+        It has no credentials; `load` finds those again that this user has used.
+
         Loading it gives an experiment of the same hash.
         """
-        line, values = to_record(self.to_dict(), self._written)
+        line, values = to_record(redact_values(self.to_dict()), self._written)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
-    def _with_written(self, written: dict[str, str]) -> "Experiment":
-        self._written = written
-        self.data._written = written
+    def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
+        self._written = self.data._written = written
+        self._moved = moved
         return self
+
+    @property
+    def moved(self) -> Mapping[str, str]:
+        """New paths by recorded ones, where this is the record of a run whose folder has moved."""
+        return self._moved
 
     @property
     def config_hash(self) -> str:
@@ -185,22 +197,31 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
     file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
     file's folder, then in the working directory; those of overrides are relative to the working directory.
+    In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
     values = read_yaml(QUICKSTART if file is None else Path(file))
-    written = {} if file is None else from_record(Path(file).read_text())
+    if "experiment" in values:
+        verb = "sweep" if values.get("sweep") else "compare"
+        raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
+    written, moved = {}, {}
     if file is not None:
-        values = root_beside(beside(values, Path(file).parent), Path(file).parent)
+        text = read_text(Path(file)) or ""
+        moved = moves_of(values, text, Path(file).parent)
+        values = with_replaced(values, moved)
+        written = from_record(text)
+        written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
+        values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
     for override in overrides:
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
-    return Experiment(**values)._with_written(written)
+    return Experiment(**values)._from_record(written, moved)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file. Raises ConfigError."""
     if not file.is_file():
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
-    values = _parse(file.read_text(), str(file)) or {}
+    values = _parse(read_text(file) or "", str(file)) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
     return values
@@ -208,9 +229,27 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = yaml.safe_load(text)
+        _size_of(value, {}, _DEEPEST)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
+    return value
+
+
+def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
+    """Number of values in a value, with those that an alias repeats. Raises ValueError beyond the limits."""
+    if not isinstance(value, dict | list):
+        return 1
+    if levels == 0:
+        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
+    if id(value) not in known:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_size_of(one, known, levels - 1) for one in inner)
+        if known[id(value)] > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} values, as its aliases repeat them")
+    return known[id(value)]
 
 
 def split_override(override: str) -> tuple[list[str], Any]:
@@ -308,15 +347,20 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
                 what = f"expected a list, write [{problem['input']}]"
-            lines.append(f"{where}: {what}, got {problem['input']!r}"[:500])
+            own = problem["type"] == "value_error"  # a message of ours
+            is_said = own and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
+            given = "" if is_said else f", got {problem['input']!r}"
+            lines.append(f"{where}: {what}{given}"[:500])
     return "\n".join(lines)
 
 
 def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str]:
-    """Returns the valid keys of the section at `path` of a config; the numbers in it are places in lists."""
+    """Returns the valid keys of the section at `path` of a config; numbers and names in it that are no keys are places
+    in lists and mappings.
+    """
     section: Any = config
     for key in path:
-        if key not in section.model_fields:  # a place in a list, or a key of a mapping
+        if isinstance(key, int) or key not in section.model_fields:
             continue
         annotation = section.model_fields[key].annotation
         # the inner type of a list or an optional section

@@ -5,6 +5,7 @@ has absolute paths; beside them it keeps the paths as they were written, which t
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 from cfl_ray.core.plugins import note_folder
 
 _WRITTEN = "# paths as written "
+_RECORDED_IN = "# run directory "
+_HEADER_LINES = 4
+_SQLITE = "sqlite:///"
 
 _PATHS = (
     ("data", "root"),
@@ -116,29 +120,96 @@ def to_record(values: dict[str, Any], written: Mapping[str, str]) -> tuple[str, 
         return "", values
     absolute = beside(json.loads(json.dumps(values)), here)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
-    if as_written(absolute, changed) != as_written(values, written):  # one file, written in two ways
-        return "", values
-    return f"{_WRITTEN}{json.dumps(changed)}\n" if changed else "", absolute
+    if with_replaced(absolute, changed) != with_replaced(values, written):  # one file, written in two ways
+        return "", _with_absolute_places(values, here)
+    return record_line(changed), _with_absolute_places(absolute, here)
+
+
+def record_line(written: Mapping[str, str]) -> str:
+    """Returns the line of a record that keeps the paths as written; empty where there are none."""
+    return f"{_WRITTEN}{json.dumps(dict(written))}\n" if written else ""
+
+
+def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
+    """Returns the paths of `values` by their absolute form; none where one file is written in two ways."""
+    changed = dict(_changes(absolute, values))
+    return changed if with_replaced(absolute, changed) == values else {}
+
+
+def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
+    """Returns the values with absolute paths of what a run writes beside its folder: no part of the config hash."""
+    data, tracking = values["data"], values["tracking"]
+    shards = data["shards"]
+    if shards and "://" not in shards and not shards.startswith("~"):
+        shards = str(here / shards)
+    uri = tracking["uri"]
+    if uri and uri.startswith(_SQLITE):
+        uri = _SQLITE + str(here / uri.removeprefix(_SQLITE))
+    places = {"output": str(here / values["output"])}
+    return values | places | {"data": data | {"shards": shards}, "tracking": tracking | {"uri": uri}}
+
+
+def recorded_in(run_dir: Path) -> str:
+    """Returns the line of a record that keeps the run directory, so that a run is found after it has moved."""
+    return f"{_RECORDED_IN}{json.dumps(str(run_dir))}\n"
+
+
+def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
+    """Returns new values by old ones for the absolute paths of a record that are not here.
+
+    text: of the record; folder: the one that it is in now. A path is looked for where it is as seen from the run
+    directory, and moves only if it is there.
+    """
+    old, new = _header(text, _RECORDED_IN), folder.absolute()
+    if not isinstance(old, str) or Path(old) == new:
+        return {}
+    found = {}
+    for value in _texts(values):
+        scheme = _SQLITE if value.startswith(_SQLITE) else ""
+        path = value.removeprefix(scheme)
+        if not path.startswith("/"):
+            continue
+        file, colon, name = (path, "", "") if scheme else path.rpartition(":") if ":" in path else (path, "", "")
+        there = os.path.normpath(new / os.path.relpath(file, old))
+        if not os.path.exists(file) and os.path.exists(there):
+            found[value] = f"{scheme}{there}{colon}{name}"
+    return found
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, dict):
+        yield from _texts([*values, *values.values()])
+    elif isinstance(values, list):
+        for value in values:
+            yield from _texts(value)
+    elif isinstance(values, str):
+        yield values
 
 
 def from_record(text: str) -> dict[str, str]:
     """Returns the paths as written, by their absolute form, of the text of a record; of other YAML, none."""
-    for line in text.splitlines()[:2]:
-        if line.startswith(_WRITTEN):
+    written = _header(text, _WRITTEN)
+    return {str(new): str(old) for new, old in written.items()} if isinstance(written, dict) else {}
+
+
+def _header(text: str, begins: str) -> Any:
+    """Returns what a line at the beginning of a record says; None where there is none, or it was edited."""
+    for line in text.splitlines()[:_HEADER_LINES]:
+        if line.startswith(begins):
             try:
-                return {str(new): str(old) for new, old in dict(json.loads(line.removeprefix(_WRITTEN))).items()}
-            except (ValueError, TypeError):  # the line was edited
-                return {}
-    return {}
+                return json.loads(line.removeprefix(begins))
+            except ValueError:
+                return None
+    return None
 
 
-def as_written(values: Any, written: Mapping[str, str]) -> Any:
-    """Returns the values with every recorded path as it was written."""
+def with_replaced(values: Any, new: Mapping[str, str]) -> Any:
+    """Returns the values with other texts, keys as well as values, in the place of some."""
     if isinstance(values, dict):
-        return {written.get(key, key): as_written(value, written) for key, value in values.items()}
+        return {new.get(key, key): with_replaced(value, new) for key, value in values.items()}
     if isinstance(values, list):
-        return [as_written(value, written) for value in values]
-    return written.get(values, values) if isinstance(values, str) else values
+        return [with_replaced(value, new) for value in values]
+    return new.get(values, values) if isinstance(values, str) else values
 
 
 def _changes(new: Any, old: Any) -> Iterator[tuple[str, str]]:

@@ -1,88 +1,133 @@
-"""Tables of published results, as YAML: the numbers of a paper that runs are compared with."""
+"""Published numbers: the tables of a paper, in the names of the study that repeats them."""
 
-import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cfl_ray.config.experiment import explain, read_yaml
 from cfl_ray.config.sections import ConfigSection
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, did_you_mean
 
-PublishedValue = float | tuple[float, float]  # mean, or mean and standard deviation
+Unit = Literal["percent", "rounds", "mbit", "clients", "count"]
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One cell of a published table."""
+
+    metric: str  # what of ours it is to be compared with
+    unit: Unit
+    mean: float | None  # None: the target was not reached
+    std: float | None  # None: not printed
+    misprint: str  # why it is not to be trusted; empty: no reason is known
+
+    @property
+    def scale(self) -> float:
+        """Factor by which our metric, a share 0..1 where this is in percent, is multiplied to compare the two."""
+        return 100.0 if self.unit == "percent" else 1.0
 
 
 class PaperConfig(ConfigSection):
-    """The paper that tables are from."""
+    """The paper that the numbers were published in."""
 
     title: str = Field(description="title")
-    authors: str = Field("", description="authors")
-    url: str = Field("", description="address; not shown as a link")
-
-
-class MisprintConfig(ConfigSection):
-    """A number that cannot be right as it is printed."""
-
-    row: str = Field(description="its row")
-    column: str = Field(description="its column")
-    note: str = Field(description="why it cannot be right")
+    authors: str = Field(description="authors, as in a list of references")
+    venue: str = Field(description="where and when it was published")
+    url: str = Field(description="where it can be read")
 
 
 class PublishedRowConfig(ConfigSection):
     """The numbers of one method."""
 
     metric: str | None = Field(None, description="metric of this row; null: that of the table")
-    values: dict[str, PublishedValue] = Field(min_length=1, description="by column: a mean, or [mean, deviation]")
+    values: dict[str, float | list[float] | None] = Field(
+        min_length=1, description="by column, a number or [mean, standard deviation]; null: the target was not reached"
+    )
+
+    @field_validator("values")
+    @classmethod
+    def _check_pairs(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for column, value in values.items():
+            if isinstance(value, list) and len(value) != 2:
+                raise ValueError(f"{column}: a list is [mean, standard deviation], got {len(value)} numbers")
+        return values
 
 
-class PublishedTableConfig(ConfigSection):
-    """One table of a paper."""
+class MisprintConfig(ConfigSection):
+    """A number that is probably not what the authors measured."""
 
-    caption: str = Field("", description="caption in the paper")
-    metric: str = Field("accuracy", description="metric of the rows (docs/metrics.md)")
-    unit: str = Field("", description="percent: the numbers are a hundred times the metric")
-    columns: list[str] = Field(min_length=1, description="settings, by the names that a study gives them")
-    rows: dict[str, PublishedRowConfig] = Field(min_length=1, description="by label of the method")
-    misprints: list[MisprintConfig] = Field([], description="numbers that cannot be right as printed")
+    row: str = Field(description="label of the method")
+    column: str = Field(description="column of the table")
+    note: str = Field(min_length=1, description="why it is not to be trusted")
+
+
+class PublishedTable(ConfigSection):
+    """One table of a paper, for one metric."""
+
+    caption: str = Field(description="what the table shows")
+    study: str = Field(description="file of the study that repeats it, from the folder above that of this file")
+    metric: str = Field("accuracy", description="metric of ours that its rows are compared with")
+    unit: Unit = Field("percent", description="unit of its numbers: percent | rounds | mbit | clients | count")
+    columns: list[str] = Field(min_length=1, description="settings of the study")
+    rows: dict[str, PublishedRowConfig] = Field(min_length=1, description="by label of a method of the study")
+    misprints: list[MisprintConfig] = Field([], description="numbers that are not to be trusted")
 
     @model_validator(mode="after")
-    def _check_columns(self) -> Self:
+    def _check_names(self) -> Self:
         for label, row in self.rows.items():
             for column in row.values:
                 if column not in self.columns:
-                    raise ValueError(f"row {label} has the column {column!r}, the table has {', '.join(self.columns)}")
+                    raise ValueError(
+                        f"rows.{label}: no column is called {column!r}{did_you_mean(column, self.columns)}"
+                    )
         for one in self.misprints:
             if one.row not in self.rows or one.column not in self.rows[one.row].values:
-                raise ValueError(f"misprint of row {one.row!r}, column {one.column!r}: there is no such number")
+                raise ValueError(f"misprints: row {one.row!r} has no number in column {one.column!r}")
         return self
 
-    def value(self, row: str, column: str) -> tuple[float, float] | None:
-        """Mean and standard deviation (NaN: not given); None where the table has no such number."""
-        found = self.rows[row].values.get(column) if row in self.rows else None
-        if found is None:
+    def number(self, row: str, column: str) -> PublishedNumber | None:
+        """Returns what was published for a method in a setting; None for nothing."""
+        found = self.rows.get(row)
+        if found is None or column not in found.values:
             return None
-        return found if isinstance(found, tuple) else (found, math.nan)
+        value = found.values[column]
+        mean, std = value if isinstance(value, list) else (value, None)
+        note = next((one.note for one in self.misprints if (one.row, one.column) == (row, column)), "")
+        return PublishedNumber(found.metric or self.metric, self.unit, mean, std, note)
 
-    def metric_of(self, row: str) -> str:
-        """The metric of a row."""
-        return self.rows[row].metric or self.metric
-
-    def misprint(self, row: str, column: str) -> str:
-        """Why a number cannot be right; empty where it may be."""
-        return next((one.note for one in self.misprints if (one.row, one.column) == (row, column)), "")
+    def cells(self) -> Iterator[tuple[str, str, PublishedNumber]]:
+        """Returns row, column and number of all that was published, row by row."""
+        for row in self.rows:
+            for column in self.columns:
+                if (number := self.number(row, column)) is not None:
+                    yield row, column, number
 
 
 class PublishedTables(ConfigSection):
-    """All tables of a file."""
+    """The tables of one paper."""
 
     paper: PaperConfig = Field(description="the paper")
-    tables: dict[str, PublishedTableConfig] = Field(min_length=1, description="by name")
+    tables: dict[str, PublishedTable] = Field(min_length=1, description="by name, e.g. table1")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, PublishedTables)) from None
+
+    def table(self, name: str) -> PublishedTable:
+        """Returns a table. Raises ConfigError where there is none of this name."""
+        if name not in self.tables:
+            raise ConfigError(f"no published table is called {name!r}{did_you_mean(name, list(self.tables))}")
+        return self.tables[name]
 
 
-def load_published(path: str | Path) -> PublishedTables:
-    """The tables of a file. Raises ConfigError for a file that is none of published tables."""
+def load_published(file: str | Path) -> PublishedTables:
+    """Returns the published tables of a YAML file. Raises ConfigError."""
     try:
-        return PublishedTables(**read_yaml(Path(path)))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error, PublishedTables)}") from None
+        return PublishedTables(**read_yaml(Path(file)))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
-from cfl_ray.config.paths import as_written
+from cfl_ray.config.paths import with_replaced
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.plugins import entry_points_of
@@ -29,11 +29,14 @@ class BuiltinKind(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-SOURCES = {  # those that are divided among clients are functions of `data/sources.py`, by these names
+SOURCES = {  # those that are divided among clients are functions of `data/sources.py` or image_sets, by these names
     "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn"),
     "mnist": BuiltinKind("MNIST of torchvision", ("root", "download")),
     "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", ("root", "download")),
-    "cifar10": BuiltinKind("CIFAR-10 of torchvision", ("root", "download")),
+    "cifar10": BuiltinKind("CIFAR-10 of torchvision or Hugging Face", ("root", "download")),
+    "cifar100": BuiltinKind("CIFAR-100 of torchvision or Hugging Face", ("root", "download")),
+    "svhn": BuiltinKind("SVHN's cropped digits of torchvision or Hugging Face", ("root", "download")),
+    "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", ("root", "train_files")),
     "images": BuiltinKind("images in parquet files", ("root", "train_files", "test_files")),
     "image_folder": BuiltinKind("images in a folder per class", ("root", "train_files", "test_files")),
     "csv": BuiltinKind("tables of numbers", ("root", "train_files", "test_files")),
@@ -48,7 +51,8 @@ SOURCES = {  # those that are divided among clients are functions of `data/sourc
     ),
     "arrays": BuiltinKind("an .npz file with x, y and clients", ("root",)),
 }
-WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "mnist_by_writer")  # always come with a test part
+# Sources that always come with a test part.
+WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn", "medmnist", "mnist_by_writer")
 UNDIVIDED = ("synthetic", "arrays")  # sources whose samples already belong to clients
 
 
@@ -327,8 +331,9 @@ class DataConfig(ConfigSection):
     download: bool = Field(False, description="let torchvision download the data set where it is missing")
     train_files: str | None = Field(
         None,
-        description="glob below root of the training files (images, femnist, csv), folder of LEAF's files "
-        "(*_leaf), or subfolder of the training part (image_folder, hf_disk); null: the usual places",
+        description="glob below root of the training files (images, femnist, csv), file of the data set (medmnist), "
+        "folder of LEAF's files (*_leaf), or subfolder of the training part (image_folder, hf_disk); null: the usual "
+        "places",
     )
     test_files: str | None = Field(
         None,
@@ -407,7 +412,7 @@ class DataConfig(ConfigSection):
 
     def to_recipe(self, exclude: set[str]) -> dict[str, Any]:
         """Returns the values that decide the content of shards, with paths as they were written."""
-        values: dict[str, Any] = as_written(self.model_dump(mode="json", exclude=exclude), self._written)
+        values: dict[str, Any] = with_replaced(self.model_dump(mode="json", exclude=exclude), self._written)
         return self.without_defaults(values)
 
     @property

@@ -1,31 +1,39 @@
 """Studies: methods x settings x seeds of one experiment, and sweeps over any of its keys."""
 
 import copy
+import hashlib
 import itertools
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from cfl_ray.config.experiment import explain, read_yaml, set_key, split_override
-from cfl_ray.config.paths import beside, root_beside
+from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
+from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.sections import ConfigSection
 from cfl_ray.core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
-_ALL = "all"  # the setting of a study that names none
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
+ALL_SETTINGS = "all"  # the setting of a study that names none
 _LONGEST_NAME = 100
+_TAKEN = "artifacts"  # the folder of the tables
+# keys of an experiment that are the same in all runs of a study, and where they are given
+_OF_STUDY = {"seed": "decided by the study's `seeds`", "name": "decided by the study's `name`"}
+_OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a study, a key of its `experiment`")
 
 
 class RangeConfig(ConfigSection):
     """A range from which a sweep draws a number."""
 
-    low: float = Field(description="least value")
-    high: float = Field(description="greatest value")
+    low: float = Field(allow_inf_nan=False, description="least value")
+    high: float = Field(allow_inf_nan=False, description="greatest value")
     log: bool = Field(False, description="true: the logarithm is drawn uniformly; false: the value")
     int_: bool = Field(False, alias="int", description="true: whole numbers; false: real ones")
 
@@ -35,6 +43,8 @@ class RangeConfig(ConfigSection):
             raise ValueError(f"low must be less than high, got {self.low:g} and {self.high:g}")
         if self.log and self.low <= 0:
             raise ValueError(f"low must be greater than 0 with log, got {self.low:g}")
+        if self.int_ and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError(f"low and high must be whole numbers with int, got {self.low:g} and {self.high:g}")
         return self
 
     def at(self, share: float) -> float | int:
@@ -45,7 +55,7 @@ class RangeConfig(ConfigSection):
             value = float(np.exp(np.log(self.low) + share * (np.log(self.high) - np.log(self.low))))
         else:
             value = self.low + share * (self.high - self.low)
-        return round(value) if self.int_ else float(f"{value:.6g}")
+        return round(value) if self.int_ else six_digits(value)
 
 
 class SweepConfig(ConfigSection):
@@ -63,15 +73,26 @@ class SweepConfig(ConfigSection):
     )
     trials: int | None = Field(None, ge=1, description="number of trials (random, tpe)")
     metric: str = Field("accuracy", description="metric of the last evaluation that decides which trial is best")
-    goal: Literal["maximize", "minimize"] = Field("maximize", description="whether more of the metric is better")
+    goal: Literal["maximize", "minimize"] | None = Field(
+        None,
+        description="whether more of the metric is better; null: as it is known of the metric (less of losses, errors, "
+        "traffic and seconds, more of everything else)",
+    )
     seed: int = Field(0, ge=0, description="seed of the trials that are drawn")
 
-    @field_validator("parameters")
+    @field_validator("parameters", mode="before")
     @classmethod
-    def _check_values(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        for key, values in parameters.items():
-            if isinstance(values, list) and not values:
-                raise ValueError(f"{key} has no values")
+    def _check_values(cls, parameters: Any) -> Any:
+        for key, values in parameters.items() if isinstance(parameters, dict) else ():
+            place = (_OF_STUDY | _OF_ALL_RUNS).get(str(key).partition(".")[0])
+            if place is not None:
+                raise ValueError(f"{key} cannot be swept: it is {place}")
+            if isinstance(values, list):
+                _check_list(str(key), values)
+            elif isinstance(values, dict):
+                _check_range(str(key), values)
+            elif not isinstance(values, RangeConfig):
+                raise ValueError(f"{key} needs a list of values, as in [{values}], or a range {{low: ..., high: ...}}")
         return parameters
 
     @model_validator(mode="after")
@@ -100,6 +121,23 @@ class SweepConfig(ConfigSection):
         return list(trials.values())
 
 
+def _check_list(key: str, values: list[Any]) -> None:
+    """Raises ValueError where a list of values is empty, or two of them would have one folder."""
+    if not values:
+        raise ValueError(f"{key} has no values")
+    names = [name_of({key: _yaml_copy(value, key)}) for value in values]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{key} has the value {values[names.index(name)]!r} twice")
+
+
+def _check_range(key: str, values: dict[str, Any]) -> None:
+    try:
+        RangeConfig(**values)
+    except ValidationError as error:
+        raise ValueError(f"{key}: {explain(error, RangeConfig)}") from None
+
+
 def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
     return values.at(share) if isinstance(values, RangeConfig) else values[int(share * len(values))]
 
@@ -117,6 +155,7 @@ class Study(ConfigSection):
     published: str | None = Field(None, description="file of published numbers to compare with, beside this one")
     tables: list[str] = Field([], description="tables of that file that this study repeats")
     sweep: SweepConfig | None = Field(None, description="values to try (cfl-ray sweep); null: none")
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute ones
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -124,13 +163,21 @@ class Study(ConfigSection):
         except ValidationError as error:
             raise ConfigError(explain(error, Study)) from None
 
-    @field_validator("settings")
+    @field_validator("settings", mode="before")
     @classmethod
-    def _check_names(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        for name in settings:
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"a setting names a folder: letters, digits and _ . = , + -, got {name!r}")
-        return settings
+    def _check_settings(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return {} if settings is None else settings
+        for name, values in settings.items():
+            if not _NAME.fullmatch(str(name)) or len(str(name)) > _LONGEST_NAME or name == _TAKEN:
+                raise ValueError(
+                    f"a setting names a folder: at most {_LONGEST_NAME} letters, digits and _ . = , + -, and not "
+                    f"{_TAKEN!r}; got {name!r}"
+                )
+            for key, place in (_OF_STUDY | _OF_ALL_RUNS).items():
+                if isinstance(values, dict) and key in values:
+                    raise ValueError(f"{name}.{key} cannot differ between settings: it is {place}; leave it out")
+        return {str(name): _yaml_copy(values or {}, f"settings.{name}") for name, values in settings.items()}
 
     @field_validator("seeds")
     @classmethod
@@ -139,13 +186,13 @@ class Study(ConfigSection):
             raise ValueError(f"seed {twice[0]} is listed twice")
         return seeds
 
-    @field_validator("experiment")
+    @field_validator("experiment", mode="before")
     @classmethod
-    def _check_experiment(cls, experiment: dict[str, Any]) -> dict[str, Any]:
-        for key, place in (("seed", "seeds"), ("name", "name")):
-            if key in experiment:
-                raise ValueError(f"{key} is decided by the study's {place}; leave it out")
-        return experiment
+    def _check_experiment(cls, experiment: Any) -> Any:
+        for key, place in _OF_STUDY.items():
+            if isinstance(experiment, dict) and key in experiment:
+                raise ValueError(f"{key} is {place}; leave it out")
+        return _yaml_copy({} if experiment is None else experiment, "experiment")
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
@@ -163,37 +210,176 @@ class Study(ConfigSection):
     @property
     def setting_names(self) -> list[str]:
         """Names of the settings; one name where the study has none."""
-        return list(self.settings) or [_ALL]
+        return list(self.settings) or [ALL_SETTINGS]
 
     def to_yaml(self) -> str:
-        """Returns the study as YAML; loading it gives an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, width=120)
+        """Returns the study as YAML; loading it gives an equal one, whose runs have the same config hashes."""
+        values = self.model_dump(mode="json", by_alias=True)
+        return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
+
+    def located(self, base: Path | None = None) -> "Study":
+        """Returns the study with `output`, and paths relative to the working directory, as absolute paths.
+
+        base: folder that a relative `output` is in; None: the working directory.
+        """
+        try:
+            here = Path.cwd()
+        except FileNotFoundError:  # the folder is gone, and with it what was relative to it
+            return self
+        before = self.model_dump(mode="json", by_alias=True)
+        values = _beside(before, here)
+        written = paths_as_written(values, before) | self._written
+        values["experiment"]["output"] = str(
+            (base or here) / Path(values["experiment"].get("output") or "runs").expanduser()
+        )
+        return Study(**values)._with_written(written)
+
+    def paths_of(self, experiment: Experiment) -> Experiment:
+        """Returns an experiment of this study, whose config hash covers paths as the study writes them."""
+        return experiment._from_record(self._written, {})
+
+    def _with_written(self, written: dict[str, str]) -> "Study":
+        self._written = written
+        return self
 
 
-def load_study(file: str | Path, overrides: Iterable[str] = ()) -> Study:
+def is_study_file(file: str | Path) -> bool:
+    """Returns whether a YAML file is a study, and no experiment. Raises ConfigError where it is no YAML."""
+    return "experiment" in read_yaml(Path(file))
+
+
+def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | None = None) -> Study:
     """Returns the study of a YAML file. Raises ConfigError.
 
-    overrides: SECTION.KEY=VALUE, changes to the experiment of every run. Relative paths are looked for in the file's
-    folder, then in the working directory.
+    overrides: SECTION.KEY=VALUE, changes to the experiment of every run, also where a setting has the key. Relative
+        paths are looked for in the file's folder, then in the working directory.
+    base: folder that a relative `output` is in; None: the working directory.
     """
     path = Path(file)
-    values = read_yaml(path)
-    if "experiment" not in values:
+    given = read_yaml(path)
+    if not isinstance(given.get("experiment"), dict):
         raise ConfigError(
-            f"{file} is no study: it has no key `experiment`; a study has name, experiment, settings, seeds "
-            "(an experiment alone is run by `cfl-ray run`)"
+            f"{file} is no study: its key `experiment` must hold the keys that all runs share; a study has name, "
+            "experiment, settings, seeds (cfl-ray compare), and sweep (cfl-ray sweep); an experiment alone is run by "
+            "`cfl-ray run`"
         )
-    for section in (values["experiment"], *dict(values.get("settings") or {}).values()):
-        if isinstance(section, dict):
-            section.update(root_beside(beside(section, path.parent), path.parent))
-    if isinstance(published := values.get("published"), str):
-        values["published"] = str((path.parent / published).resolve())
-    study = Study(**values)
-    changed = copy.deepcopy(study.experiment)
+    folder = path.parent.resolve()
+    values = _beside(given, folder)
     for override in overrides:
-        key, value = split_override(override)
-        set_key(changed, key, value, f"override {override!r}")
-    return study.model_copy(update={"experiment": changed})
+        for one in (given, values):
+            _override(one, override)
+    written = paths_as_written(values, given) | from_record(path.read_text())
+    _find_roots(values, folder)
+    if isinstance(published := values.get("published"), str):
+        values["published"] = str((folder / Path(published).expanduser()).resolve())
+    try:
+        return Study(**values)._with_written(written).located(base)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a copy of a study's keys with every relative path that exists in `folder` as a path in it."""
+    values: dict[str, Any] = copy.deepcopy(dict(given))
+    settings, sweep = values.get("settings"), values.get("sweep")
+    for section in (values["experiment"], *(settings.values() if isinstance(settings, dict) else ())):
+        if isinstance(section, dict):
+            section.update(beside(section, folder))
+    parameters = sweep.get("parameters") if isinstance(sweep, dict) else None
+    if not isinstance(parameters, dict):
+        return values
+    for key, choices in parameters.items():
+        if isinstance(choices, list):
+            parameters[key] = [_choice_beside(str(key).split("."), value, folder) for value in choices]
+    return values
+
+
+def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
+    values: dict[str, Any] = {}
+    set_key(values, path, value, "sweep")
+    found: Any = beside(values, folder)
+    for key in path:
+        found = found[key]
+    return found
+
+
+def _find_roots(values: dict[str, Any], folder: Path) -> None:
+    """Sets `data.root` to the folder of the study where `data.train_files` are there."""
+    values["experiment"] = root_beside(values["experiment"], folder)
+    shared = values["experiment"].get("data")
+    if isinstance(shared, dict) and shared.get("root") is not None:
+        return
+    settings = values.get("settings")
+    if isinstance(settings, dict):
+        for name, section in settings.items():
+            settings[name] = root_beside(section, folder) if isinstance(section, dict) else section
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Applies SECTION.KEY=VALUE to the keys of all runs, and to those of the settings that have the key."""
+    path, value = split_override(override)
+    where = f"override {override!r}"
+    if path[0] in Study.model_fields and path[0] != "name":
+        raise ConfigError(
+            f"{where}: {path[0]} is a key of the study, overrides are of its experiment; change it in the file "
+            "(--seed, --method and --setting select runs)"
+        )
+    if path[0] in _OF_STUDY:
+        raise ConfigError(f"{where}: {path[0]} is {_OF_STUDY[path[0]]}; change it in the file")
+    parameters = (values.get("sweep") or {}).get("parameters") if isinstance(values.get("sweep"), dict) else None
+    if isinstance(parameters, dict) and ".".join(path) in parameters:
+        raise ConfigError(f"{where}: the sweep decides {'.'.join(path)}")
+    settings = values.get("settings")
+    sections = [one for one in (settings.values() if isinstance(settings, dict) else ()) if isinstance(one, dict)]
+    if path[0] == "methods" and path[1:]:
+        _override_method([values["experiment"], *sections], path, value, where)
+        return
+    set_key(values["experiment"], path, copy.deepcopy(value), where)
+    for section in sections:
+        if _has(section, path):
+            set_key(section, path, copy.deepcopy(value), where)
+
+
+def _override_method(sections: list[dict[str, Any]], path: list[str], value: Any, where: str) -> None:
+    """Sets an option of a method wherever the method is listed. Raises ConfigError where it is nowhere."""
+    errors = []
+    listing = [section for section in sections if isinstance(section.get("methods"), list)]
+    for section in listing:
+        try:
+            set_key(section, path, copy.deepcopy(value), where)
+        except ConfigError as error:
+            errors.append(error)
+    if not listing:
+        raise ConfigError(f"{where}: the study lists no methods")
+    if len(errors) == len(listing):
+        raise errors[0]
+
+
+def _has(section: Any, path: list[str]) -> bool:
+    """Whether a section decides the key at a path."""
+    for key in path:
+        if not isinstance(section, dict):
+            return True
+        if key not in section:
+            return False
+        section = section[key]
+    return True
+
+
+def _yaml_copy(value: Any, where: str) -> Any:
+    """Returns a copy of a value of YAML. Raises ValueError for one that YAML cannot say."""
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"keys are texts, got {wrong[0]!r} in {where}")
+        return {key: _yaml_copy(one, f"{where}.{key}") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_yaml_copy(one, where) for one in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(
+        f"{where} is an object of type {type(value).__name__}, but the runs of a study are in processes of their own, "
+        "which get YAML: name a file.py:Name instead of an object, and files instead of arrays"
+    )
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,15 +393,33 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def name_of(parameters: Mapping[str, Any]) -> str:
-    """Returns the parameters of a trial as the name of a folder: LAST_PART_OF_KEY=VALUE, joined by commas."""
-    keys = list(parameters)
+    """Returns the parameters of a trial as the name of a folder: LAST_PART_OF_KEY=VALUE, joined by commas.
+
+    A name that is too long, or does not say the values exactly, ends in a hash of them.
+    """
+    names = short_names(list(parameters))
+    exact = ",".join(f"{name}={_text(value)}" for name, value in zip(names, parameters.values(), strict=True))
+    plain = _NO_NAME.sub("-", exact)
+    if plain == exact and len(plain) <= _LONGEST_NAME:
+        return plain
+    digits = hashlib.sha256(json.dumps(list(parameters.items())).encode()).hexdigest()[:8]
+    return f"{plain[: _LONGEST_NAME - len(digits) - 1].rstrip('-')}-{digits}"
+
+
+def short_names(keys: list[str]) -> list[str]:
+    """Returns the last part of each key, or the whole key where another one ends alike."""
     short = [key.rpartition(".")[2] for key in keys]
-    names = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
-    parts = [f"{name}={_text(value)}" for name, value in zip(names, parameters.values(), strict=True)]
-    return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", ",".join(parts))[:_LONGEST_NAME]
+    return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "-".join(map(_text, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)
+
+
+def six_digits(value: float) -> float:
+    """Returns a number with six significant digits."""
+    return float(f"{value:.6g}")

@@ -8,9 +8,9 @@ import numpy as np
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.contract import check_serving, check_state
-from cfl_ray.core.errors import says_where
+from cfl_ray.core.errors import RunError, says_where
 from cfl_ray.core.method import Method, Start
-from cfl_ray.core.own_parts import is_own, raised_at
+from cfl_ray.core.own_parts import described, is_own, place_of, raised_at
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -47,7 +47,12 @@ class CheckedMethod:
         return self._checked(self.method.leave, len(state.assign_N), state, ids)
 
     def diagnose(self, state: State, clients: Clients) -> None:
-        _noting(self.method.diagnose, state, clients)
+        found = _noting(self.method.diagnose, state, clients)
+        if found is not None:
+            raise RunError(
+                f"{place_of(self.method.diagnose)} returned {described(found)}, expected nothing; "
+                "report diagnostics with clients.record(name, value)"
+            )
 
     def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
         found: State = _noting(hook, *arguments)

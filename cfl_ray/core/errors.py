@@ -3,12 +3,20 @@
 import difflib
 from collections.abc import Iterable
 
+from cfl_ray.core.redaction import redact
+
 
 class UserError(Exception):
-    """An error whose message says what is wrong, what the limit is and what to do. It is shown without a traceback."""
+    """An error whose message says what is wrong, what the limit is and what to do. It is shown without a traceback.
+
+    The message has no credentials: those of URIs in it are hidden.
+    """
 
     exit_status = 1
     says_where = True  # see `says_where`
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact(str(message)))
 
 
 class ConfigError(UserError):

@@ -136,6 +136,7 @@ class Method(ABC, Generic[S]):
         metadata={
             "doc": "name of the method in results and of its folder; null: its name, with its options where it occurs "
             "twice",
+            "source": "ours",
         },
     )
 
@@ -210,6 +211,11 @@ class Method(ABC, Generic[S]):
     @property
     def needs_sgd(self) -> str:
         """Why local steps must be those of SGD with one learning rate in a round; empty: any optimiser will do."""
+        return ""
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        """Why every round must begin without momentum of earlier ones; empty: `local.persist` will do."""
         return ""
 
     @property

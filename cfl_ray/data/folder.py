@@ -16,7 +16,9 @@ from filelock import FileLock
 from pyarrow import fs
 
 from cfl_ray.core import files
+from cfl_ray.core.credentials import hides
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.redaction import redact
 
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _Read = TypeVar("_Read")
@@ -60,7 +62,7 @@ class Folder:
         except FileNotFoundError:
             return None
         except _FILESYSTEM_ERRORS as error:
-            raise DataError(f"{self.uri}/{name} cannot be read: {error}") from error
+            raise DataError(f"{self.uri}/{name} cannot be read: {self._reason(error)}") from None
 
     def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
         """Returns the path on this machine of a file of this size, fetched where necessary.
@@ -99,7 +101,7 @@ class Folder:
                 with open(source / name, "rb") as file, filesystem.open_output_stream(f"{path}/{name}") as stream:
                     shutil.copyfileobj(file, stream, 1 << 22)
         except _FILESYSTEM_ERRORS as error:
-            raise DataError(f"{self.uri} cannot be written: {error}") from error
+            raise DataError(f"{self.uri} cannot be written: {self._reason(error)}") from None
 
     def _fetch(self, name: str, target: Path, size: int, sha256: str) -> None:
         filesystem, path = self._remote()
@@ -117,15 +119,23 @@ class Folder:
         except FileNotFoundError as error:
             raise DataError(f"{self.uri}/{name} is missing; {PREPARE_AGAIN}") from error
         except _FILESYSTEM_ERRORS as error:
-            raise DataError(f"{self.uri}/{name} cannot be fetched: {error}") from error
+            raise DataError(f"{self.uri}/{name} cannot be fetched: {self._reason(error)}") from None
         finally:
             partial.unlink(missing_ok=True)
 
     def _remote(self) -> tuple[fs.FileSystem, str]:
+        if hides(self.uri):
+            raise DataError(f"the credentials of {self.uri} are not known here; name it with them, as data.shards")
         try:
             return _open_uri(self.uri)
         except _FILESYSTEM_ERRORS as error:
-            raise DataError(f"{self.uri!r} is not a folder or URI that pyarrow can open: {error}") from error
+            raise DataError(
+                f"{self.uri!r} is not a folder or URI that pyarrow can open: {self._reason(error)}"
+            ) from None
+
+    def _reason(self, error: Exception) -> str:
+        """The text of an error without the credentials of this URI."""
+        return redact(str(error), self.uri)
 
 
 def _read_again(read: Callable[[], _Read]) -> _Read:

@@ -9,11 +9,11 @@ import functools
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cfl_ray.core.errors import DataError
 from cfl_ray.core.tasks import TARGETS
@@ -22,15 +22,18 @@ from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 
 MANIFEST = "manifest.json"
+_MOST = 2**62  # of anything that a manifest counts
+_LARGEST_SAMPLE = 2**31 - 1  # numbers in a sample, by the format of Arrow
+_Size = Annotated[int, Field(ge=1, le=_LARGEST_SAMPLE)]
 
 
 class ShardFile(BaseModel):
     """One file of the folder. The pattern of names keeps a manifest from naming files outside its folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    rows: int = Field(ge=1)
-    bytes: int = Field(ge=1)
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=200)
+    rows: int = Field(ge=1, le=_MOST)
+    bytes: int = Field(ge=1, le=_MOST)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -41,18 +44,25 @@ class ShardManifest(BaseModel):
     format: Literal["cfl_ray shards"] = "cfl_ray shards"
     version: Literal[1] = 1
     view: Literal["cluster", "label", "holdout"]
-    input: list[int] = Field(min_length=1)  # shape of one sample
-    num_classes: int = Field(ge=1)
-    scale: float = Field(gt=0)  # the pixel value that means 1.0
+    input: list[_Size] = Field(min_length=1)  # shape of one sample
+    num_classes: _Size
+    scale: float = Field(gt=0, allow_inf_nan=False)  # the pixel value that means 1.0
     dtype: Literal["uint8", "float32", "int32"] = "uint8"  # of the stored inputs
-    vocabulary: int | None = Field(None, ge=1)  # of token ids; None: the inputs are not tokens
+    vocabulary: _Size | None = None  # of token ids; None: the inputs are not tokens
     targets: Literal["class", "real", "binary", "tokens"] = "class"  # kind of the targets (`core.tasks`)
-    target_shape: list[int] = []  # of one sample's target
+    target_shape: list[_Size] = []  # of one sample's target
     normalize: list[list[float]] | None
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
     test: list[ShardFile]
     recipe: dict[str, Any]
+
+    @field_validator("input", "target_shape")
+    @classmethod
+    def _fits(cls, shape: list[int]) -> list[int]:
+        if math.prod(shape) > _LARGEST_SAMPLE:
+            raise ValueError(f"a sample has at most {_LARGEST_SAMPLE} numbers, the shape {shape} has more")
+        return shape
 
 
 def sample_schema(
@@ -151,6 +161,15 @@ class ShardFederation(IndexedFederation):
         return self._names[client].as_py()
 
     def group_transform(self, group: int) -> GroupTransform:
+        try:
+            return self._shift_of(group)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise DataError(
+                f"{self.uri}/{MANIFEST}: the shift in its recipe has no group {group}; {PREPARE_AGAIN}"
+            ) from error
+
+    def _shift_of(self, group: int) -> GroupTransform:
+        """The transform of a group, as the recipe says; it may say anything."""
         shift = self.recipe.get("data", {}).get("shift", {})
         if shift.get("kind") == "rotated":
             return _rotation(0, 1, shift["angles"], group)
@@ -204,7 +223,7 @@ def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
                     f"expected {schema.names} in 1; {PREPARE_AGAIN}"
                 )
             batch = reader.get_batch(0)
-            batch.validate()
+            batch.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is damaged: {error}; {PREPARE_AGAIN}") from error
     if batch.num_rows != file.rows:
@@ -252,6 +271,7 @@ def _is_valid(index: Index, manifest: ShardManifest) -> bool:
     return bool(
         ((index.file_N >= 0) & (index.file_N < len(rows))).all()
         and (index.offset_N >= 0).all()
+        and (np.maximum.reduce([index.offset_N, index.train_N, index.held_out_N]) <= rows[index.file_N]).all()
         and (index.train_N >= 1).all()
         and (index.held_out_N >= 0).all()
         and (index.offset_N + index.train_N + index.held_out_N <= rows[index.file_N]).all()

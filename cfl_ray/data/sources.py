@@ -1,9 +1,7 @@
 """The base data sets by name: where their files are looked for, and how they are read."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +12,7 @@ from cfl_ray.config.sections import SOURCES, UNDIVIDED
 from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
-from cfl_ray.data import leaf, parquet, tables
+from cfl_ray.data import image_sets, leaf, parquet, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots, with_file_as_root
 
 
@@ -30,7 +28,9 @@ def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
                 "and my.py:load can have"
             )
         return TABLES[name](data, targets)
-    found: Source = globals()[name](data)  # a source is a function of this module, by its name
+    if name in image_sets.SETS:
+        return image_sets.SETS[name](data)
+    found: Source = globals()[name](data)  # any other source is a function of this module, by its name
     return found
 
 
@@ -55,67 +55,12 @@ def _read_digits(pixels: bool, progress: Progress | None) -> Images:
     return Images(x[train], y[train], x[test], y[test], num_classes=10, scale=16)
 
 
-# --- torchvision --------------------------------------------------------------------------------
-
-_TORCHVISION = {  # name: (torchvision's class, its files below its root)
-    "mnist": ("MNIST", "MNIST/raw/*-ubyte"),
-    "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw/*-ubyte"),
-    "cifar10": ("CIFAR10", "cifar-10-batches-py/*_batch*"),
-}
-
-
-def _torchvision(name: str) -> Callable[[DataConfig], Source]:
-    def locate_one(data: DataConfig) -> Source:
-        kind, pattern = _TORCHVISION[name]
-        get = f"set data.download: true, or point data.root at a folder where torchvision.datasets.{kind} has put it"
-        if name == "cifar10":
-            get += (
-                "; for the parquet files of uoft-cs/cifar10 use data.source: images with "
-                "data.columns: {image: img, label: label}"
-            )
-        try:
-            root, files = find(data, ["", "torchvision"], [pattern], name, get)
-        except DataError:
-            if not data.download:
-                raise
-            _open_torchvision(name, roots(data)[0], train=True, download=True)
-            root, files = find(data, ["", "torchvision"], [pattern], name, get)
-        return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
-
-    return locate_one
-
-
-mnist, fashion_mnist, cifar10 = _torchvision("mnist"), _torchvision("fashion_mnist"), _torchvision("cifar10")
-
-
-def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
-    from torchvision import datasets
-
-    try:
-        return getattr(datasets, _TORCHVISION[name][0])(str(root), train=train, download=download)
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:
-        doing = "downloaded to" if download else "read from"
-        raise DataError(f"data set {name!r} could not be {doing} {root.absolute()}: {error}") from error
-
-
-def _read_torchvision(name: str, root: Path) -> Images:
-    def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
-        loaded = _open_torchvision(name, root, train)
-        x = np.asarray(loaded.data)
-        x = x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-        return x, np.asarray(loaded.targets, np.int16)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
-        return Images(*part(train=True), *part(train=False), num_classes=10)
-
-
 # --- MNIST with its writers ---------------------------------------------------------------------
 
 
 def mnist_by_writer(data: DataConfig) -> Source:
     """Returns the data set of this name."""
-    base = mnist(data)
+    base = image_sets.SETS["mnist"](data)
     _, files = find(
         data,
         ["", "torchvision", "mnist"],

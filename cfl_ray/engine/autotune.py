@@ -20,7 +20,7 @@ from cfl_ray.engine.reduce import HostSums, PieceSums
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
 
-_ENGINES = ("sequential", "manual", "vectorised", "span")
+ENGINES = ("sequential", "manual", "vectorised", "span")
 _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one piece of clients
 _STACK = 256  # most clients of the measurement where the clients of several pieces are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
@@ -71,7 +71,7 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     if not local.is_sgd:
         factory = local.optimizer and local.optimizer.factory
         learning += [f"optimizer {getattr(factory, '__qualname__', 'sgd')}", f"clip {local.clip_norm}"]
-    engines = " ".join(f"{engine} {division.size(engine)}" for engine in _ENGINES)
+    engines = " ".join(f"{engine} {division.size(engine)}" for engine in ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
         f"clients per piece: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)

@@ -16,14 +16,30 @@ E_0 (`local.epochs`) = 1, rounding doubles the steps of some clients, which then
 more.
 
 The rule that ends the first phase is inert as it is printed: C_m adds up losses, so Var_m(C_m) rises from the first
-comparison on in every run tried, whatever alpha is, and the phase ends after round `min_rounds`.
-Fig. 10 shows that alpha moves the end; the paper does not define L_m so that it would. `alpha: 0` switches the
-adjustment of epochs off.
+comparison on, whatever alpha is, and the phase ends after round `min_rounds`; Fig. 10 shows that alpha moves the end.
+Tried on MNIST (20 clients of at most 600 images in the paper's groups, MLP 784-64-10, eta 0.01, E_0 1, 2, 5, alpha 0,
+0.25, 0.5, 1): with L_m the loss before or after training, over the last or all local epochs, their sum, its decrease or
+the ratio of the two, or relative to round 1, Var(C) rises at once in nearly every run. Of C_m / t, the mean of the
+losses so far, alpha moves the first rise (`progress: mean`; the round of it for the four alphas, - none in 7, 6 and 5
+rounds):
+
+                            E_0 = 1      E_0 = 2      E_0 = 5
+    IID, imbalanced         5 3 3 2      4 5 3 3      2 - - 5
+    input, imbalanced       5 3 2 2      4 3 3 2      2 - - -
+    label, imbalanced       2 2 2 2      2 2 2 2      - - - -
+
+Under label skew no reading is moved by alpha, so the default stays the printed sum.
+
+`alpha: 0` switches the adjustment of epochs off.
 
 Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
 row m weigh |D_m| (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is compared from round
 3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored
 w and join the nearest representative.
+`clustering` names the alternatives of Table 4 on the same matrix, with parameters of ours: K of k-means (on the rows of
+the matrix) and of hierarchical clustering (average linkage) by the largest mean silhouette, one cluster if none is
+above 0.25; DBSCAN's neighbours are at most as far as the middle of a row's largest gap (the median over rows), and a
+client without neighbours is a cluster. Newcomers then join the nearest mean head.
 """
 
 from dataclasses import dataclass
@@ -33,9 +49,12 @@ import numpy as np
 import scipy
 import torch
 
-from cfl_ray.clustering.agglomerative import by_lowest_member, distances
+from cfl_ray.clustering.agglomerative import by_lowest_member, cut_tree, distances, linkage_tree
+from cfl_ray.clustering.kmeans import kmeans
+from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
+from cfl_ray.clustering.silhouette import best_cut
 from cfl_ray.core.clients import Clients, LocalTraining, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
@@ -72,6 +91,22 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     alpha: float = option(
         0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
     )
+    clustering: str = option(
+        "voting",
+        "clustering of the distance matrix: by votes, or one of those that Table 4 compares them with",
+        source="paper",
+        choices=("voting", "kmeans", "hac", "dbscan"),
+    )
+    num_clusters: int | None = option(
+        None, "K of kmeans and hac; null: that of the largest mean silhouette (hac's tree)", source="ours", low=1
+    )
+    eps: float | None = option(
+        None,
+        "distance up to which clients are neighbours for dbscan, in units of the matrix; null: the median over rows of "
+        "the middle of a row's largest gap",
+        source="ours",
+        low=0,
+    )
     vote: str = option(
         "row",
         "weight of a vote: samples of the voting row, the printed formula, or 1",
@@ -84,6 +119,12 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     min_rounds: int = option(
         3, "rounds of the first phase at least", source="as max_rounds: earlier, every variance rises", low=1
     )
+    progress: str = option(
+        "sum",
+        "what the variance that ends the first phase is of: C_m, or C_m / t, the mean loss of the t rounds so far",
+        source="paper: C_m, which rises from the first round on; mean: ours",
+        choices=("sum", "mean"),
+    )
     min_gap: float = option(
         0.0,
         "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); "
@@ -95,6 +136,15 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         False, "clients keep their epochs E_m after clustering; false: E_0", source="ours: the paper is silent"
     )
     weights: str = weights_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, users in (("num_clusters", ("kmeans", "hac")), ("eps", ("dbscan",))):
+            if getattr(self, name) is not None and self.clustering not in users:
+                raise ValueError(
+                    f"autocfl.{name} is for clustering {' and '.join(users)}, clustering is {self.clustering}; "
+                    f"leave it out or choose another clustering"
+                )
 
     def init(self, start: Start) -> AutoCFLState:
         first_KP, zero_N = start.new_model(0)[None], np.zeros(start.num_clients)
@@ -110,12 +160,12 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 
     def round(self, state: AutoCFLState, clients: Clients, rng: Draws) -> AutoCFLState:
         if state.phase == "adjust":
-            return self.adjust(state, clients.all_reachable())
+            return self.adjust(state, clients.all_reachable(), rng)
         state = self.join(state, unplaced(state, clients))
         steps_M = self.steps(state, clients) if self.keep_epochs else None
         return fedavg_per_cluster(state, clients, self.weights, steps_M)
 
-    def adjust(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
+    def adjust(self, state: AutoCFLState, clients: Clients, rng: Draws) -> AutoCFLState:
         """The state after a round of FedAvg with each client's own epochs; after the last such round, the clusters."""
         # W_m <- E_m epochs of SGD_m(w)
         updates = clients.train(
@@ -131,12 +181,12 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
             return state
         previous_variance = state.variance
         state = self.count_progress(
-            state, clients.ids_M[valid_M], clients.num_samples_M[valid_M], updates.train_loss_M[valid_M]
+            state, clients.round, clients.ids_M[valid_M], clients.num_samples_M[valid_M], updates.train_loss_M[valid_M]
         )
         clients.record("progress_variance", state.variance)
         variance_rises = state.variance > previous_variance
         if clients.round >= self.max_rounds or (clients.round >= self.min_rounds and variance_rises):
-            return self.cluster(state, clients, updates)
+            return self.cluster(state, clients, updates, rng)
         return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)
 
     def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:
@@ -148,7 +198,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         return local.steps_of(num_samples_M, first_epochs + state.more_N[clients.ids_M])
 
     def count_progress(
-        self, state: AutoCFLState, ids_M: np.ndarray, num_samples_M: np.ndarray, loss_M: np.ndarray
+        self, state: AutoCFLState, rounds: int, ids_M: np.ndarray, num_samples_M: np.ndarray, loss_M: np.ndarray
     ) -> AutoCFLState:
         """With these losses L_m added to C_m, and more epochs for clients that are behind the one with most samples."""
         s = num_samples_M.argmax()
@@ -158,19 +208,25 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         more_N = state.more_N.astype(np.float64)
         behind_M = (total_M > total_M[s]) & (self.alpha > 0)
         more_N[ids_M] += np.where(behind_M, (self.alpha * num_samples_M[s] / num_samples_M) ** exponent_M, 0)
-        return state.advance(loss_N=loss_N, more_N=more_N, variance=float(total_M.var()))
+        progress_M = total_M / rounds if self.progress == "mean" else total_M
+        return state.advance(loss_N=loss_N, more_N=more_N, variance=float(progress_M.var()))
 
-    def cluster(self, state: AutoCFLState, clients: Clients, updates: Updates) -> AutoCFLState:
-        """The state with clusters by the votes on this round's last layers, each with the mean model of its members."""
+    def cluster(self, state: AutoCFLState, clients: Clients, updates: Updates, rng: Draws) -> AutoCFLState:
+        """The state with clusters by the distances of this round's last layers, each with its members' mean model."""
         valid_M, head_MF = updates.valid_M, updates.valid_features_MF
         distance = distances(head_MF, "l2") / head_MF.shape[1]
         clients.record("distance", distance, ("clients", "clients"), ids=clients.ids_M[valid_M])
         record_signatures(clients, clients.ids_M[valid_M], head_MF)
         distance_MM = scipy.spatial.distance.squareform(distance)
-        representative_M = representatives(distance_MM, clients.num_samples_M[valid_M], self.vote, self.min_gap)
-        cluster_M = by_lowest_member(representative_M)
-        num_clusters = cluster_M.max() + 1
-        centre_KF = torch.stack([head_MF[representative_M[cluster_M == k][0]] for k in range(num_clusters)])
+        if self.clustering == "voting":
+            representative_M = representatives(distance_MM, clients.num_samples_M[valid_M], self.vote, self.min_gap)
+            cluster_M = by_lowest_member(representative_M)
+            num_clusters = cluster_M.max() + 1
+            centre_KF = torch.stack([head_MF[representative_M[cluster_M == k][0]] for k in range(num_clusters)])
+        else:
+            cluster_M = self.other_clusters(distance_MM, rng)
+            num_clusters = cluster_M.max() + 1
+            centre_KF, _ = cluster_means(head_MF, cluster_M, num_clusters)
         assign_N = state.place(clients.ids_M[valid_M], cluster_M)
         # theta_k <- Avg of W_m over the cluster
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), num_clusters)
@@ -179,6 +235,21 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
             models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate"
         )
 
+    def other_clusters(self, distance_MM: np.ndarray, rng: Draws) -> np.ndarray:
+        """int64 (M,): clusters by k-means on the rows of the matrix, its UPGMA tree, or DBSCAN, by lowest member."""
+        count = len(distance_MM)
+        if self.clustering == "dbscan":
+            return dbscan(distance_MM, row_gap(distance_MM) if self.eps is None else self.eps)
+        distance = scipy.spatial.distance.squareform(distance_MM, checks=False)
+        tree = linkage_tree(distance, "average")
+        num_clusters = self.num_clusters or (best_cut(distance, tree) if count > 1 else 1)
+        if self.clustering == "hac":
+            return cut_tree(tree, num_clusters=num_clusters, size=count)
+        seed = int(rng.stream("kmeans").integers(2**31))
+        # a row's scale does not matter to k-means, except to the tolerance of its iterations
+        rows_MM = torch.from_numpy(distance_MM / max(distance_MM.max(), 1e-300))
+        return kmeans(rows_MM, min(num_clusters, count), seed)[0]
+
     def join(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
         if state.phase == "adjust":
             return state
@@ -186,6 +257,31 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 
     def serve(self, state: AutoCFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.models_KP if state.phase == "adjust" else state.start_KP)
+
+
+def row_gap(distance_MM: np.ndarray) -> float:
+    """The median over rows of the middle of the largest gap between a row's sorted distances to others.
+
+    Rows without a gap count with their largest distance; 0 for fewer than two clients.
+    """
+    count = len(distance_MM)
+    if count < 2:
+        return 0.0
+    middle_M = np.zeros(count)
+    for m in range(count):
+        others = np.sort(np.delete(distance_MM[m], m))
+        gaps = np.diff(others)
+        at = int(gaps.argmax()) if gaps.any() else -1
+        middle_M[m] = others[-1] if at < 0 else (others[at] + others[at + 1]) / 2
+    return float(np.median(middle_M))
+
+
+def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
+    """int64 (M,): clusters by DBSCAN, by lowest member; a pair may be a cluster, and a client without neighbours is."""
+    from sklearn.cluster import DBSCAN  # here: loading it takes hosts a second, and only the server needs it
+
+    label_M = DBSCAN(eps=max(eps, 1e-300), min_samples=2, metric="precomputed").fit_predict(distance_MM)
+    return by_lowest_member(np.where(label_M < 0, len(label_M) + np.arange(len(label_M)), label_M))
 
 
 def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: str, min_gap: float = 0.0) -> np.ndarray:

@@ -10,9 +10,31 @@ A newcomer trains from w_0 and joins the cluster whose mean signature of the fir
 `newcomers: found` it founds a cluster where that distance is above lambda. The first round needs every client: one that
 cannot be reached in it is a newcomer later.
 
-Departures: average linkage and lambda of half the median distance where the paper leaves both open. The first round
-counts as a round, with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not
-with trained heads.
+Departures: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
+the largest mean silhouette; where none is above 0.25, all clients are one cluster. The first round counts as a round,
+with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained heads.
+
+Clusters and adjusted Rand index by the default cut, and by half the median distance (`cut: median`), with LeNet-5 on
+Fashion-MNIST, 1 to 3 local epochs of batch 10 and eta 0.01; s is the largest mean silhouette:
+
+    clients, images each                         distance within, between groups    silhouette        median
+    100 of two labels, 38 label sets             0.11, 1.00                         39, 0.99 (0.79)   39, 0.99
+    40, 600, four label groups                   0.10, 1.04                         4, 1.00 (0.90)    4, 1.00
+    40, 600, labels shifted by 0, 3, 6, 9                                           4, 1.00 (0.58)    5, 0.97
+    60, 3,000, rotated by 0, 180, 270            0.03, 0.10                         3, 1.00 (0.63)    4, 0.98
+    60, 600, rotated by 0, 180, 270, seed 0      0.07, 0.12                         3, 1.00 (0.33)    38, 0.07
+        seeds 1, 2                                                                  2, 0.56; 2, 0.00  41, 0.06; 49, 0.03
+    40, 600, rotated by 0, 180                   0.16, 0.34                         2, 1.00 (0.54)    13, 0.26
+    40, 600, rotated by 0, 90, 180, 270          0.15, 0.36                         3, 0.70 (0.50)    7, 0.90
+    60, 600, IID, seeds 0, 1, 2                                                     1, 1, 2 (<= 0.26) 60, 59, 52
+    100, Dirichlet 0.1                                                              2 (0.27)          58
+    40, IID, six each with 10, 30, 60 % of 1,000                                    2 (0.63)          21
+
+Where heads cannot tell: after one epoch on 600 images, no cut of two of the three seeds' trees has the three rotations
+(the best ones 0.90 and 0.55). Two of the four rotations are 0.25 apart, and the cut into 3 is as good as that into 4
+(ARI 0.70 with three seeds). Under Dirichlet skew there are no groups to find. Clients with a tenth of the others'
+samples train fewer steps, and their heads form a cluster of their own on IID data. Set `threshold` or `num_clusters`
+there.
 """
 
 import math

@@ -5,10 +5,12 @@ Heterogeneous Federated Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
     d_i = (w_t - W_i) / a_i                                       uploaded by each client, with a_i
     w_{t+1} <- w_t - (sum_i p_i a_i) (sum_i p_i d_i),  p_i = n_i / n over the cohort
 
-With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg.
+With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg. These a_i hold for a momentum
+buffer that is empty when a round begins, as it is in the official code: `local.persist` with momentum is an error.
 
-Departures: none. The server computes the same sum from the mean of W_i with weights p_i / a_i, so that sums form on the
-hosts. Statistics of batch normalisation are that mean.
+Departures: with mu, the official code scales by sum_i p_i tau_i instead of sum_i p_i a_i. The server computes the same
+sum from the mean of W_i with weights p_i / a_i, so that sums form on the hosts. Statistics of batch normalisation are
+that mean.
 """
 
 from dataclasses import dataclass
@@ -56,6 +58,10 @@ class FedNova(Method[State], name="fednova"):
     @property
     def needs_sgd(self) -> str:
         return "a_i counts the gradients in SGD steps of one learning rate"
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        return "a_i counts this round's gradients, and a kept buffer adds those of earlier rounds"
 
     @property
     def needs_mean(self) -> str:

@@ -9,7 +9,8 @@ Training on Non-IID Data. IJCNN 2020, arXiv:2004.11791, Algorithm 1.
 The clustering round needs every client. A client that cannot be reached in it is placed when it first takes part, as
 newcomers are, and predicts with that round's w until then.
 
-Departures: the threshold is not published; the default cuts in the largest gap of merge heights. Updates longer than
+Departures: the threshold is not published; the default cuts where the mean silhouette is largest, as FedClust's does,
+which finds the same groups in updates as in heads; `cut: gap` makes two clusters of IID data. Updates longer than
 `sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the clustering round and join the
 nearest mean update.
 """
@@ -38,13 +39,6 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
     )
     metric: str = option(
         "l2", "distance between updates: L1, L2 or cosine", source="paper", choices=("l1", "l2", "cosine")
-    )
-    cut: str = option(
-        "gap",
-        "without threshold and num_clusters: in the largest gap of the last 20 merge heights, or at half the median "
-        "distance",
-        source="ours: the threshold is not published",
-        choices=("median", "gap"),
     )
     model: str = option(
         "mean",

@@ -11,6 +11,16 @@ https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2
 Each of the two freezes the other model at its received value. The first rounds train Theta_g alone, as FedAvg with f
 taken as 0.
 
+`schedule: alternating` is block-coordinate descent in one round: (i) every client chooses its cluster, (ii) Theta_g
+trains with Theta_{c(i)} frozen, (i) every client chooses again with the new Theta_g, which it receives, (iii) the
+cluster models train with that Theta_g frozen. That all four steps are one round, with the same cohort, is our reading.
+
+`empty: zero` sets the weights of a cluster model to zero when no client is assigned to it any longer, so that the
+number of clusters in use falls: whoever chooses such a cluster predicts with Theta_g alone and starts f from there (of
+a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet count for no cluster.
+
+Traffic: K + 1 models down, two models and c(i) up; `alternating` adds Theta_g down and a second c(i).
+
 Departures: a cluster's average is normalised (`damped` for Equation 6, which moves it by its share q_k of the cohort's
 samples). The warm-up is 5 rounds (paper: 30 of 100). The cluster models start at random, not neutral: with equal
 outputs every client would choose the first.
@@ -22,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.clients import Clients, LocalTraining, Sent
+from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
@@ -50,6 +60,19 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         "move a cluster model by its share of the cohort's samples only (Eq. 6)",
         source="Eq. 11 is normalised, Eq. 6 is not",
     )
+    schedule: str = option(
+        "parallel",
+        "parallel: Theta_g and the cluster models train against each other's received values; alternating: choice, "
+        "Theta_g, choice again, cluster models",
+        source="Algorithm 1: parallel",
+        choices=("parallel", "alternating"),
+    )
+    empty: str = option(
+        "keep",
+        "what becomes of a cluster model without a client: keep it, or zero it, so that Theta_g predicts alone",
+        source="ours: the paper says that clusters may become empty",
+        choices=("keep", "zero"),
+    )
     select_samples: int | None = option(
         None,
         "training samples on which a client compares the models (64 are plenty); null: all of them",
@@ -75,23 +98,23 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
             return self.warm_up(state, clients)
         weight_M = clients.weights(self.weights)
 
-        # c(i) <- argmin_k loss(h(x; Theta_g) + f(x; Theta_k))
+        # (i) c(i) <- argmin_k loss(h(x; Theta_g) + f(x; Theta_k))
         theta_g, received = clients.send(state.global_KP), clients.broadcast(state.models_KP)
-        assign_M = self.choose_clusters(clients, received, theta_g)
-        theta_c = received.choose(assign_M)
+        assign_M = self.report_clusters(clients, received, theta_g)
 
-        # theta_i from Theta_{c(i)} with Theta_g frozen, and theta0_i from Theta_g with Theta_{c(i)} frozen
-        cluster_updates = clients.train(
-            theta_c,
-            how=LocalTraining(frozen_model=theta_g),
-            average=cluster_weights(assign_M, weight_M, self.num_clusters),
-        )
-        global_updates = clients.train(
-            theta_g,
-            how=LocalTraining(frozen_model=theta_c),
-            average=global_weights(weight_M),
-            keep_as_local_model=False,
-        )
+        if self.schedule == "alternating":
+            # (ii) Theta_g with Theta_{c(i)} frozen, (i) again, (iii) Theta_k with the new Theta_g frozen
+            global_updates = self.train_global(clients, theta_g, received.choose(assign_M), weight_M)
+            theta_g = clients.send(global_updates.averaged(default=state.global_KP))
+            assign_M = self.report_clusters(clients, received, theta_g)
+            cluster_updates = self.train_clusters(clients, received.choose(assign_M), theta_g, weight_M)
+            global_KP = theta_g.models_KP
+        else:
+            # theta_i from Theta_{c(i)} with Theta_g frozen, and theta0_i from Theta_g with Theta_{c(i)} frozen
+            theta_c = received.choose(assign_M)
+            cluster_updates = self.train_clusters(clients, theta_c, theta_g, weight_M)
+            global_updates = self.train_global(clients, theta_g, theta_c, weight_M)
+            global_KP = global_updates.averaged(default=state.global_KP)
 
         # averages: Theta_k over c(i) = k, Theta_g over all participants
         if self.damped:
@@ -99,12 +122,34 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         else:
             models_KP = cluster_updates.averaged(default=state.models_KP)
         valid_M = cluster_updates.valid_M
-        return state.advance(
+        state = state.advance(
             models_KP=models_KP,
-            global_KP=global_updates.averaged(default=state.global_KP),
+            global_KP=global_KP,
             assign_N=state.place(clients.ids_M[valid_M], assign_M[valid_M]),
             phase="federate",
         )
+        return self.zeroed(state, clients) if self.empty == "zero" and valid_M.any() else state
+
+    def train_clusters(self, clients: Clients, theta_c: Sent, theta_g: Sent, weight_M: np.ndarray) -> Updates:
+        """theta_i of all clients, with Theta_g frozen, averaged within the clusters."""
+        assert theta_c.row_M is not None
+        average = cluster_weights(theta_c.row_M, weight_M, self.num_clusters)
+        return clients.train(theta_c, how=LocalTraining(frozen_model=theta_g), average=average)
+
+    def train_global(self, clients: Clients, theta_g: Sent, theta_c: Sent, weight_M: np.ndarray) -> Updates:
+        """theta0_i of all clients, with Theta_{c(i)} frozen, averaged."""
+        return clients.train(
+            theta_g,
+            how=LocalTraining(frozen_model=theta_c),
+            average=global_weights(weight_M),
+            keep_as_local_model=False,
+        )
+
+    def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
+        """With f = 0 for the clusters without a client: those who choose one predict with Theta_g alone."""
+        models_KP = state.models_KP.clone()
+        models_KP[torch.from_numpy(state.members_K == 0), : clients.spec.trained] = 0
+        return state.advance(models_KP=models_KP)
 
     def warm_up(self, state: CAMState, clients: Clients) -> CAMState:
         """One of the first rounds: FedAvg of Theta_g."""
@@ -112,6 +157,11 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         updates = clients.train(clients.send(state.global_KP), average=weight_1M)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
+
+    def report_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
+        """c(i) (M,) of each client, which uploads it."""
+        clients.count_upload(1)
+        return self.choose_clusters(clients, received, theta_g)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
         """c(i) (M,) of each client."""

@@ -3,7 +3,7 @@ Identification in Clustered Federated Learning via Principal Angles Between Clie
 arXiv:2209.10526, Algorithms 1 and 2.
 
     U_i <- p leading left singular vectors of each class's flattened images, side by side (once per client)
-    A_ij <- smallest principal angle between span(U_i) and span(U_j), in degrees
+    A_ij <- smallest principal angle between span(U_i) and span(U_j), in degrees;   or tr(arccos(U_i' U_j))
     agglomerate by A until the next merge is higher than beta
     theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
 
@@ -13,9 +13,12 @@ newcomer joins the cluster of most of the old members with which it falls togeth
 images of the client's classes: they are not private.
 
 Departures: the angles are principal angles, after QR (the official code takes the smallest angle between single
-vectors, which are not orthogonal across classes: `angle: code`) and linkage is UPGMA (official code: WPGMA, `linkage:
-weighted`). Images are normalised as for training. Without a threshold (in degrees) the tree is cut at half the median
-angle. Newcomers that fall together with newcomers alone join the cluster of the old member nearest to them.
+vectors, which are not orthogonal across classes: `angle: code`), the trace takes |U_i' U_j|, since the sign of a
+singular vector is arbitrary, over as many vectors as both clients have (`angle: trace`), and linkage is UPGMA (official
+code: WPGMA, `linkage: weighted`). Images are normalised as for training. Without a threshold (in degrees) the tree is
+cut at half the median angle. FedClust's rule, the largest mean silhouette (`cut: silhouette`), finds 2 of four label
+groups of Fashion-MNIST and 2 of three rotations of the digits, half the median all; on IID data both find 2 clusters.
+Newcomers that fall together with newcomers alone join the cluster of the old member nearest to them.
 """
 
 import math
@@ -27,8 +30,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clustering.signatures import SignatureState, unplaced
-from cfl_ray.clustering.subspaces import angles, angles_between, principal_vectors
-from cfl_ray.clustering.tree_cut import TreeCut
+from cfl_ray.clustering.subspaces import KINDS, angles, angles_between, principal_vectors
+from cfl_ray.clustering.tree_cut import CUTS, TreeCut
 from cfl_ray.core.clients import ClientData, Clients
 from cfl_ray.core.errors import DataError
 from cfl_ray.core.method import Method, Start, option, weights_option
@@ -89,9 +92,17 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     )
     angle: str = option(
         "smallest",
-        "smallest principal angle, their sum, or the official code's smallest angle between vectors",
-        source="paper",
-        choices=("smallest", "sum", "code"),
+        "smallest principal angle, or the trace of arccos |U_i' U_j|, which adds up the angles between vectors of the "
+        "same place; the sum of the principal angles, or the official code's smallest angle between any two vectors",
+        source="paper: smallest or trace; official code: code; sum: ours",
+        choices=KINDS,
+    )
+    cut: str = option(
+        "median",
+        "without threshold and num_clusters: at half the median angle, where the mean silhouette is largest, or in the "
+        "largest gap of the last 20 merge heights",
+        source="ours: no paper prints a threshold for all data",
+        choices=CUTS,
     )
     weights: str = weights_option()
 

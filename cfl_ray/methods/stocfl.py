@@ -11,9 +11,12 @@ Departures: averages are weighted by samples (official code: uniform; `weights`)
 all its known members, and all clusters with a known member are compared (official code: this round's; `active_only`).
 The official code trains omega as a chain, each client from the one before (`global_update: chain`, a relay and not
 federated averaging), and takes as signature the displacement after ten epochs, not normalised (`signature:
-displacement`; normalised here). Signatures are projected to `sketch` features on the hosts; traffic counts the P floats
-of the paper. A cluster that all members have left keeps its model and the mean signature of its last members: an unseen
-client that is similar enough revives it.
+displacement`; normalised here). The first model of a cluster is the current omega, and a merged cluster keeps the model
+of the part with more members, as in the official code (the paper starts from omega_0, `new_model: initial`, and does
+not say which model a merged cluster has; `merge_model: mean` averages them). Signatures are projected to `sketch`
+features on the hosts; traffic counts the P floats of the paper, and psi as received by clients first seen after round
+1. A cluster that all members have left keeps its model and the mean signature of its last members: an unseen client
+that is similar enough revives it.
 """
 
 from dataclasses import dataclass
@@ -130,7 +133,9 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         choices=("global", "initial"),
     )
     active_only: bool = option(
-        False, "compare only clusters that have a client in this round", source="paper; official code: true"
+        False,
+        "compare only clusters that have a client in this round, by the mean signature of those clients",
+        source="paper; official code: true",
     )
     weights: str = weights_option()
 
@@ -190,8 +195,8 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             record_signatures(clients, state.seen_S, state.signature_SF)
 
         # merge all clusters k, l with cos(mean Psi_k, mean Psi_l) >= tau
-        active = np.setdiff1d(state.assign_N[clients.ids_M], [UNASSIGNED]) if self.active_only else None
-        merged = merge_similar(state.signature_SF, state.cluster_S, num_clusters, self.tau, active)
+        active_S = np.isin(state.seen_S, clients.ids_M) if self.active_only else None
+        merged = merge_similar(state.signature_SF, state.cluster_S, num_clusters, self.tau, active_S)
 
         # theta_k of new and merged clusters
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
@@ -212,9 +217,10 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             function = anchor_gradient
         else:
             function = AnchorDisplacement(self.signature_epochs, self.signature_batch)
-        feature_MF, valid_M = clients.describe(
-            function, clients.known_models(state.anchor_KP), sketch=self.sketch, floats=clients.spec.size
-        )
+        # psi = omega_0, which the participants of round 1 receive as omega
+        first_round = clients.round == 1
+        anchor = clients.known_models(state.anchor_KP) if first_round else clients.send(state.anchor_KP)
+        feature_MF, valid_M = clients.describe(function, anchor, sketch=self.sketch, floats=clients.spec.size)
         return clients.ids_M[valid_M], feature_MF[valid_M]
 
     def with_new_clusters(self, state: StoCFLState, cluster_M: np.ndarray, alone_M: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.own_parts import explained, place_of
 from cfl_ray.core.registry import Registry
-from cfl_ray.models import cnn, mlp, resnet
+from cfl_ray.models import cnn, mlp, resnet, vgg
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp.mlp,
@@ -22,6 +22,7 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "leaf_cnn": cnn.leaf_cnn,
     "autocfl_cnn": cnn.autocfl_cnn,
     "resnet9": resnet.resnet9,
+    "vgg16": vgg.vgg16,
 }
 MODELS = Registry("model", REGISTRY, "cfl_ray.models")
 INPUT_NAMES = ("input_shape", "in_shape", "shape")  # names of a factory's parameter for the shape of one sample

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cfl_ray.core.files import drafted
+from cfl_ray.core.files import drafted, private_folder
 from cfl_ray.report.palette import COLOURS
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
 from cfl_ray.tracking.summary import mbit
@@ -59,7 +59,7 @@ class DrawnPanel(NamedTuple):
 def write_figures(directory: str | Path, records_by_method: Mapping[str, Records]) -> list[Path]:
     """Writes the figures that the records have data for, as PNG, and returns their paths."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    private_folder(directory)
     clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
     evaluated = (one.metrics for records in records_by_method.values() for one in records if is_evaluated(one.metrics))
     score = next((primary_of(metrics) for metrics in evaluated), "accuracy")

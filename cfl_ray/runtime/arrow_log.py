@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line
+from cfl_ray.core.files import append_line, open_private, opened
 
 
 class ArrowLog:
@@ -29,7 +29,7 @@ class ArrowLog:
         """Appends a batch; it is in the file when this returns."""
         begun = self.file.exists() and self.file.stat().st_size > 0
         content = batch.serialize().to_pybytes()
-        with self.file.open("ab", buffering=0) as out:
+        with open_private(self.file, "ab") as out:
             append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
 
 
@@ -40,9 +40,14 @@ def check_columns(file: Path, found: pa.Schema | None, expected: pa.Schema) -> N
 
 
 def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
-    """The batches that are complete, the byte after the last of them, and their columns; None: there are none yet."""
+    """The batches that are complete, the byte after the last of them, and their columns; None: there are none yet.
+
+    Raises DataError for a file that cannot be read.
+    """
     batches: list[pa.RecordBatch] = []
     schema = None
+    with opened(file):  # raises for what is no regular file
+        pass
     with pa.OSFile(str(file)) as source:
         end = 0
         try:

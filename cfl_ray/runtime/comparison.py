@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import load_study
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end, read_records
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ FORMATS = ("md", "csv", "latex", "html")
 # shown where a method has them; the first that occurs is the score that methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
 _LESS = (  # is better
-    *("test_loss", "train_loss", "mbit", "seconds"),
+    *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
@@ -36,7 +37,7 @@ _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they a
 Found = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 
-def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.DataFrame:
+def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
     """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
     Runs of one experiment differ in their seed alone. A folder of a study stands for all its runs, and its settings are
@@ -45,8 +46,9 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     and p: of a paired t-test of the first metric against the best method of the experiment, over the seeds that both
     have; NaN for the best one and below 3 such seeds. Methods that have no evaluation yet are left out.
 
-    metrics: names (docs/metrics.md) of the last evaluation or of the whole run; empty: those of `_SHOWN` that occur, or
-        else the first metrics of the task. Raises ConfigError for a metric that no run has.
+    metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
+        which the last value counts; empty: those of `_SHOWN` that occur, or
+        else the first metrics of the task. trust: as of `load_run`. Raises ConfigError for a metric that no run has.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
@@ -57,7 +59,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = ()) -> pd.
     for run in runs:
         if Path(run) in studies:
             continue
-        results = load_run(run)
+        results = load_run(run, trust=trust)
         experiment = config.load(Path(run) / CONFIG)
         name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
@@ -82,8 +84,6 @@ def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
 
 # ---- studies
 
-STUDY = "study.yaml"  # in the folder of a study; its runs are SETTING/METHOD/seed-SEED
-
 
 @dataclass(frozen=True)
 class StudyFigures:
@@ -107,39 +107,6 @@ class StudyFigures:
         return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
-def is_study(folder: str | Path) -> bool:
-    """Whether a folder is that of a study."""
-    return (Path(folder) / STUDY).is_file()
-
-
-def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
-    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
-    settings, methods = _names_in(Path(study) / STUDY)
-
-    def place(file: Path) -> tuple[Any, ...]:
-        setting, method = file.parts[-4], file.parts[-3]
-        return (_position(setting, settings), setting, _position(method, methods), method, _seed(file.parent))
-
-    found = sorted(Path(study).glob(f"*/*/seed-*/{CONFIG}"), key=place)
-    return [(file.parts[-4], file.parts[-3], file.parent) for file in found]
-
-
-def _names_in(file: Path) -> tuple[list[str], list[str]]:
-    """The settings and methods that a study names, in its order."""
-    study = load_study(file) if file.is_file() else None
-    if study is None:
-        return [], []
-    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in values.get("methods", [])]
-    pairs = [next(iter(entry.items())) if isinstance(entry, dict) else (entry, {}) for entry in entries]
-    return list(study.settings), [str((options or {}).get("label", name)) for name, options in pairs]
-
-
-def _position(name: str, names: list[str]) -> int:
-    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
-    known = [one for one in (name, name.partition(",")[0]) if one in names]
-    return names.index(known[0]) if known else len(names)
-
-
 def read_study(folder: str | Path) -> StudyFigures:
     """The figures of the finished runs of a study, read from its folder."""
     found: Found = {}
@@ -148,19 +115,14 @@ def read_study(folder: str | Path) -> StudyFigures:
             if (end := read_end(directory)) is not None and end.status == "FINISHED":
                 result = MethodResult(method, list(read_records(directory)), dict(end.summary.metrics))
                 if result.final:
-                    found.setdefault((setting, method), {})[_seed(run)] = values_of(result)
+                    found.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
     return StudyFigures(found)
-
-
-def _seed(run: Path) -> int:
-    number = run.name.removeprefix("seed-")
-    return int(number) if number.isdigit() else -1
 
 
 def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """A metric of a frame of `compare_runs`, mean ± spread: a row for each method, a column for each experiment."""
     cells = frame[["experiment", "method"]].assign(
-        cell=[_cell(mean, std) for mean, std in zip(frame[metric], frame[f"{metric}_std"], strict=True)]
+        cell=[mean_and_spread(mean, std) for mean, std in zip(frame[metric], frame[f"{metric}_std"], strict=True)]
     )
     wide = cells.pivot(index="method", columns="experiment", values="cell").fillna("")
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["experiment"].unique())
@@ -179,7 +141,7 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
         return _formatted(frame, style)
     shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
     for name in [name.removesuffix("_std") for name in frame.columns if name.endswith("_std")]:
-        shown[name] = [_cell(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
+        shown[name] = [mean_and_spread(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
         shown = shown.drop(columns=f"{name}_std")
     shown["p"] = ["" if np.isnan(p) else f"{p:.3f}" for p in frame["p"]]
     return _formatted(shown, style)
@@ -208,7 +170,7 @@ def values_of(result: MethodResult) -> dict[str, float]:
     """Metrics of the last evaluation and of the whole run, with the traffic in one number, and seconds."""
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
-    return final | result.summary | {"mbit": mbit, "seconds": result.seconds}
+    return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
 def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
@@ -232,11 +194,15 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     return row
 
 
+def is_less_better(metric: str) -> bool:
+    """Whether less of a metric is better, as far as that is known of it."""
+    known = METRICS.builtin.get(re.sub(r"_(local|local_trained|tuned|honest|p10|p90)$", "", metric))
+    return metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
+
+
 def _p_values(found: Found, metric: str) -> list[float]:
     """Of each method against the best one of its experiment."""
-    known = METRICS.builtin.get(metric)
-    lower_is_better = metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
-    sign = -1 if lower_is_better else 1
+    sign = -1 if is_less_better(metric) else 1
 
     def mean(key: tuple[str, str]) -> float:
         return sign * float(np.mean([one.get(metric, np.nan) for one in found[key].values()]))
@@ -254,7 +220,8 @@ def _p_values(found: Found, metric: str) -> list[float]:
     return p_values
 
 
-def _cell(mean: float, std: float) -> str:
+def mean_and_spread(mean: float, std: float) -> str:
+    """A mean with its spread in words, e.g. 0.912 ± 0.004; without the spread of a single run, empty without a mean."""
     if np.isnan(mean):
         return ""
     digits = 3 if abs(mean) < 10 else 1

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.files import drafted
+from cfl_ray.core.files import SHARED, drafted, private_umask
 from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.tracking import save_model
 
@@ -43,7 +43,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
         "normalize": federation.normalize,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with drafted(path) as draft:
+    with drafted(path, SHARED) as draft:
         write(model, draft, _example(trained), facts)
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"
 
@@ -60,7 +60,8 @@ def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], N
         try:
             with torch.no_grad():
                 outputs = model(example)
-            save_model(model, example.numpy(), outputs.numpy(), folder)
+            with private_umask():
+                save_model(model, example.numpy(), outputs.numpy(), folder)
         except Exception as error:  # boundary to torch.export and MLflow: what they refuse ends no run
             shutil.rmtree(folder, ignore_errors=True)
             reason = next(iter(str(error).strip().splitlines()), "")

@@ -10,17 +10,22 @@ a replay.
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from cfl_ray.core.credentials import redact_values, remember_credentials, with_known_credentials
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import sync
+from cfl_ray.core.files import append_line, open_private, private_folder, read_file, sync
 from cfl_ray.core.population import PopulationChange
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 
 EVENTS = "events.jsonl"
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,9 @@ class JoinedShards:
 class JournalEvent:
     """Clients that join or leave before `round`, or the end of a session after it."""
 
-    round: int
-    join: tuple[int, ...] = ()
-    leave: tuple[int, ...] = ()
+    round: _Count
+    join: tuple[_Count, ...] = ()
+    leave: tuple[_Count, ...] = ()
     shards: JoinedShards | None = None  # data of newcomers that the federation did not have
     stop: str | None = None  # the session that ends after `round`; a run that is resumed then, or replayed, goes on
 
@@ -57,21 +62,20 @@ class JournalEvent:
         return PopulationChange(self.round, self.join, self.leave)
 
     def to_line(self) -> str:
-        """The event as a line of the journal."""
-        return json.dumps(asdict(self)) + "\n"
+        """The event as a line of the journal, without credentials."""
+        return json.dumps(redact_values(asdict(self))) + "\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "JournalEvent":
-        """The event in a line. Raises ValueError, KeyError or TypeError where it holds none."""
-        values = json.loads(line)
-        shards = values["shards"]
-        return cls(
-            values["round"],
-            tuple(values["join"]),
-            tuple(values["leave"]),
-            JoinedShards(**shards) if shards else None,
-            values["stop"],
-        )
+        """The event in a line. Raises ValueError where it holds none."""
+        event: JournalEvent = _EVENT.validate_json(line, strict=True)
+        if event.shards is None:
+            return event
+        uri: str = with_known_credentials(event.shards.uri)
+        return replace(event, shards=replace(event.shards, uri=uri))
+
+
+_EVENT = TypeAdapter(JournalEvent)
 
 
 class Journal:
@@ -79,24 +83,24 @@ class Journal:
 
     def __init__(self, directory: Path | None):
         self.file = Path(directory) / EVENTS if directory else None
-        content = self.file.read_bytes() if self.file and self.file.exists() else b""
+        content = (read_file(self.file) if self.file else None) or b""
         self.size = content.rfind(b"\n") + 1  # a crash tore what follows, which was never acknowledged
         try:
-            self.events = [JournalEvent.from_line(line) for line in content[: self.size].splitlines()]
-        except (ValueError, KeyError, TypeError) as error:
+            self.events = [JournalEvent.from_line(line) for line in content[: self.size].split(b"\n")[:-1]]
+        except ValidationError as error:
             raise DataError(
-                f"{self.file} is damaged ({error!r}); restore it: the run cannot go on without knowing "
-                "which clients joined and left"
+                f"{self.file} is damaged ({error.errors()[0]['msg']}); restore it: the run cannot go on without "
+                "knowing which clients joined and left"
             ) from error
 
     def add(self, *events: JournalEvent) -> None:
         """Appends events; they are on disk when this returns."""
         if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab") as out:
+            private_folder(self.file.parent)
+            remember_credentials([event.shards.uri for event in events if event.shards])
+            with open_private(self.file, "ab") as out:
                 out.truncate(self.size)
-                out.write("".join(event.to_line() for event in events).encode())
-                out.flush()
+                append_line(out, "".join(event.to_line() for event in events).encode())
                 os.fsync(out.fileno())
                 size = out.tell()
             sync(self.file.parent)  # the file may be new

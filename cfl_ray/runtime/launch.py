@@ -10,16 +10,20 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.paths import recorded_in
+from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
-from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.runtime.session_file import cluster_address, withdraw_server
+from cfl_ray.runtime.trust import load_record, sign_record
 from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 _HASH = "# config hash "
@@ -70,26 +74,34 @@ def simulate(
 
 
 def resume(
-    run_dir: str | Path, watcher: Watcher | None = None, on_ray: bool = True, experiment: Experiment | None = None
+    run_dir: str | Path,
+    watcher: Watcher | None = None,
+    on_ray: bool = True,
+    experiment: Experiment | None = None,
+    trust: bool = False,
 ) -> Results:
     """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
 
     Raises ConfigError where `run_dir` holds no run, RunError where the run is live.
 
     experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
+    trust: whether Python files, a cluster and an MLflow server are used that the record names and that this user did
+        not sign on this machine, as `run` does; otherwise they are a ConfigError.
     """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
         raise no_run(run_dir)
-    if experiment is not None and (there := _hash_of(file)) != experiment.config_hash:
+    if experiment is not None and (there := recorded_hash(file)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
-    experiment = experiment or config.load(file)
+    experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
         return finished
     return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=_path(run_dir), resumed=True).run()
 
 
-def run_cell(experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None) -> Results:
+def run_cell(
+    experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None, watcher: Watcher | None = None
+) -> Results:
     """Runs one cell of a study, or goes on with it where it stopped.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
@@ -100,14 +112,19 @@ def run_cell(experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: in
         experiment = experiment.model_copy(update={"runtime": runtime})
     file = run_dir / CONFIG
     if there := file.is_file():
-        if (hash := _hash_of(file)) != experiment.config_hash:
-            raise ConfigError(
-                f"{run_dir} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
-                "move it away, or choose another folder for the study"
-            )
+        check_hash_of_cell(file, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
-    return _Launch(experiment, Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
+    return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
+
+
+def check_hash_of_cell(file: Path, experiment: Experiment) -> None:
+    """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
+    if (hash := recorded_hash(file)) != experiment.config_hash:
+        raise ConfigError(
+            f"{file.parent} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
+            "move it away, or choose another folder for the study"
+        )
 
 
 def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
@@ -161,8 +178,11 @@ class _Launch:
             self._check_replay(self.replay)
         with contextlib.ExitStack() as lock:
             if self.resumed and self.run_dir is not None:
+                self._say_what_moved()
                 self.directory = self.run_dir.absolute()
                 lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
+                withdraw_server(self.directory)  # of a driver that was killed
+                sign_record(self.directory, self.experiment)  # of a run that the user trusts
             try:
                 return self._all_methods(lock)
             except KeyboardInterrupt:
@@ -185,11 +205,23 @@ class _Launch:
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
         facts = self.session.facts()
-        if self.directory is not None and not self.resumed:
-            self._begin_directory(self.directory, setup)
-            lock.enter_context(hold_run(self.directory / CONFIG))
+        if self.directory is not None:
+            self._keep_numerics(self.directory, self.session.numerics())
+            if not self.resumed:
+                self._begin_directory(self.directory, setup)
+                lock.enter_context(hold_run(self.directory / CONFIG))
+                withdraw_server(self.directory)
         self.watcher.started(setup, self.directory, facts)
         return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
+
+    def _say_what_moved(self) -> None:
+        for old, new in self.experiment.moved.items():
+            self.watcher.warn(f"{old} of this run is not here; {new} takes its place, for the run directory has moved")
+        if not Path(self.experiment.output).exists():
+            self.watcher.warn(
+                f"{self.experiment.output}, the output folder of this run, is not here and is made anew: its shards "
+                "are prepared again, and a local MLflow store begins anew; to keep them, copy it to that place first"
+            )
 
     def _session(self, setup: Setup) -> Session:
         if not self.on_ray:
@@ -207,7 +239,7 @@ class _Launch:
         file = directory / CONFIG
         if not file.is_file():
             return directory
-        if (there := _hash_of(file)) != self.experiment.config_hash:
+        if (there := recorded_hash(file)) != self.experiment.config_hash:
             raise ConfigError(
                 f"{directory} belongs to another config (hash {there}, this one has {self.experiment.config_hash}); "
                 "choose another folder"
@@ -216,6 +248,15 @@ class _Launch:
             f"{directory} holds a run of this config already; go on with it by `{command('resume', directory)}` "
             "or choose another folder"
         )
+
+    def _keep_numerics(self, directory: Path, now: Numerics) -> None:
+        """Writes what figures depend on when a run begins; says what has changed when it goes on."""
+        if self.resumed and (before := read_numerics(directory)) is not None:
+            for line in before.changes(now):
+                self.watcher.warn(line)
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        write_numerics(directory, now)
 
     def _begin_directory(self, directory: Path, setup: Setup) -> None:
         """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""
@@ -229,7 +270,7 @@ class _Launch:
         file = replay / CONFIG
         if not file.is_file():
             raise ConfigError(f"replay: {replay} holds no run: there is no {file}")
-        if (there := _hash_of(file)) != self.experiment.config_hash:
+        if (there := recorded_hash(file)) != self.experiment.config_hash:
             raise ConfigError(
                 f"replay: {replay} belongs to another config (hash {there}, this one has "
                 f"{self.experiment.config_hash}); run {file}"
@@ -248,12 +289,15 @@ def _path(path: str | Path | None) -> Path | None:
 
 
 def _write_config(directory: Path, experiment: Experiment) -> None:
-    """config.yaml, readable by its owner only: a tracking URI may hold a password. Its first line is the hash."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / CONFIG, f"{_HASH}{experiment.config_hash}\n{experiment.to_record()}", mode=0o600)
+    """config.yaml, without credentials. Its first line is the hash."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
+    remember_credentials(experiment.to_dict())
+    sign_record(directory, experiment)
+    header = f"{_HASH}{experiment.config_hash}\n{recorded_in(directory)}"
+    write_text(directory / CONFIG, header + experiment.to_record())
 
 
-def _hash_of(file: Path) -> str:
+def recorded_hash(file: Path) -> str:
     """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
-    first = file.read_text().partition("\n")[0]
+    first = (read_text(file) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

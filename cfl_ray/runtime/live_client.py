@@ -50,9 +50,10 @@ class RunStatus:
 
 
 def status(run_dir: Path) -> RunStatus:
-    """The status of a run, live or not. Raises ConfigError without a run or with a foreign session.json."""
+    """The status of a run, live or not. Raises ConfigError without a run, and for a live one with a foreign session."""
     file = _config(run_dir)
-    experiment, session, live = config.load(file), read_server_address(run_dir), is_live(file)
+    experiment, live = config.load(file), is_live(file)
+    session = read_server_address(run_dir) if live else None
     methods = _begun(run_dir)
     answer = _server_status(run_dir, session) if live and session else {}
     label = answer.get("method") or next(reversed(methods), None)
@@ -95,12 +96,12 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
     Raises RunError where the run is not live, ConfigError where the request is refused.
     """
     file = _config(run_dir)
-    session = read_server_address(run_dir)
     if not is_live(file):
         refusal = f"{run_dir} is not live, so it takes no request to {verb.partition('_')[0]}; "
         if status(run_dir).state == "finished":
             raise RunError(f"{refusal}it is finished, see `{command('status', run_dir)}`")
         raise RunError(f"{refusal}see `{command('status', run_dir)}`, go on with `{command('resume', run_dir)}`")
+    session = read_server_address(run_dir)
     if session is None:
         raise RunError(
             f"{run_dir} takes no requests now: it is only starting, runs in one process, or its cluster has no token; "

@@ -4,27 +4,28 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
-from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.run_lock import CONFIG, no_run
 from cfl_ray.runtime.trained import TrainedMethod, load_trained
+from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
 
 
-def load_run(run_dir: str | Path, experiment: Experiment | None = None) -> Results:
+def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
     """The results of a run as far as they are recorded. Of a live or stopped run, models are those saved last.
 
     experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
+    trust: whether Python files are imported that the record names and that this user did not sign on this machine, as
+        `run` does; otherwise they are a ConfigError.
     Raises ConfigError where `run_dir` holds no run. Data are read when a model is asked for.
     """
     directory = Path(run_dir).absolute()
     if not (directory / CONFIG).is_file():
-        raise ConfigError(f"{run_dir} holds no run: there is no {directory / CONFIG}")
-    experiment = experiment or config.load(directory / CONFIG)
+        raise no_run(run_dir)
+    experiment = experiment or load_record(directory, trust, connects=False)
     setup = cache(partial(prepare, experiment))
     methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}
     return Results(methods, directory)

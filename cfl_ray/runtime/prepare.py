@@ -1,12 +1,13 @@
 """From an experiment to everything a process needs to work on it."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from cfl_ray import data, models
 from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, LocalConfig, changed_local, check_cohort
@@ -20,7 +21,7 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import SHARED, read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
@@ -43,6 +44,7 @@ from cfl_ray.runtime.trials import try_aggregation, try_attack, try_availability
 from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name
 
+_MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
 ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
 AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builtin, AvailabilityConfig.group)
 
@@ -221,6 +223,12 @@ def _check_method(label: str, method: Method[Any], task: Task, learning: Learnin
             f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
             f"{settings.optimizer} and {settings.step_schedule}: {reason}"
         )
+    local = learning.local
+    if local.persist and local.momentum > 0 and (reason := method.needs_fresh_momentum):
+        raise ConfigError(
+            f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "
+            f"{local.momentum:g}: {reason}"
+        )
 
 
 def _check_targets(task: Task, federation: Federation) -> None:
@@ -332,28 +340,53 @@ def _check_attack(attack: Attack, count: int) -> None:
         raise ConfigError(f"attack: all {count} clients attack, so none is honest; leave at least one out")
 
 
-def engine_choice(setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice]) -> autotune.EngineChoice:
-    """The configured engine, or the measured one.
+def engine_choice(
+    setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice], kept: str | None = None
+) -> autotune.EngineChoice:
+    """The configured engine, the one that the run began with, or the measured one.
 
-    device: name of the device of the hosts.
+    device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
     A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
     the run goes on with its own measurement.
     """
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
         return autotune.EngineChoice(wanted, f"{wanted}: as configured")
+    if kept is not None:
+        return autotune.EngineChoice(kept, f"{kept}: as at the start of the run")
     file = Path(setup.experiment.output) / "engine-choices.json"
     key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
-    known = {}
-    with suppress(DataError, OSError):
-        known = read_json(file) or {}
-    if key in known:
-        return autotune.EngineChoice(*known[key])
-    choice = measured()
+    with _alone(file):
+        known = {}
+        with suppress(DataError, OSError):
+            known = read_json(file) or {}
+        engine, reason = _pair(known.get(key))
+        if engine in autotune.ENGINES:
+            return autotune.EngineChoice(engine, reason)
+        choice = measured()
+        with suppress(OSError):
+            write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
+        return choice
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Lets one process of this machine at a time measure engines: the runs of a study use the first one's choice."""
+    lock = FileLock(f"{file}.lock")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, known | {key: [choice.engine, choice.reason]})
-    return choice
+        lock.acquire(timeout=_MEASURE_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _pair(value: object) -> tuple[str, str]:
+    """A pair of texts from a file that may hold anything; empty ones for anything else."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
+        return value[0], value[1]
+    return "", ""
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:

@@ -11,20 +11,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.config.published import PublishedTableConfig, PublishedTables, load_published
+from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables, load_published
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
-from cfl_ray.runtime.comparison import STUDY, Found, free_name, is_study, run_folders, settings_of, table_of, values_of
+from cfl_ray.runtime.comparison import Found, free_name, settings_of, table_of, values_of
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
 from cfl_ray.runtime.results import MethodResult, Results, read_client_metrics
 from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
+from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
 from cfl_ray.tracking.record import primary_of
 from cfl_ray.tracking.tracker import INFO
@@ -55,17 +56,19 @@ def write_report(
     output: str | Path,
     against: str | Path | None = None,
     column: str | None = None,
+    trust: bool = False,
 ) -> Path:
     """Writes the page of these runs, and of all runs below these folders, and returns its path.
 
     against: file of published tables. column: that of the tables which plain runs belong to; runs of a study belong to
-        that of their setting. Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
+        that of their setting. trust: as in `load_run`.
+    Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
     """
-    runs = find_runs(paths)
+    runs = find_runs(paths, trust)
     if against is None:
         return write_report_of(runs, output)
     published = load_published(against)
-    paper = ", ".join(filter(None, [published.paper.authors, published.paper.title, published.paper.url]))
+    paper = ", ".join([published.paper.authors, published.paper.title, published.paper.venue, published.paper.url])
     return write_report_of(runs, output, compare_with(runs, published, column), paper)
 
 
@@ -80,14 +83,14 @@ def write_report_of(
     return path
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[FoundRun]:
+def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
     """The runs among and below the paths, each once; those of a study in its order, others in that of their folders.
 
     Raises ConfigError where a path has none.
     """
     found: dict[Path, FoundRun] = {}
     for path in map(Path, paths):
-        below = list(_runs_below(path))
+        below = list(_runs_below(path, trust))
         if not below:
             raise ConfigError(f"{path} holds no run: neither it nor a folder below it has {CONFIG} and {INFO}")
         for run in below:
@@ -95,17 +98,17 @@ def find_runs(paths: Sequence[str | Path]) -> list[FoundRun]:
     return list(found.values())
 
 
-def _runs_below(path: Path) -> Iterator[FoundRun]:
+def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
         directory = Path(folder)
         if is_study(directory):
             inner.clear()
             for setting, method, run in run_folders(directory):
                 if (run / INFO).is_file():
-                    yield _open(run, directory, setting, method)
+                    yield _open(run, trust, directory, setting, method)
         elif CONFIG in files and INFO in files:
             inner.clear()  # no run is inside another one
-            yield _open(directory, *_place_in_study(directory))
+            yield _open(directory, trust, *_place_in_study(directory))
         inner.sort()
 
 
@@ -116,8 +119,9 @@ def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None
     return (study, parents[1].name, parents[0].name) if study and is_study(study) else (None, None, None)
 
 
-def _open(directory: Path, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
-    return FoundRun(directory, config.load(directory / CONFIG), load_run(directory), study, setting, method)
+def _open(directory: Path, trust: bool, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
+    experiment = load_record(directory, trust, connects=False)
+    return FoundRun(directory, experiment, load_run(directory, experiment), study, setting, method)
 
 
 # ---- the material of the page
@@ -361,12 +365,12 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
             of_seeds = found.setdefault((run.setting or column or _only_column(published), label), {})
             of_seeds[run.experiment.seed] = result
     compared = [
-        _compared(name, table, row, column, found[column, row])
+        _compared(name, table, row, column, number, found[column, row])
         for name, table in published.tables.items()
-        for column in table.columns
-        for row in table.rows
-        if (column, row) in found and table.value(row, column) is not None
+        for row, column, number in table.cells()
+        if (column, row) in found and number.mean is not None
     ]
+    compared.sort(key=lambda one: (one.table, one.column))  # rows stay in their order
     comparisons = [one for one in compared if not math.isnan(one.ours)]
     if not comparisons:
         rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
@@ -386,23 +390,25 @@ def _only_column(published: PublishedTables) -> str:
 
 
 def _compared(
-    name: str, table: PublishedTableConfig, row: str, column: str, of_seeds: Mapping[int, MethodResult]
+    name: str,
+    table: PublishedTable,
+    row: str,
+    column: str,
+    number: PublishedNumber,
+    of_seeds: Mapping[int, MethodResult],
 ) -> Comparison:
-    metric = table.metric_of(row)
-    scale = 100.0 if table.unit == "percent" else 1.0
-    ours = scale * np.array([values_of(result).get(metric, math.nan) for result in of_seeds.values()])
-    mean, std = table.value(row, column) or (math.nan, math.nan)
+    ours = number.scale * np.array([values_of(result).get(number.metric, math.nan) for result in of_seeds.values()])
     return Comparison(
         table=name,
         caption=table.caption,
         row=row,
         column=column,
-        metric=metric,
-        unit=table.unit,
+        metric=number.metric,
+        unit=number.unit,
         ours=float(ours.mean()),
         ours_std=float(ours.std(ddof=1)) if len(ours) > 1 else math.nan,
         seeds=len(ours),
-        published=mean,
-        published_std=std,
-        misprint=table.misprint(row, column),
+        published=math.nan if number.mean is None else number.mean,
+        published_std=math.nan if number.std is None else number.std,
+        misprint=number.misprint,
     )

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.files import append_line, cut_torn_line
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.files import append_line, cut_torn_line, open_private, read_file
 from cfl_ray.data.federation import Federation
 from cfl_ray.report.assignments import Assignment, write_assignments
 from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
@@ -82,8 +83,13 @@ class MethodResult:
 
     def diagnostics_frame(self) -> pd.DataFrame:
         """One row per round: `round`, then a column for each diagnostic that is a number; NaN where it has none."""
-        numbers = [name for name, found in self.diagnostics.items() if not next(iter(found.values())).axes]
-        return self.to_frame().reindex(columns=["round", *numbers])
+        return self.to_frame().reindex(columns=["round", *self.last_numbers])
+
+    @property
+    def last_numbers(self) -> dict[str, float]:
+        """The last value of each diagnostic that is a number."""
+        last = {name: found[max(found)] for name, found in self.diagnostics.items()}
+        return {name: float(one.value) for name, one in last.items() if not one.axes}
 
     # ---- what it has learned
 
@@ -190,26 +196,43 @@ def read_client_metrics(path: Path) -> pa.Table:
     return pa.Table.from_batches(batches, schema)
 
 
+@dataclass(frozen=True)
+class _Moves:
+    """A line of the file."""
+
+    round: int
+    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
+
+
+_MOVES = TypeAdapter(_Moves)
+
+
 class ClusterMoves:
     """The changes of clients' clusters: one JSON line per round that has any; replayed rounds are ignored."""
 
     def __init__(self, directory: Path | None):
         self.file = directory / MOVES if directory else None
         # (round, [client, cluster] of each move)
-        self.rows: list[tuple[int, list[list[int]]]] = [(row["round"], row["moved"]) for row in self._stored()]
+        self.rows: list[tuple[int, list[list[int]]]] = [(row.round, row.moved) for row in self._stored()]
 
-    def _stored(self) -> Iterator[dict[str, Any]]:
-        if self.file is None or not self.file.exists():
+    def _stored(self) -> Iterator[_Moves]:
+        content = None if self.file is None else read_file(self.file)
+        if self.file is None or content is None:
             return
         cut_torn_line(self.file)
-        yield from map(json.loads, self.file.read_bytes().splitlines())
+        try:
+            for line in content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]:
+                yield _MOVES.validate_json(line, strict=True)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise DataError(f"{self.file} is damaged ({reason}); remove it: the moves so far are lost") from error
 
     def add(self, report: RoundReport) -> None:
         """Keeps the moves of a round; they are in the file when this returns."""
         if not report.moved or (self.rows and report.round <= self.rows[-1][0]):
             return
         if self.file is not None:
-            with self.file.open("ab", buffering=0) as out:
+            with open_private(self.file, "ab") as out:
                 append_line(out, (json.dumps({"round": report.round, "moved": report.moved}) + "\n").encode())
         self.rows.append((report.round, [list(move) for move in report.moved]))
 

@@ -16,6 +16,10 @@ _LOCK_SECONDS = 2  # `is_live` holds the lock for an instant
 
 def no_run(run_dir: str | Path) -> ConfigError:
     """Returns the error for a folder that holds no run."""
+    if (Path(run_dir) / "study.yaml").is_file():
+        return ConfigError(
+            f"{run_dir} is the folder of a study; name one of its runs: {run_dir}/SETTING/METHOD/seed-SEED"
+        )
     return ConfigError(f"{run_dir} holds no run: there is no {Path(run_dir) / CONFIG}")
 
 

@@ -15,6 +15,7 @@ from cfl_ray.engine import autotune
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.precision import products_in
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
+from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
@@ -40,7 +41,10 @@ class Session(Protocol):
         """Goes through the next round of that method."""
 
     def facts(self) -> dict[str, str]:
-        """Hosts, device and engine of this session, in words."""
+        """Hosts, device, engine, CPU and PyTorch of this session, in words."""
+
+    def numerics(self) -> Numerics:
+        """The conditions on which the last bits of figures depend."""
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
         """Opens what the present method has learned, where it is in this process; None: it is in checkpoints only."""
@@ -72,13 +76,15 @@ class InProcessSession:
         self.settings.enter_context(one_thread())
         self.settings.enter_context(products_in(setup.experiment.runtime.precision))
         self.device = compute_device(setup.experiment, has_gpu=True)
-        self.worker = setup.worker(self.device)
+        # of a study, several runs may share a GPU
+        self.worker = setup.worker(self.device, memory_share=min(setup.experiment.runtime.gpus_per_host or 1.0, 1.0))
         self.choice = engine_choice(
             setup,
             autotune.device_name(self.device),
             lambda: autotune.measure(
                 self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
             ),
+            kept.engine if (kept := read_numerics(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine
         self._backend()  # made anew for each method; here, only what is no backend is found
@@ -117,7 +123,18 @@ class InProcessSession:
         return self.loop.advance()
 
     def facts(self) -> dict[str, str]:
-        return {"hosts": "this process", "device": autotune.device_name(self.device), "engine": self.choice.reason}
+        here = HostNumerics.here()
+        return {
+            "hosts": "this process",
+            "device": autotune.device_name(self.device),
+            "engine": self.choice.reason,
+            "cpu": str(here),
+            "torch": here.torch,
+        }
+
+    def numerics(self) -> Numerics:
+        device, runtime = autotune.device_name(self.device), self.setup.experiment.runtime
+        return Numerics.of(runtime, self.choice.engine, device, [HostNumerics.here()])
 
     def close(self) -> None:
         self.settings.close()

@@ -1,7 +1,7 @@
 """The address of a live run's server, for the command line: session.json in the run directory.
 
-It is signed with the Ray token of the user who runs it: Ray's replies are pickles, so a folder written by another user
-must not lead a command to a cluster.
+It is signed with the Ray token of the user who runs it, for the folder it is in: Ray's replies are pickles, so neither
+a folder written by another user nor a copy of a session file must lead a command to a cluster.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def publish_server(run_dir: Path, session: ServerAddress) -> None:
         values = asdict(session)
         draft = run_dir / f".{SESSION}.{os.getpid()}"
         draft.touch(mode=0o600)
-        draft.write_text(json.dumps(values | {"signature": _signature(values, key)}, indent=1))
+        draft.write_text(json.dumps(values | {"signature": _signature(run_dir, values, key)}, indent=1))
         draft.replace(run_dir / SESSION)
 
 
@@ -69,7 +69,10 @@ def withdraw_server(run_dir: Path) -> None:
 
 
 def read_server_address(run_dir: Path) -> ServerAddress | None:
-    """The address in session.json, None where there is none. Raises ConfigError where another user wrote it."""
+    """The address in session.json, None where there is none.
+
+    Raises ConfigError where another user wrote it, or where it was written for another folder.
+    """
     values = read_json(run_dir / SESSION)
     if values is None:
         return None
@@ -80,13 +83,15 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
             "(RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         )
     signature = values.pop("signature", "") if isinstance(values, dict) else ""
-    if not hmac.compare_digest(str(signature).encode(), _signature(values, key).encode()):
+    if not hmac.compare_digest(str(signature).encode(), _signature(run_dir, values, key).encode()):
         raise ConfigError(
-            f"{run_dir / SESSION} was not written with your Ray token, so it is not followed to the cluster it names; "
-            "use the token of whoever started the run, or remove the file if no run is live there"
+            f"{run_dir / SESSION} was not written with your Ray token for this folder, so it is not followed to the "
+            "cluster it names; use the token of whoever started the run, ask in the folder where it runs, or remove "
+            "the file if no run is live there"
         )
     return ServerAddress(**values)
 
 
-def _signature(values: object, key: bytes) -> str:
-    return hmac.new(key, b"cfl_ray session\n" + json.dumps(values, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+def _signature(run_dir: Path, values: object, key: bytes) -> str:
+    signed = json.dumps([str(run_dir.resolve()), values], sort_keys=True)
+    return hmac.new(key, b"cfl_ray session\n" + signed.encode(), hashlib.sha256).hexdigest()

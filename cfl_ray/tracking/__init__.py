@@ -3,6 +3,7 @@
 Importing this package does not import mlflow.
 """
 
+from cfl_ray.core.redaction import redact
 from cfl_ray.tracking.chosen import TRACKERS, sinks
 from cfl_ray.tracking.delivery import Delivered, deliver_pending
 from cfl_ray.tracking.mlflow_models import check_mlflow, save_model
@@ -20,7 +21,7 @@ from cfl_ray.tracking.record import (
 from cfl_ray.tracking.sink import Relay, RelayingTracker, Sink
 from cfl_ray.tracking.summary import summarise
 from cfl_ray.tracking.tracker import ARTIFACTS, MODELS, FileTracker, Tracker, read_end, read_info, read_records
-from cfl_ray.tracking.uri import redact, resolve_uri
+from cfl_ray.tracking.uri import resolve_uri
 
 __all__ = [
     "ARTIFACTS",

@@ -1,9 +1,11 @@
 """Tracker that writes the metrics of a run as a table."""
 
 import csv
+import io
 from pathlib import Path
 
-from cfl_ray.core.files import write_text
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import append_line, open_private, read_text, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 
@@ -17,9 +19,12 @@ class CsvFile:
         self.path = run_dir / self.name
         self.columns, self.last = ["round", "time_ms", *ROUND_METRICS], 0
         if self.path.is_file():
-            rows = list(csv.DictReader(self.path.read_text().splitlines()))
+            try:
+                rows = list(csv.DictReader((read_text(self.path) or "").splitlines()))
+                self.last = int(rows[-1]["round"]) if rows else 0
+            except (csv.Error, ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{self.path} is damaged ({error!r}); remove it") from error
             self.columns = list(rows[0]) if rows else self.columns
-            self.last = int(rows[-1]["round"]) if rows else 0
 
     def log(self, record: RoundRecord) -> None:
         if record.round <= self.last:  # written before its cursor was
@@ -27,11 +32,13 @@ class CsvFile:
         if new := [name for name in record.metrics if name not in self.columns]:
             self._add_columns(new)
         is_new = not self.path.is_file()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            if is_new:
-                writer.writeheader()
-            writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        if is_new:
+            writer.writeheader()
+        writer.writerow({"round": record.round, "time_ms": record.time_ms, **record.metrics})
+        with open_private(self.path, "ab") as file:
+            append_line(file, text.getvalue().encode())
         self.last = record.round
 
     def close(self, end: RunEnd | None) -> None:

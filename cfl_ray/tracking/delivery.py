@@ -4,6 +4,8 @@ The cursor `mlflow.json` in the run directory says how much of the run MLflow ha
 `mlflow.lock` and then reads the cursor, so a live run and a later `cfl-ray` command can both try.
 """
 
+import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +15,18 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cfl_ray.core.credentials import hides, with_credentials
 from cfl_ray.core.errors import DataError, UserError
-from cfl_ray.core.files import read_json, sync, write_json
+from cfl_ray.core.files import PRIVATE, read_record, sync, write_json
+from cfl_ray.core.redaction import redact
+from cfl_ray.core.signing import is_signed, sign
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, read_from, read_info
-from cfl_ray.tracking.uri import accepts_connection, redact, with_credentials
+from cfl_ray.tracking.uri import accepts_connection
 
 CURSOR, LOCK = "mlflow.json", "mlflow.lock"
+_PURPOSE = "destination of a run's results"
 BATCH_ROUNDS = 40
 BATCH_METRICS = 1000  # MLflow accepts no more in one request, so a batch arrives whole or not at all
 _LINE_BYTES = 1 << 16  # more than a line of the metrics log has
@@ -39,6 +45,7 @@ class Cursor:
     delivered: int = 0  # bytes of the metrics log that are delivered
     round: int | None = None  # of the last record in them; None: not known
     ended_ms: int | None = None  # time of the end that is delivered; None: the run is RUNNING in MLflow
+    signature: str | None = None  # of the destination for this directory, by the user who chose it
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Delivery:
 
         Raises filelock.Timeout if another process is delivering this run, ConnectionError, or any error of MLflow.
         """
-        with FileLock(self.run_dir / LOCK, timeout=lock_seconds):
+        with FileLock(self.run_dir / LOCK, timeout=lock_seconds, mode=PRIVATE):
             try:
                 run, cursor = self._open()
                 return self._deliver(run, cursor)
@@ -72,7 +79,7 @@ class Delivery:
 
     def ensure(self) -> str:
         """Creates the run in MLflow if it does not exist, and returns its id."""
-        with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS):
+        with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS, mode=PRIVATE):
             run, _ = self._open()
             return run.run_id
 
@@ -82,9 +89,11 @@ class Delivery:
             self._run, cursor = None, self._save(replace(cursor, delivered=0, round=None))
         if self._run and self._run.run_id == cursor.run_id:
             return self._run, cursor
+        if hides(self.uri):
+            raise ConnectionError("its credentials are not known here; set MLFLOW_TRACKING_URI to it, with them")
         if not accepts_connection(self.uri):
             raise ConnectionError("no connection")
-        parent_id = Delivery(self.run_dir / cursor.parent, self.uri).ensure() if cursor.parent else None
+        parent_id = Delivery(_parent(self.run_dir, cursor), self.uri).ensure() if cursor.parent else None
         run = MlflowRun.open(self.uri, cursor.experiment, read_info(self.run_dir), cursor.run_id, parent_id)
         self._run = run
         if run.run_id != cursor.run_id:
@@ -116,21 +125,38 @@ class Delivery:
 
 def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> None:
     """Stores the destination of the run in `run_dir`. If it changes, the whole run is delivered to the new one."""
-    target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None)
-    fields = read_json(run_dir / CURSOR)
-    if fields is None:  # without a cursor no delivery can be in progress
+    signature = sign(_PURPOSE, _signed(run_dir, redact(uri)))
+    target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None, signature=signature)
+    if not (run_dir / CURSOR).exists():  # without a cursor no delivery can be in progress
         write_json(run_dir / CURSOR, asdict(target))
-    elif replace(Cursor(**fields), run_id=None, delivered=0, round=None, ended_ms=None) != target:
-        with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS):
-            write_json(run_dir / CURSOR, asdict(target))
+        return
+    cursor = read_cursor(run_dir)
+    if replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target:
+        return
+    with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS, mode=PRIVATE):
+        cursor = replace(read_cursor(run_dir), signature=signature)
+        is_same = replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target
+        write_json(run_dir / CURSOR, asdict(cursor if is_same else target))
+
+
+def _signed(run_dir: Path, uri: str) -> list[str]:
+    return [str(run_dir.resolve()), uri]
 
 
 def read_cursor(run_dir: Path) -> Cursor:
     """Returns the cursor of a run. Raises DataError for a run without a destination."""
-    fields = read_json(run_dir / CURSOR)
-    if fields is None:
+    cursor = read_record(run_dir / CURSOR, Cursor)
+    if cursor is None:
         raise DataError(f"{run_dir} was not started with MLflow: {CURSOR} is missing")
-    return Cursor(**fields)
+    return cursor
+
+
+def _parent(run_dir: Path, cursor: Cursor) -> Path:
+    """The directory of the parent run. Raises DataError where it is not one of those that contain this run's."""
+    parent = (run_dir / str(cursor.parent)).resolve()
+    if parent not in run_dir.resolve().parents:
+        raise DataError(f"{run_dir / CURSOR} is damaged: {cursor.parent!r} is no folder that contains {run_dir}")
+    return parent
 
 
 def _fits(run_dir: Path, cursor: Cursor) -> bool:
@@ -171,13 +197,28 @@ def is_pending(run_dir: Path) -> bool:
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/* and output/*/*) could not, and returns what was delivered.
+    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
+
+    Returns what was delivered.
+
+    The client of MLflow sends the user's token. So results go only to `uri`, to MLFLOW_TRACKING_URI and to the store
+    below `output`, and to the destinations that this user has chosen on this machine; others are named in a warning.
 
     uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
     seconds: longest wait; deliveries in progress end in the background.
     warn: receives a line for each run that could not be delivered.
     """
-    pending = list(_pending(Path(output), warn))
+    chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
+    known = {redact(one) for one in chosen if one}
+    pending: list[tuple[Path, str]] = []
+    unknown: dict[str, list[Path]] = {}
+    for run_dir, cursor in _pending(Path(output), warn):
+        if cursor.uri in known or is_signed(_PURPOSE, _signed(run_dir, cursor.uri), cursor.signature):
+            pending.append((run_dir, cursor.uri))
+        else:
+            unknown.setdefault(cursor.uri, []).append(run_dir)
+    for there, run_dirs in unknown.items():
+        warn(_not_sent(there, run_dirs, Path(output)))
     delivered: list[Delivered] = []
     if pending:
         arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
@@ -187,22 +228,34 @@ def deliver_pending(
     return list(delivered)
 
 
-def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[Path]:
-    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}"):
+def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
+    runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
+    command = shlex.join(["cfl-ray", "check", f"tracking.uri={uri}", f"output={output}"])
+    return (
+        f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "
+        f"you did not start them here; to send their results there: {command}"
+    )
+
+
+def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Cursor]]:
+    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}", f"*/*/*/seed-*/*/{CURSOR}"):
         for path in sorted(output.glob(pattern)):
             try:
                 if is_pending(path.parent):
-                    yield path.parent
+                    yield path.parent, read_cursor(path.parent)
             except UserError as error:
                 warn(str(error))
 
 
 def _deliver_each(
-    pending: list[Path], uri: str | None, deadline: float, delivered: list[Delivered], warn: Callable[[str], None]
+    pending: list[tuple[Path, str]],
+    uri: str | None,
+    deadline: float,
+    delivered: list[Delivered],
+    warn: Callable[[str], None],
 ) -> None:
     unreachable: set[str] = set()
-    for run_dir in pending:
-        redacted_uri = read_cursor(run_dir).uri
+    for run_dir, redacted_uri in pending:
         if redacted_uri in unreachable or time.monotonic() > deadline:
             continue
         target = with_credentials(redacted_uri, uri)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import write_text
+from cfl_ray.core.errors import DataError, RunError
+from cfl_ray.core.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 
@@ -79,6 +79,7 @@ class MlflowRun:
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
+        _refuse_links(artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
@@ -88,6 +89,7 @@ class MlflowRun:
 
         step: the round after which they were saved.
         """
+        _refuse_links(directory)
         for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
             self._log_model(folder, step)
 
@@ -125,6 +127,13 @@ class MlflowRun:
         return [metric for metric in metrics if (metric.key, metric.step) not in existing]
 
 
+def _refuse_links(folder: Path) -> None:
+    """Raises DataError for a link in a folder: what it leads to is no part of the run, and would be sent."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, and is not sent to MLflow: remove it")
+
+
 def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     """Returns a client and the id of the experiment.
 
@@ -137,8 +146,9 @@ def connect(uri: str, experiment: str) -> tuple["MlflowClient", str]:
     path = sqlite_path(uri)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent / "mlartifacts")
     # Two processes that create the tables of a new file at the same time fail inside MLflow, so only one may at a time.
-    with FileLock(f"{path}.lock", timeout=CREATION_SECONDS) if path else nullcontext():
+    with FileLock(f"{path}.lock", timeout=CREATION_SECONDS, mode=PRIVATE) if path else nullcontext():
         if path:
             _create_store(path)
         client = MlflowClient(uri)
@@ -163,10 +173,11 @@ def _create_store(path: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
     if path.exists():
         return
-    folder.mkdir(exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
+    folder.mkdir(mode=0o700, exist_ok=True)  # on a network disk the folder stays as long as a file in it is open
     draft = folder / uuid.uuid4().hex  # a name that is new to this process: MLflow caches its connections by name
     MlflowClient(f"sqlite:///{draft}")
     shutil.copyfile(draft, folder / "whole")
+    (folder / "whole").chmod(PRIVATE)
     (folder / "whole").rename(path)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from filelock import Timeout
 
+from cfl_ray.core.redaction import redact
 from cfl_ray.tracking.delivery import Delivery, is_pending, redacted_reason, set_destination, waiting_rounds
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunInfo
 from cfl_ray.tracking.tracker import METRICS_LOG, FileTracker
-from cfl_ray.tracking.uri import redact
 
 # Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)

@@ -6,10 +6,11 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.tracking.uri import redact
+from cfl_ray.core.files import parse_json
+from cfl_ray.core.redaction import redact
 
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -131,16 +132,35 @@ class RoundRecord:
         return {"round": self.round, "metrics": dict(self.metrics), "time_ms": self.time_ms}
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "RoundRecord":
-        """Returns the record of `to_fields`, whose names were checked when it was made."""
-        return cls(**fields, of_task=frozenset(name.rpartition("/")[2] for name in fields["metrics"]))
+    def from_fields(cls, fields: Any) -> "RoundRecord":
+        """Returns the record of `to_fields`, whose names were checked when it was made. Raises ValueError."""
+        if not isinstance(fields, dict) or not isinstance(metrics := fields.get("metrics"), dict):
+            raise ValueError("the metrics of a round are missing")
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        round, time_ms = (_count(name, fields.get(name)) for name in ("round", "time_ms"))
+        return cls(round, numbers, time_ms, frozenset(name.rpartition("/")[2] for name in numbers))
 
     @classmethod
     def from_line(cls, line: str | bytes) -> "RoundRecord":
-        """Returns the record that `to_line` wrote. Raises ValueError or KeyError for anything else."""
-        metrics = json.loads(line)
-        round, time_ms = metrics.pop("round"), metrics.pop("time_ms")
-        return cls(round, metrics, time_ms, frozenset(metrics))  # their names were checked when they were written
+        """Returns the record that `to_line` wrote. Raises ValueError for anything else."""
+        metrics = parse_json(line)
+        round, time_ms = (metrics.pop(name, None) for name in ("round", "time_ms"))
+        return cls.from_fields({"round": round, "time_ms": time_ms, "metrics": metrics})
+
+
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"{name}: expected a whole number from 0 on, found {value!r:.80}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{name}: expected a number, found {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ class RunInfo:
     uid: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the run in every store
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tags", {key: str(value) for key, value in self.tags.items()})
+        object.__setattr__(self, "tags", {key: redact(str(value)) for key, value in self.tags.items()})
         object.__setattr__(self, "params", {key: redact(str(value)) for key, value in self.params.items()})
 
 
@@ -166,6 +186,15 @@ class RunEnd:
     status: EndStatus
     summary: RoundRecord  # RUN_METRICS, with the round and time of the last record
     time_ms: int = field(default_factory=now_ms)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "RunEnd":
+        """Returns the end that end.json holds. Raises ValueError for anything else."""
+        status: Any = fields.get("status")
+        if status not in get_args(EndStatus):
+            raise ValueError(f"status: expected {', '.join(get_args(EndStatus))}, found {status!r:.80}")
+        summary = RoundRecord.from_fields(fields.get("summary"))
+        return cls(status, summary, _count("time_ms", fields.get("time_ms")))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

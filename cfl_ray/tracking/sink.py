@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import private_umask, read_json, write_json
 from cfl_ray.core.own_parts import place_of
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.tracker import Tracker, read_end, read_from, read_info
@@ -71,7 +71,8 @@ class Relay:
 
     def _safely(self, step: Callable[[], None]) -> None:
         try:
-            step()
+            with private_umask():
+                step()
         except Exception as error:  # boundary to a user's code and to other services: no error of it ends the training
             if not self.warned:
                 reason = str(error).splitlines()[0][:400] if str(error) else ""

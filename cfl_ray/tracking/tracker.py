@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line, cut_torn_line, read_json, write_json
+from cfl_ray.core.files import (
+    append_line,
+    cut_torn_line,
+    open_private,
+    opened,
+    private_folder,
+    read_json,
+    read_record,
+    write_json,
+)
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 
 INFO, METRICS_LOG, END = "run.json", "metrics.jsonl", "end.json"
@@ -50,7 +59,7 @@ class FileTracker:
 
     def start(self, info: RunInfo) -> None:
         self.close()
-        (self.run_dir / ARTIFACTS).mkdir(parents=True, exist_ok=True)
+        private_folder(self.run_dir / ARTIFACTS)
         if not (self.run_dir / INFO).exists():
             write_json(self.run_dir / INFO, asdict(info))
         (self.run_dir / END).unlink(missing_ok=True)
@@ -58,7 +67,7 @@ class FileTracker:
         cut_torn_line(path)
         for record in read_records(self.run_dir):
             self._last = record
-        self._log = path.open("ab", buffering=0)
+        self._log = open_private(path, "ab")
 
     def log(self, record: RoundRecord) -> None:
         if self._last is not None and record.round <= self._last.round:
@@ -92,18 +101,21 @@ class FileTracker:
 
 def read_info(run_dir: Path) -> RunInfo:
     """Returns the RunInfo of the run in `run_dir`. Raises DataError if no run was started there."""
-    fields = read_json(run_dir / INFO)
-    if fields is None:
+    info = read_record(run_dir / INFO, RunInfo)
+    if info is None:
         raise DataError(f"{run_dir} holds no run: {INFO} is missing")
-    return RunInfo(**fields)
+    return info
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
-    """Returns the end of the run, or None if it has not ended."""
+    """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged one."""
     fields = read_json(run_dir / END)
     if fields is None:
         return None
-    return RunEnd(**(fields | {"summary": RoundRecord.from_fields(fields["summary"])}))
+    try:
+        return RunEnd.from_fields(fields)
+    except ValueError as error:
+        raise DataError(f"{run_dir / END} is damaged ({error}); remove it, and resume the run") from error
 
 
 def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
@@ -118,16 +130,16 @@ def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
     A last line without a line end is still being written and is not read. Raises DataError for a damaged line.
     """
     path = run_dir / METRICS_LOG
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    with opened(path) as file:
+        if file is None:
+            return
         file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
                 record = RoundRecord.from_line(line)
-            except (ValueError, KeyError, AttributeError) as error:
+            except ValueError as error:
                 raise DataError(f"{path} is damaged at byte {offset} ({error}); remove that line") from error
             offset += len(line)
             yield record, offset

@@ -19,6 +19,7 @@ PAGES = {  # page -> the file of the repository that it shows; links to one are 
     "overview.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
     "cluster_configs.md": "cluster_configs/README.md",
 }
 SOURCES = {  # page -> the code or folder that it is made from

@@ -22,6 +22,7 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Results": [
         "cfl_ray.runtime.results.Results",
         "cfl_ray.runtime.results.MethodResult",
+        "cfl_ray.core.diagnostics.Diagnostic",
         "cfl_ray.runtime.trained.TrainedMethod",
     ],
     "Data": ["Federation", "federation_from_arrays", "federation_from_dataset"],

@@ -90,11 +90,22 @@ def test_nothing_to_merge(cluster_S, clusters):
     assert all(merged.models(models_KP, torch.zeros(4), average) is models_KP for average in (False, True))
 
 
-def test_only_active_clusters_are_compared():
+def test_only_clusters_of_active_clients_are_compared():
     signature_SF = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1]])
-    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=np.array([0, 2])).parts == [[0, 2], [1], [3]]
-    none = np.array([], np.int64)
-    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active=none).parts == [[0], [1], [2], [3]]
+    active_S = np.array([True, False, True, False])
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, active_S).parts == [[0, 2], [1], [3]]
+    assert merge_similar(signature_SF, np.arange(4), 4, 0.5, np.zeros(4, bool)).parts == [[0], [1], [2], [3]]
+
+
+def test_means_are_over_active_clients_and_the_larger_cluster_is_by_all_its_members():
+    """Cluster 0 has one active client at 45 degrees and two others at 90; cluster 1 is at 0 degrees."""
+    signature_SF = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    cluster_S, cosine = np.array([0, 1, 0, 0]), 0.5**0.5
+    active_S = np.array([True, True, False, False])
+    for threshold, parts in ((cosine - 1e-6, [[0, 1]]), (cosine + 1e-6, [[0], [1]])):
+        assert merge_similar(signature_SF, cluster_S, 2, threshold, active_S).parts == parts
+    mean_cosine = 1 / 10**0.5  # between (1, 3) / 3 and (1, 0)
+    assert merge_similar(signature_SF, cluster_S, 2, mean_cosine + 0.01).parts == [[0], [1]]
 
 
 class TestModels:

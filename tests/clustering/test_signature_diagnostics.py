@@ -1,5 +1,7 @@
 """Diagnostics of signatures against scipy and scikit-learn."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -57,3 +59,6 @@ def test_few_signatures():
     assert principal_components(signatures(1)).tolist() == [[0.0]]
     assert principal_components(signatures(30, 3)).shape == (30, 3)
     assert principal_components(signatures(30)).shape == (30, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert principal_components(torch.ones(5, 20)).tolist() == [[0.0] * 5] * 5

@@ -123,6 +123,17 @@ class TestAngles:
         expected = angle_SS[np.triu_indices(120, 1)]
         np.testing.assert_allclose(angles(basis_SDR, kind="code"), expected, atol=1e-5)
 
+    def test_trace_is_the_sum_of_the_angles_of_columns_in_the_same_place(self):
+        """More clients than a block; a client with fewer columns is compared in those that it has."""
+        basis_SDR = torch.nn.functional.normalize(random(120, 30, 6), dim=1)
+        basis_SDR[::3, :, 4:] = 0
+        cosine_SSR = torch.einsum("sdr,tdr->str", basis_SDR.double(), basis_SDR.double()).abs().clamp(max=1)
+        both_SSR = basis_SDR.any(1)[:, None] & basis_SDR.any(1)[None]
+        expected = (cosine_SSR.arccos().rad2deg() * both_SSR).sum(2).numpy()[np.triu_indices(120, 1)]
+        np.testing.assert_allclose(angles(basis_SDR, kind="trace"), expected, atol=1e-5)
+        found = angles(torch.stack([columns(X, turned(60)), columns(Y, Z)]), kind="trace")
+        np.testing.assert_allclose(found, [90 + 90], atol=1e-5)
+
     def test_the_same_span_is_at_0(self):
         """Other columns of the same span, rounded to float32: arccos(1 - 1e-7) would be 0.026 degrees."""
         u_DR = torch.linalg.qr(random(784, 6).double())[0]
@@ -149,7 +160,7 @@ class TestAngles:
         assert angles(torch.ones(clients, 4, 2), kind=kind).shape == (0,)
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="kind must be one of smallest, sum, code, got 'largest'"):
+        with pytest.raises(ValueError, match="kind must be one of smallest, sum, trace, code, got 'largest'"):
             angles(torch.ones(2, 4, 2), kind="largest")
         with pytest.raises(ValueError, match="1 of 2 have none, the first is 1"):
             angles(torch.stack([columns(X, Y), columns(NONE, NONE)]), kind="smallest")

@@ -27,6 +27,7 @@ DISTANCE = line(0, 1, 5, 6, 20)
         ({"num_clusters": 4}, [0, 0, 1, 2, 3]),
         ({"num_clusters": 9}, [0, 1, 2, 3, 4]),
         ({"cut": "gap"}, [0, 0, 0, 0, 1]),
+        ({"cut": "median"}, [0, 0, 1, 1, 2]),
         ({}, [0, 0, 1, 1, 2]),
         ({"threshold": 4.5}, [0, 0, 1, 1, 2]),
         ({"threshold": 4.5, "linkage": "single"}, [0, 0, 0, 0, 1]),
@@ -35,15 +36,21 @@ DISTANCE = line(0, 1, 5, 6, 20)
     ids=str,
 )
 def test_clusters_of_points_on_a_line(options, expected):
-    """The default height is half the median of the distances 1, 5, 6, 20, 4, 5, 19, 1, 15, 14: 5.5 / 2."""
+    """Half the median of the distances 1, 5, 6, 20, 4, 5, 19, 1, 15, 14 is 5.5 / 2.
+
+    The mean silhouette of the two pairs and {20} is 2 (1 - 1 / 5.5 + 1 - 1 / 4.5) / 5 = 0.638, that of two clusters is
+    0.623: (1 - 4 / 20 + 1 - 10 / 3 / 19 + 1 - 10 / 3 / 15 + 1 - 4 / 14) / 5.
+    """
     assert TreeCut(**options).clusters(DISTANCE, 5).tolist() == expected
 
 
-def test_height_is_the_threshold_or_half_the_median_or_none_for_other_rules():
-    assert TreeCut().height(DISTANCE) == 5.5 / 2
+def test_height_is_the_threshold_or_that_of_the_cut_or_none_for_other_rules():
+    assert TreeCut(cut="median").height(DISTANCE) == 5.5 / 2
     assert TreeCut(threshold=3).height(DISTANCE) == 3 and TreeCut(threshold=3).height(np.empty(0)) == 3
     assert [cut.height(DISTANCE) for cut in (TreeCut(num_clusters=2), TreeCut(cut="gap"))] == [None, None]
     assert TreeCut().height(np.empty(0)) is None
+    assert TreeCut().height(DISTANCE) == 1, "the highest merge below the cut"
+    assert TreeCut().height(line(0, 1)) == 1, "two signatures are one cluster"
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 1.0}, {"num_clusters": 3}, {"cut": "gap"}], ids=str)

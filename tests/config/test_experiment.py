@@ -13,6 +13,7 @@ import cfl_ray
 from cfl_ray import config
 from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
+from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method
 from cfl_ray.core.plugins import load_plugin
@@ -288,11 +289,26 @@ class TestYaml:
             ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
             ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
             ("3: 4", "experiment.yaml must hold keys and values"),
+            ("self: 4", "unknown key 'self'"),
+            ("rounds: 2020-99-99", "experiment.yaml is not valid YAML: month must be in 1..12"),
+            (f"rounds: {'[' * 5000}", "experiment.yaml is not valid YAML"),
+            (f"rounds: {'[' * 200}{']' * 200}", "is not valid YAML: it is nested deeper than 100 levels"),
+            ("methods: &a [*a]", "is not valid YAML: it is nested deeper than 100 levels"),
+            (
+                "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+                + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)),
+                "it has more than 10,000,000 values, as its aliases repeat them",
+            ),
         ],
     )
     def test_other_files_are_refused(self, text, message, file):
         with pytest.raises(ConfigError, match=message):
             load(file(text))
+
+    def test_a_file_that_is_no_text(self, tmp_path):
+        (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n")
+        with pytest.raises(ConfigError, match="image.yaml is no text in UTF-8"):
+            load(tmp_path / "image.yaml")
 
     def test_a_file_that_is_not_there(self):
         with pytest.raises(ConfigError, match="there is no config file nowhere.yaml"):
@@ -632,7 +648,7 @@ class TestRecord:
         assert again.model.name == f"{tmp_path}/own.py:N" and again.data.root == f"{tmp_path}/here"
         assert again.methods[1] == {"fedavg": {"aggregation": {f"{tmp_path}/own.py:R": {"a": 1}}}}
         assert again.config_hash == experiment.config_hash != Experiment().config_hash
-        assert again.to_dict_as_written() == experiment.to_dict() != again.to_dict()
+        assert again.to_dict_as_written() == {**experiment.to_dict(), "output": f"{tmp_path}/runs"} != again.to_dict()
         assert again.data.to_recipe({"root"}) == experiment.data.to_recipe({"root"})
         assert (
             load(tmp_path / "config.yaml", ["rounds=3"]).config_hash == Experiment(**self.VALUES, rounds=3).config_hash
@@ -640,15 +656,60 @@ class TestRecord:
         (tmp_path / "copy.yaml").write_text(again.to_record())
         assert load(tmp_path / "copy.yaml").to_record() == again.to_record() == (tmp_path / "config.yaml").read_text()
 
-    def test_without_files_it_is_the_plain_yaml(self):
-        assert Experiment().to_record() == Experiment().to_yaml()
+    def test_without_files_it_is_the_plain_yaml_with_an_absolute_output(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert Experiment().to_record() == Experiment(output=f"{tmp_path}/runs").to_yaml()
+
+    def test_what_a_run_writes_beside_its_folder_is_found_from_any_folder(self, tmp_path, monkeypatch):
+        """Shards and the MLflow store of a resumed run are those of the run; they are no part of the hash."""
+        monkeypatch.chdir(tmp_path)
+        for output, shards, uri, expected in (
+            ("runs", None, None, [f"{tmp_path}/runs", None, None]),
+            ("/a", "cut", "sqlite:///m.db", ["/a", f"{tmp_path}/cut", f"sqlite:///{tmp_path}/m.db"]),
+            ("/a", "s3://b/c", "https://mlflow", ["/a", "s3://b/c", "https://mlflow"]),
+            ("/a", "/b", "sqlite:////c.db", ["/a", "/b", "sqlite:////c.db"]),
+        ):
+            experiment = Experiment(output=output, data={"shards": shards}, tracking={"uri": uri})
+            (tmp_path / "config.yaml").write_text(experiment.to_record())
+            again = load(tmp_path / "config.yaml")
+            assert [again.output, again.data.shards, again.tracking.uri] == expected
+            assert again.config_hash == experiment.config_hash
+
+    def test_paths_of_a_run_that_has_moved_are_found_beside_its_new_place(self, tmp_path, monkeypatch):
+        old, new = tmp_path / "old", tmp_path / "new"
+        (old / "runs" / "first").mkdir(parents=True)
+        (old / "own.py").write_text("")
+        (old / "shards").mkdir()
+        monkeypatch.chdir(old)
+        experiment = Experiment(**(self.VALUES | {"data": {"shards": "shards", "shift": {"kind": "own.py:f"}}}))
+        header = recorded_in(old / "runs" / "first")
+        (old / "runs" / "first" / "config.yaml").write_text(header + experiment.to_record())
+        assert load(old / "runs" / "first" / "config.yaml").moved == {}
+        old.rename(new)
+        monkeypatch.chdir("/")
+        again = load(new / "runs" / "first" / "config.yaml")
+        assert (again.output, again.data.shards) == (f"{new}/runs", f"{new}/shards")
+        assert again.data.shift.kind == f"{new}/own.py:f" and again.runtime.backend == f"{new}/own.py:B"
+        assert again.moved[f"{old}/runs"] == f"{new}/runs"
+        assert again.config_hash == experiment.config_hash
+        keys = {"root", "shards", "download"}
+        assert again.data.to_recipe(keys) == experiment.data.to_recipe(keys)
+
+    def test_paths_that_still_exist_or_are_nowhere_stay(self, tmp_path):
+        run = tmp_path / "moved"
+        run.mkdir()
+        (tmp_path / "there").mkdir()
+        record = Experiment(output=f"{tmp_path}/there", data={"shards": "/nowhere/shards"}).to_record()
+        (run / "config.yaml").write_text(recorded_in(tmp_path / "before") + record)
+        again = load(run / "config.yaml")
+        assert (again.output, again.data.shards, again.moved) == (f"{tmp_path}/there", "/nowhere/shards", {})
 
     def test_one_file_written_in_two_ways_stays_as_written(self, tmp_path, monkeypatch):
         """Its absolute path alone would not give back the hash."""
         (tmp_path / "own.py").write_text("")
         monkeypatch.chdir(tmp_path)
         experiment = Experiment(model="own.py:N", evaluation={"metrics": ["./own.py:N"]})
-        assert experiment.to_record() == experiment.to_yaml()
+        assert experiment.to_record() == experiment.model_copy(update={"output": f"{tmp_path}/runs"}).to_yaml()
 
 
 class TestParts:

@@ -47,6 +47,9 @@ def method(**given) -> Any:
         def leave(self, state, ids):
             return given.get("leave", state)
 
+        def diagnose(self, state, clients):
+            return given.get("diagnose")
+
     return Given()
 
 
@@ -194,3 +197,12 @@ def test_the_losses_are_one_exchange(stage, monkeypatch):
     monkeypatch.setattr(stage.backend, "run", lambda work: asked.append(type(work)) or run(work))
     method().join(state(assign_N=np.full(6, -1, np.int32)), stage.clients([4, 5]))
     assert asked == [Losses]
+
+
+def test_diagnostics_that_are_returned_would_be_lost(stage):
+    steps = CheckedMethod(method(diagnose={"size": 1}), stage.network.spec.size)
+    with pytest.raises(
+        RunError, match=r"diagnose \(.*test_checked_method.py, line \d+\) returned dict.*clients.record"
+    ):
+        steps.diagnose(state(), stage.clients())
+    CheckedMethod(method(), stage.network.spec.size).diagnose(state(), stage.clients())

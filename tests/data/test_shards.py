@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import sha256
 from cfl_ray.data import open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
@@ -209,6 +210,13 @@ class TestDamage:
             ({"train": [{"name": "../secret.arrow", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
             ({"train": [{"name": "/etc/passwd", "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
             ({"train": [{"name": "a.arrow", "rows": 1, "bytes": 1, "sha256": "../x"}]}, "train.0.sha256"),
+            ({"train": [{"name": "a" * 201, "rows": 1, "bytes": 1, "sha256": "0" * 64}]}, "train.0.name"),
+            ({"train": [{"name": "a.arrow", "rows": 2**63, "bytes": 1, "sha256": "0" * 64}]}, "train.0.rows"),
+            ({"input": [2**40]}, "input.0"),
+            ({"input": [0]}, "input.0"),
+            ({"input": [2**16, 2**16]}, "input"),
+            ({"num_classes": 10**30}, "num_classes"),
+            ({"scale": float("inf")}, "scale"),
         ],
     )
     def test_manifests_are_not_trusted(self, write, change, where):
@@ -225,6 +233,49 @@ class TestDamage:
         (folder / MANIFEST).write_text(json.dumps(manifest))
         with pytest.raises(DataError, match="clients.arrow is damaged: it names rows or files that do not exist"):
             open_shards(folder)
+
+    @pytest.mark.parametrize("column, value", [("offset", 2**63 - 1), ("train", 2**63 - 1), ("held_out", 2**63 - 1)])
+    def test_an_index_whose_sums_overflow(self, write, column, value):
+        folder, _ = write()
+        self.rewrite(folder, "clients.arrow", column, lambda old: pa.array([value] * len(old), pa.int64()))
+        with pytest.raises(DataError, match="clients.arrow is damaged: it names rows or files that do not exist"):
+            open_shards(folder)
+
+    def test_names_that_lie_outside_of_their_file(self, write):
+        """They would be read from anywhere in the memory of the process."""
+        folder, _ = write()
+
+        def astray(names):
+            offsets = np.frombuffer(names.buffers()[1], np.int32).copy()
+            offsets[1] = 2**30
+            return pa.StringArray.from_buffers(len(names), pa.py_buffer(offsets.tobytes()), names.buffers()[2])
+
+        self.rewrite(folder, "clients.arrow", "name", astray)
+        with pytest.raises(DataError, match="clients.arrow is damaged"):
+            open_shards(folder)
+
+    def rewrite(self, folder, name, column, change):
+        """Replaces a column of an Arrow file, and its size and checksum in the manifest."""
+        with pa.OSFile(str(folder / name)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+        columns = [change(batch[one]) if one == column else batch[one] for one in batch.schema.names]
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=batch.schema))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["index"] |= {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+
+    @pytest.mark.parametrize(
+        "shift",
+        [3, {"kind": "rotated", "angles": 3}, {"kind": "rotated"}, {"kind": "rotated", "angles": [float("nan")]}],
+    )
+    def test_a_recipe_that_describes_no_group(self, write, shift):
+        folder, _ = write()
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["recipe"] = {"data": {"shift": shift}}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(DataError, match="the shift in its recipe has no group 0"):
+            open_shards(folder).group_transform(0)
 
     def test_other_arrow_files(self, write):
         folder, _ = write()

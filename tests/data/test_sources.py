@@ -1,9 +1,12 @@
+import io
 import pickle
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scipy.io
+from PIL import Image
 from torchvision import datasets
 
 from cfl_ray.config import DataConfig
@@ -48,10 +51,14 @@ def test_every_image_has_its_writer(data_root):
     assert np.bincount(images.test_group).tolist() == [4999, 5001]
 
 
-def test_missing_cifar10_names_all_ways_to_get_it(data_root):
+@pytest.mark.parametrize(
+    "name, repository",
+    [("cifar10", "uoft-cs/cifar10"), ("cifar100", "uoft-cs/cifar100"), ("svhn", "ufldl-stanford/svhn")],
+)
+def test_missing_sets_of_torchvision_name_all_ways_to_get_them(tmp_path, name, repository):
     with pytest.raises(DataError) as error:
-        read("cifar10", root=str(data_root))
-    for part in (str(data_root), str(data_root / "torchvision"), "data.download: true", "data.source: images"):
+        read(name, root=str(tmp_path))
+    for part in (str(tmp_path), str(tmp_path / "torchvision"), f"hf/{name}", "data.download: true", repository):
         assert part in str(error.value)
 
 
@@ -63,6 +70,7 @@ def test_missing_cifar10_names_all_ways_to_get_it(data_root):
         ("femnist", "flwrlabs/femnist"),
         ("femnist_leaf", "preprocess.sh"),
         ("images", "data.train_files"),
+        ("medmnist", "pathmnist.npz"),
     ],
 )
 def test_missing_data_name_the_places_and_how_to_get_them(tmp_path, name, advice):
@@ -99,6 +107,123 @@ def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
     assert np.array_equal(images.train_x, pixels[:5].reshape(5, 3, 32, 32))
     assert images.train_y.tolist() == [0, 1, 2, 3, 4]
     assert np.array_equal(images.test_x, pixels[5:].reshape(1, 3, 32, 32)) and images.test_y.tolist() == [5]
+
+
+def test_cifar100_in_torchvisions_layout(tmp_path, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8)
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    for name, rows in (("train", slice(0, 2)), ("test", slice(2, 3))):
+        labels = list(range(99, 96, -1))[rows]
+        (folder / name).write_bytes(pickle.dumps({"data": pixels[rows], "fine_labels": labels, "coarse_labels": [0]}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(label) for label in range(100)]}))
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
+    images = read("cifar100", root=str(tmp_path))
+    assert np.array_equal(images.train_x, pixels[:2].reshape(2, 3, 32, 32)) and images.num_classes == 100
+    assert images.train_y.tolist() == [99, 98] and images.test_y.tolist() == [97]
+
+
+def test_svhn_in_torchvisions_layout(tmp_path, monkeypatch):
+    """Its files hold pixels as (height, width, channel, n), and label 10 for the digit 0."""
+    x = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
+    for name, rows in (("train", [0, 1, 2]), ("test", [3, 4])):
+        labels = np.array([10, 1, 9, 2, 10], np.uint8)[rows, None]
+        scipy.io.savemat(tmp_path / f"{name}_32x32.mat", {"X": x[..., rows], "y": labels})
+    monkeypatch.setattr("torchvision.datasets.svhn.check_integrity", lambda path, md5: True)
+    images = read("svhn", root=str(tmp_path))
+    assert np.array_equal(images.train_x, x[..., :3].transpose(3, 2, 0, 1)) and images.num_classes == 10
+    assert images.train_y.tolist() == [0, 1, 9] and images.test_y.tolist() == [2, 0]
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize(
+    "name, folder, image, label, classes",
+    [
+        ("cifar10", "plain_text", "img", "label", 10),
+        ("cifar100", "cifar100", "img", "fine_label", 100),
+        ("svhn", "cropped_digits", "image", "label", 10),
+    ],
+)
+@pytest.mark.parametrize("place", ["", "hf"])
+def test_sets_in_the_layout_of_hugging_face(tmp_path, name, folder, image, label, classes, place):
+    """Below the root, or the root itself."""
+    x = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    files = tmp_path / (f"hf/{name}" if place else "") / folder
+    files.mkdir(parents=True)
+    for part, rows in (
+        ("train-00000-of-00002", [0, 1]),
+        ("train-00001-of-00002", [2]),
+        ("test-00000-of-00001", [3, 4]),
+    ):
+        table = {image: [png(x[row]) for row in rows], label: rows, "coarse_label": [0] * len(rows)}
+        pq.write_table(pa.table(table), files / f"{part}.parquet")
+    images = read(name, root=str(tmp_path))
+    assert np.array_equal(images.train_x, x[:3].transpose(0, 3, 1, 2)) and images.num_classes == classes
+    assert np.array_equal(images.test_x, x[3:].transpose(0, 3, 1, 2))
+    assert images.train_y.tolist() == [0, 1, 2] and images.test_y.tolist() == [3, 4]
+    (files / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(DataError, match=r"has train-00000-of-00002.parquet, but no test-\*.parquet"):
+        locate(name, DataConfig(source=name, root=str(tmp_path)))
+
+
+def test_torchvisions_files_go_before_those_of_hugging_face(tmp_path):
+    for file in ("torchvision/cifar-10-batches-py/test_batch", "hf/cifar10/plain_text/train-00000-of-00001.parquet"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    (found,) = locate("cifar10", DataConfig(root=str(tmp_path))).files
+    assert found.name == "test_batch"
+
+
+def test_the_real_cifar10(data_root):
+    images = read("cifar10", pixels=False, root=str(data_root))
+    assert images.shape == (3, 32, 32) and np.bincount(images.train_y).tolist() == [5000] * 10
+    assert np.bincount(images.test_y).tolist() == [1000] * 10
+
+
+class TestMedmnist:
+    def write(self, folder, name="pathmnist", shape=(28, 28, 3), labels=1, **changed):
+        draw = np.random.default_rng(0)
+        arrays = {}
+        for part, n in (("train", 6), ("val", 2), ("test", 3)):
+            arrays[f"{part}_images"] = draw.integers(0, 256, (n, *shape), dtype=np.uint8)
+            arrays[f"{part}_labels"] = np.arange(n * labels).reshape(n, labels)
+        arrays = {key: value for key, value in (arrays | changed).items() if value is not None}
+        np.savez(folder / f"{name}.npz", **arrays)
+        return arrays
+
+    def test_colour_and_grey(self, tmp_path):
+        colour = self.write(tmp_path)
+        images = read("medmnist", root=str(tmp_path))
+        assert np.array_equal(images.train_x, colour["train_images"].transpose(0, 3, 1, 2))
+        assert images.train_y.tolist() == [0, 1, 2, 3, 4, 5] and images.test_y.tolist() == [0, 1, 2]
+        assert images.num_classes == 6 and len(images.train_y) == 6  # the validation part goes unused
+        grey = self.write(tmp_path, "breastmnist", shape=(28, 28))
+        images = read("medmnist", root=str(tmp_path), train_files="breastmnist.npz")
+        assert np.array_equal(images.test_x[:, 0], grey["test_images"]) and images.shape == (1, 28, 28)
+
+    def test_several_files_need_a_name(self, tmp_path):
+        self.write(tmp_path), self.write(tmp_path, "bloodmnist")
+        with pytest.raises(DataError, match="holds 2 data sets, name one of: bloodmnist.npz, pathmnist.npz"):
+            locate("medmnist", DataConfig(source="medmnist", root=str(tmp_path)))
+
+    @pytest.mark.parametrize(
+        "changed, message",
+        [
+            ({"labels": 14}, "14 labels per image, expected 1"),
+            ({"shape": (28, 28, 28)}, "3-D data sets of medmnist are not supported"),
+            ({"test_labels": None}, "has no array 'test_labels'"),
+            ({"test_labels": np.zeros((4, 1), int)}, "has 3 test_images and 4 test_labels"),
+        ],
+    )
+    def test_what_is_not_one_label_for_each_image_is_named(self, tmp_path, changed, message):
+        self.write(tmp_path, **changed)
+        with pytest.raises(DataError, match=message):
+            read("medmnist", root=str(tmp_path))
 
 
 def test_download_happens_only_where_it_is_wanted_and_needed(tmp_path, monkeypatch):

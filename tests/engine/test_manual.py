@@ -20,6 +20,7 @@ from cfl_ray.models import REGISTRY, recipe
 ADDRESS = Address(seed=0, round=3, exchange=1)
 IMAGE, COLOUR, FLAT = (1, 16, 16), (3, 17, 16), (6,)
 UNSUPPORTED_MODELS = {"resnet9"}
+LARGER_IMAGES = {"vgg16"}  # of at least 32x32
 
 
 def small_cnn():
@@ -94,7 +95,7 @@ NETWORKS = {
 }
 NETWORKS |= {
     f"{name} {shape}": (recipe(name, {}, shape, 3), shape)
-    for name in sorted(REGISTRY.keys() - UNSUPPORTED_MODELS)
+    for name in sorted(REGISTRY.keys() - UNSUPPORTED_MODELS - LARGER_IMAGES)
     for shape in (IMAGE, COLOUR)
 }
 LOCALS = {

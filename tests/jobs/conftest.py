@@ -14,6 +14,8 @@ def load_job():
     """Returns a function: the name of a file in `jobs` -> its module."""
 
     def load(name: str):
+        if str(JOBS) not in sys.path:
+            sys.path.append(str(JOBS))  # jobs import their neighbours
         spec = importlib.util.spec_from_file_location(name, JOBS / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look up their annotations there

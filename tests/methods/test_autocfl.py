@@ -13,9 +13,10 @@ from oneshot import CLIENTS, HEAD, OneShot, P, stage
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.updates import Updates
 from cfl_ray.methods import autocfl
-from cfl_ray.methods.autocfl import AutoCFL, representatives
+from cfl_ray.methods.autocfl import AutoCFL, representatives, row_gap
 from cfl_ray.methods.fedavg import FedAvg
 
 E_0 = 2
@@ -149,6 +150,9 @@ class TestStop:
         ([1, 2, 3, 4, 5], {"min_rounds": 5}, 5),
         ([5, 4, 3, 2], {"max_rounds": 4}, 4),
         ([1], {"max_rounds": 1}, 1),
+        # of C_m / t: (1, 2 / 2, 2.5 / 3, 2.6 / 4, 6 / 5) / 2, and without a rise (1, 2 / 2, .. 6 / 6) / 2
+        ([1, 2, 2.5, 2.6, 6], {"progress": "mean"}, 5),
+        ([1, 2, 3, 4, 5, 6], {"progress": "mean"}, 6),
     ]
 
     def test_is_where_the_variance_rises(self, monkeypatch):
@@ -268,6 +272,41 @@ class TestVotes:
             assert representatives(np.zeros((0, 0)), np.zeros(0, int), vote).tolist() == []
             assert representatives(np.zeros((1, 1)), np.array([3]), vote).tolist() == [0]
             assert representatives(np.array([[0, 5.0], [5.0, 0]]), np.array([3, 4]), vote).tolist() == [1, 1]
+
+
+class TestOtherClusterings:
+    """Table 4: K-means, hierarchical clustering and DBSCAN on the matrix that the votes use."""
+
+    # Two pairs, (0, 1) at distance 1 and (2, 3) at 2, 9 and more apart
+    PAIRS = np.array([[0, 1, 9, 9.5], [1, 0, 9.2, 9.7], [9, 9.2, 0, 2], [9.5, 9.7, 2, 0]])
+
+    @pytest.mark.parametrize("clustering", ["kmeans", "hac", "dbscan"])
+    def test_of_a_matrix_by_hand(self, clustering):
+        for distance, expected in ((self.PAIRS, [0, 0, 1, 1]), (np.zeros((1, 1)), [0]), (np.ones((5, 5)), [0] * 5)):
+            distance = distance * (1 - np.eye(len(distance)))
+            assert AutoCFL(clustering=clustering).other_clusters(distance, Draws(0, 3)).tolist() == expected
+
+    def test_parameters(self):
+        def clusters(**options):
+            return AutoCFL(**options).other_clusters(self.PAIRS, Draws(0, 3)).tolist()
+
+        assert row_gap(self.PAIRS) == np.median([(1 + 9) / 2, (1 + 9.2) / 2, (2 + 9) / 2, (2 + 9.5) / 2])
+        assert clusters(clustering="dbscan", eps=1.5) == [0, 0, 1, 2], "a client without neighbours is a cluster"
+        assert clusters(clustering="dbscan", eps=9.0) == [0, 0, 0, 0]
+        assert clusters(clustering="hac", num_clusters=3) == clusters(clustering="kmeans", num_clusters=3)
+        assert clusters(clustering="hac", num_clusters=3) == [0, 0, 1, 2]
+        for options in ({"num_clusters": 3}, {"clustering": "dbscan", "num_clusters": 3}, {"eps": 1.0}):
+            with pytest.raises(ValueError, match=r"is for clustering (kmeans and hac|dbscan), clustering is"):
+                AutoCFL(**options)
+
+    @pytest.mark.parametrize("clustering", ["kmeans", "hac", "dbscan"])
+    def test_finds_the_groups_and_places_newcomers_by_mean_heads(self, clustering):
+        one, method = stage(), AutoCFL(clustering=clustering, max_rounds=3)
+        one.online = range(11)
+        state = one.play(method, *[range(11)] * 3)
+        assert state.assign_N.tolist() == [0, 1, 2] * 3 + [0, 1, -1]
+        assert method.join(state, one.clients([11], 4)).assign_N[11] == 2
+        assert state.centre_KF.shape == (3, HEAD)
 
 
 class TestAutoCFL(OneShot):

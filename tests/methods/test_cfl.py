@@ -22,7 +22,7 @@ from torch import nn
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Population
-from cfl_ray.methods.cfl import CFL, SplitState
+from cfl_ray.methods.cfl import CFL, SplitState, noise
 from cfl_ray.methods.fedavg import FedAvg
 
 SIZES = [12, 4, 8, 6]
@@ -194,6 +194,46 @@ class TestConditions:
 
 
 E1, E2, E3 = torch.eye(3)
+
+
+class TestSeparation:
+    """gamma_max < sqrt((1 - alpha_cross) / 2), Algorithm 1's condition on a bipartition."""
+
+    def quantities(self, one: Stage) -> tuple[float, float]:
+        """sqrt((1 - alpha_cross) / 2), and max_i ||Delta_i - mean|| / ||mean|| over the sides of the bipartition."""
+        deltas = updates(one, matrix(one.model()))
+        sides = [sorted(side) for side in bipartition(deltas, "complete")]
+        cross = max(cosine(deltas[i], deltas[j]) for i in sides[0] for j in sides[1])
+        gammas = []
+        for side in sides:
+            mean = sum(deltas[i] for i in side) / len(side)
+            gammas += [np.linalg.norm(deltas[i] - mean) / np.linalg.norm(mean) for i in side]
+        return float(np.sqrt((1 - cross) / 2)), max(gammas)
+
+    def test_a_given_gamma_max_is_compared_with_the_largest_cosine_across(self):
+        one = four()
+        bound, _ = self.quantities(one)
+        assert 0.01 < bound < 0.99
+        for gamma, leaves in ((bound - 1e-4, 2), (bound + 1e-4, 1)):
+            assert one.play(CFL(min_rounds=0, gamma_max=gamma, **ALWAYS), None).num_clusters == leaves
+
+    def test_an_estimated_one_is_the_largest_relative_distance_to_the_mean_of_its_side(self):
+        found = set()
+        for seed in (0, 2, 5, 7):
+            one = four([2, 2, 2])
+            one.seed = seed
+            bound, gamma = self.quantities(one)
+            leaves = one.play(CFL(min_rounds=0, estimate_gamma=True, **ALWAYS), None).num_clusters
+            assert leaves == (2 if gamma < bound else 1), (gamma, bound)
+            found.add(leaves)
+        assert found == {1, 2}
+        update_EF = torch.tensor([[1.0, 0], [3, 0], [0, 5]])  # means (2, 0) and (0, 5): gamma 1 / 2, 1 / 2, 0
+        assert noise(update_EF, np.array([0, 0, 1])) == 0.5
+
+    def test_is_not_checked_by_default_and_given_or_estimated(self):
+        assert CFL().gamma_max is None and not CFL().estimate_gamma
+        with pytest.raises(ValueError, match="give cfl.gamma_max or estimate_gamma, not both; got 0.3 and true"):
+            CFL(gamma_max=0.3, estimate_gamma=True)
 
 
 def unsplit(clients: int) -> SplitState:

@@ -10,9 +10,13 @@ from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, s
 from oneshot import CLIENTS, HEAD, OneShot, P, stage
 from torch import nn
 
+from cfl_ray import Experiment
+from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.data.from_config import build
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedclust import FedClust
+from cfl_ray.models import recipe
 
 RHO = 0.5
 
@@ -121,9 +125,40 @@ class TestNewcomers:
         distance = np.linalg.norm(trained(one, 0, matrix(one.model())) - trained(one, 1, matrix(one.model())))
         heights = [
             one.play(FedClust(**options), None).height
-            for options in ({}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})
+            for options in ({}, {"cut": "median"}, {"threshold": 0.3}, {"num_clusters": 2}, {"cut": "gap"})
         ]
-        assert heights == [pytest.approx(distance / 2), 0.3, None, None]
+        assert heights == [pytest.approx(distance), pytest.approx(distance / 2), 0.3, None, None]
+
+
+class TestDefaultCut:
+    """The largest mean silhouette finds groups of label skew and of feature shift, and none in IID data."""
+
+    CASES = [  # data of the handwritten digits, clients; clusters: those of the true groups, of the label sets, or one
+        ({"shift": {"kind": "rotated", "angles": [0, 180, 270]}, "partition": {"clients": 12}}, "groups"),
+        ({"shift": {"kind": "rotated"}, "partition": {"clients": 16}}, "groups"),
+        ({"shift": {"kind": "pathological"}, "partition": {"clients": 16}}, "groups"),
+        ({"partition": {"kind": "classes", "clients": 30, "classes_per_client": 2}}, "labels"),
+        ({"partition": {"clients": 16}}, "one"),
+    ]
+
+    @pytest.mark.parametrize("data, expected", CASES, ids=str)
+    def test_on_digits(self, data, expected, tmp_path):
+        federation = build(Experiment(data={"source": "digits", **data}).data, 0, tmp_path)
+        model = recipe("mlp", {"hidden": 32}, federation.shape.input, 10)
+        one = Stage(federation, model, LocalSGD(epochs=2, batch_size=20, lr=0.1), "manual")
+        found_N = one.play(FedClust(), None).assign_N
+        label_set = [sum(2 ** federation.train(client)[1].unique()).item() for client in range(len(found_N))]
+        true_N = {"groups": federation.group_N, "labels": np.array(label_set), "one": np.zeros(len(found_N))}[expected]
+        assert agreement(true_N, found_N)["ari"] == 1
+
+    def test_half_the_median_cuts_rotations_to_pieces_and_makes_iid_clients_train_alone(self, tmp_path):
+        for angles, clusters in (([0, 90, 180, 270], 6), ([0], 15)):
+            data = {"source": "digits", "shift": {"kind": "rotated", "angles": angles}, "partition": {"clients": 16}}
+            federation = build(Experiment(data=data).data, 0, tmp_path)
+            model = recipe("mlp", {"hidden": 32}, federation.shape.input, 10)
+            one = Stage(federation, model, LocalSGD(epochs=2, batch_size=20, lr=0.1), "manual")
+            assert one.play(FedClust(cut="median"), None).num_clusters >= clusters - 1
+            assert one.play(FedClust(), None).num_clusters == len(angles)
 
 
 class TestFedClust(OneShot):
@@ -131,7 +166,14 @@ class TestFedClust(OneShot):
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"cut": "gap"}, {"threshold": 1.6}, {"linkage": "complete"}, {"linkage": "ward", "cut": "gap"}],
+        [
+            {},
+            {"cut": "median"},
+            {"cut": "gap"},
+            {"threshold": 1.6},
+            {"linkage": "complete"},
+            {"linkage": "ward", "cut": "gap"},
+        ],
         ids=str,
     )
     def test_finds_the_groups_by_any_cut(self, options):
@@ -170,4 +212,5 @@ def test_one_cluster_is_fedavg_without_its_first_round():
 def test_lambda_without_momentum_is_that_of_the_formula():
     one = Stage(uneven([N_0, N_1], (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=STEPS, lr=ETA))
     s_0, s_1 = (sgd(one, client, matrix(one.model())) for client in (0, 1))
-    assert one.play(FedClust(), None).height == pytest.approx(np.linalg.norm(s_0 - s_1) / 2, abs=1e-6)
+    height = one.play(FedClust(cut="median"), None).height
+    assert height == pytest.approx(np.linalg.norm(s_0 - s_1) / 2, abs=1e-6)

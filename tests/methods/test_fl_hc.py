@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from federations import Stage, uneven
+from federations import Stage, planted, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, matrix, mean, sgd
 from oneshot import CLIENTS, OneShot, P, stage
 from torch import nn
@@ -96,8 +96,15 @@ class TestTwoClients:
 class TestFLHC(OneShot):
     method, clustered = FLHC(cluster_round=2, num_clusters=3), 2
 
+    def test_clients_with_iid_data_are_one_cluster(self):
+        """The largest gap of merge heights never finds one cluster, the largest mean silhouette does."""
+        one = stage(planted(CLIENTS, 1))
+        assert one.play(FLHC(cluster_round=1), None).num_clusters == 1
+        assert one.play(FLHC(cluster_round=1, cut="gap"), None).num_clusters > 1
+
     def test_finds_the_groups_by_any_metric_cut_and_linkage(self):
-        metrics, others = ("l1", "cosine"), ({"cut": "median"}, {"linkage": "complete"}, {"linkage": "single"})
+        metrics = ("l1", "cosine")
+        others = ({"cut": "median"}, {"cut": "gap"}, {"linkage": "complete"}, {"linkage": "single"})
         for options in ({}, *({"metric": metric} for metric in metrics), *others):
             state = stage().play(FLHC(cluster_round=2, **options), [0, 1, 2], [0])
             assert state.assign_N.tolist() == [0, 1, 2] * 4, options

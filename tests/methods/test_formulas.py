@@ -240,7 +240,7 @@ class TestStoCFL:
         assert_close(state.models_KP[0], mean(*(sgd(one, client, begun, steps=1) for client in (0, 1))))
 
     def test_newcomers_are_placed_by_their_signature(self):
-        """Cosine >= tau: into the cluster; below: a new one, with the most similar one's model. Costs a signature."""
+        """Cosine >= tau: into the cluster; below: a new one, with the most similar one's model. Costs psi and Psi_i."""
         for margin, clusters in ((-1e-3, [0, 0]), (1e-3, [0, 1])):
             one = stage()
             method = StoCFL(tau=self.cosine(one) + margin, lam=self.LAM)
@@ -248,7 +248,7 @@ class TestStoCFL:
             joined = method.join(state, one.clients([1], round=2))
             assert joined.assign_N.tolist() == clusters and joined.seen_S.tolist() == [0, 1]
             assert torch.equal(joined.models_KP, state.models_KP.repeat(max(clusters) + 1, 1))
-            assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (0, 32 * 15)
+            assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * 15, 32 * 15)
             assert method.serve(joined, one.clients()).row_M.tolist() == clusters
 
     @pytest.mark.parametrize("tau", [-1.0, 0.5])

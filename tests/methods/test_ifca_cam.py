@@ -81,6 +81,55 @@ class TestFormula:
             after = sum(n[i] * theta[i] for i in members) / n[members].sum() if members else before
             assert_close(state.models_KP[k], (1 - q) * before + q * after if damped else after)
 
+    @pytest.mark.parametrize("weights", ["samples", "uniform"])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_an_alternating_round(self, weights, seed):
+        """(i) c(i), (ii) Theta_g with f frozen, (i) c(i) with the new Theta_g, (iii) f with the new Theta_g frozen."""
+        one = stage()
+        one.seed = seed
+        whole, clusters = self.models(one)
+
+        def choose(frozen):
+            return [int(np.argmin([loss(one, client, w, frozen) for w in clusters])) for client in (0, 1)]
+
+        first = choose(whole)
+        new = mean(*(sgd_with_frozen(one, client, whole, clusters[first[client]]) for client in (0, 1)), weights)
+        second = choose(new)
+        theta = [sgd_with_frozen(one, client, clusters[second[client]], new) for client in (0, 1)]
+        method = IFCACAM(num_clusters=2, warmup_rounds=0, schedule="alternating", weights=weights)
+        state = one.play(method, None)
+        assert state.assign_N.tolist() == second
+        assert_close(state.global_KP[0], new)
+        n = np.array([N_0, N_1]) if weights == "samples" else np.ones(2)
+        for k, before in enumerate(clusters):
+            members = [client for client in (0, 1) if second[client] == k]
+            after = sum(n[i] * theta[i] for i in members) / n[members].sum() if members else before
+            assert_close(state.models_KP[k], after)
+
+    @pytest.mark.parametrize("empty", ["keep", "zero"])
+    def test_a_cluster_without_clients_is_kept_or_zeroed_and_predicts_with_the_global_model_alone(self, empty):
+        """Both clients prefer cluster 0; client 0 was in cluster 1."""
+        one, method = stage(), IFCACAM(num_clusters=2, warmup_rounds=0, empty=empty)
+        whole, (good, _) = self.models(one)
+        for _ in range(20):
+            good = mean(*(sgd_with_frozen(one, client, good, whole) for client in (0, 1)))
+        rows = torch.tensor(np.stack([good, -5 * good])).float().reshape(2, 15)
+        state = method.init(one.start()).advance(models_KP=rows, assign_N=np.array([1, 0], np.int32))
+        after = one.play(method, None, state=state)
+        assert after.assign_N.tolist() == [0, 0]
+        assert torch.equal(after.models_KP[1], torch.zeros(15) if empty == "zero" else rows[1])
+        if empty == "zero":
+            again = one.play(method, None, state=after.advance(models_KP=torch.stack([-rows[0] * 5, torch.zeros(15)])))
+            assert again.assign_N.tolist() == [1, 1] and again.models_KP[1].any() and not again.models_KP[0].any()
+
+    def test_only_clusters_without_any_assigned_client_are_zeroed(self):
+        """Client 1 is not in this cohort and keeps its cluster 1."""
+        one, method = stage(), IFCACAM(num_clusters=3, warmup_rounds=0, empty="zero")
+        state = method.init(one.start()).advance(assign_N=np.array([-1, 1], np.int32))
+        after = one.play(method, [0], state=state)
+        for k in range(3):
+            assert after.models_KP[k].any() == (k in (after.assign_N[0], 1))
+
     def test_those_seeds_put_the_clients_into_one_cluster_and_into_two(self):
         found = []
         for seed in range(3):
@@ -171,7 +220,15 @@ def test_planted_groups_are_found(participation, rounds):
 
 
 class TestOtherOptions:
-    METHOD = IFCACAM(num_clusters=2, warmup_rounds=2, damped=True, select_samples=20, weights="uniform")
+    METHOD = IFCACAM(
+        num_clusters=2,
+        warmup_rounds=2,
+        damped=True,
+        select_samples=20,
+        weights="uniform",
+        schedule="alternating",
+        empty="zero",
+    )
 
     def test_engines_agree(self):
         assert_engines_agree(groups, self.METHOD, COHORTS)

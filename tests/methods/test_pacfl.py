@@ -52,6 +52,7 @@ def matrix_by_hand(one: Stage, ids, kind: str, p: int = 3) -> np.ndarray:
     between = {
         "smallest": lambda u, v: np.rad2deg(subspace_angles(u, v).min()),
         "sum": lambda u, v: np.rad2deg(subspace_angles(u, v)).sum(),
+        "trace": lambda u, v: np.rad2deg(np.arccos(np.minimum(np.abs(np.diag(u.T @ v)), 1))).sum(),
         "code": lambda u, v: np.rad2deg(np.arccos(np.abs(u.T @ v).max())),
     }[kind]
     return np.array([[0 if i == j else between(u, v) for j, v in enumerate(bases)] for i, u in enumerate(bases)])
@@ -64,7 +65,7 @@ def wide(sizes=(N_0, N_1), inputs: int = 40) -> Stage:
 
 class TestTwoClients:
     @pytest.mark.parametrize("margin, clusters", [(-1e-3, [0, 1]), (1e-3, [0, 0])])
-    @pytest.mark.parametrize("kind", ["smallest", "sum", "code"])
+    @pytest.mark.parametrize("kind", ["smallest", "sum", "trace", "code"])
     def test_are_together_up_to_an_angle_of_beta(self, kind, margin, clusters):
         one = wide()
         beta = matrix_by_hand(one, (0, 1), kind, p=1)[0, 1]
@@ -130,7 +131,7 @@ class TestVectors:
 
 
 class TestMatrix:
-    @pytest.mark.parametrize("kind", ["smallest", "sum", "code"])
+    @pytest.mark.parametrize("kind", ["smallest", "sum", "trace", "code"])
     def test_extended_client_by_client_is_that_of_all_at_once(self, kind):
         """Their numbers of vectors differ, so signatures are of different lengths."""
         one = wide((12, 2, 7, 20, 4, 9))
@@ -202,7 +203,7 @@ class TestPACFL(OneShot):
     def test_finds_the_groups_by_any_cut_linkage_and_angle(self):
         """Groups span orthogonal directions: angles of 60 and more between them, and of a few degrees within them."""
         cuts = ({}, {"cut": "gap"}, {"threshold": 30.0}, {"linkage": "weighted"})
-        for options in (*cuts, {"angle": "code"}, {"angle": "sum"}, {"budget": 4}):
+        for options in (*cuts, {"angle": "code"}, {"angle": "sum"}, {"angle": "trace"}, {"budget": 4}):
             state = stage(apart()).play(PACFL(**{"vectors": 1} | options), [0])
             assert state.assign_N.tolist() == [0, 1, 2] * 4, options
 

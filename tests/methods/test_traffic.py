@@ -40,7 +40,14 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedclust", {}, (P, HEAD), (P, P)),
     ("stocfl", {}, (2 * P, 3 * P), (2 * P, 2 * P)),
     ("fedac", {}, (P + BASE, P), (P + BASE, P)),
-    ("ifca_cam", {"num_clusters": 3, "warmup_rounds": 1}, (P, P), (4 * P, 2 * P)),
+    ("ifca_cam", {"num_clusters": 3, "warmup_rounds": 1}, (P, P), (4 * P, 2 * P + 1)),  # K + 1 down, c(i) up
+    # Theta_g and c(i) once more
+    (
+        "ifca_cam",
+        {"num_clusters": 3, "warmup_rounds": 1, "schedule": "alternating"},
+        (P, P),
+        (5 * P, 2 * P + 2),
+    ),
     ("fesem_cam", {}, (P, P), (2 * P, 2 * P)),
 ]
 
@@ -58,6 +65,18 @@ def test_of_a_round_follows_the_table(name, options, first, later):
         state = one.play(method, cohort, state=state, first=number)
         size = 6 if cohort is None else len(cohort)
         assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * size * down, 32 * size * up), number
+
+
+def test_a_client_that_stocfl_first_sees_after_round_1_receives_the_anchor():
+    """2 models down and up, and Psi up; psi down, which is what the participants of round 1 receive as omega."""
+    one, method = stage(), REGISTRY["stocfl"]()
+    state = one.play(method, [0, 1])
+    assert one.stats.traffic.down_bits == 32 * 2 * 2 * P
+    state = one.play(method, [0, 2, 3], state=state, first=2)
+    assert one.stats.traffic.down_bits == 32 * (3 * 2 * P + 2 * P)
+    assert one.stats.traffic.up_bits == 32 * (3 * 2 * P + 2 * P)
+    method.join(state, one.clients([4], round=3))
+    assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * P, 32 * P)
 
 
 def test_every_method_is_in_the_table():

@@ -22,6 +22,8 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
         ("autocfl_cnn", {"channels": [16, 32]}, MNIST, 10, 18_378),
         ("autocfl_cnn", {"channels": [6, 16]}, CIFAR, 10, 6_882),
         ("resnet9", {}, CIFAR, 100, 6_621_540),  # FedClust on CIFAR-100
+        # convolutions of configuration D: 14,714,688; then 512 * 512 + 512 twice and 512 * 10 + 10
+        ("vgg16", {}, CIFAR, 10, 14_714_688 + 2 * 262_656 + 5_130),
         ("digits_cnn", {}, (1, 8, 8), 10, 16 * 9 + 16 + 16 * 16 * 10 + 10),
     ],
 )

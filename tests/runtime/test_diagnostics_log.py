@@ -97,6 +97,10 @@ def test_names_of_diagnostics_are_names_of_metrics(experiment, tmp_path):
     table = compare_runs([tmp_path / "run"], ["global_score", "objective"])
     assert table["global_score"].tolist() == [result.final["global_score"]] and result.final["global_score"] > 0
     assert table["objective"].tolist() == [result.final["objective"]]
+    first_phase = simulate(experiment(methods=["autocfl"], rounds=5, seed=1), tmp_path / "other")["autocfl"]
+    table_of_it = compare_runs([tmp_path / "other"], ["progress_variance"])  # of which the last round has none
+    assert "progress_variance" not in first_phase.final
+    assert table_of_it["progress_variance"].tolist() == [first_phase.last_numbers["progress_variance"]]
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
     space = {"load_run": load_run, "RUN": tmp_path / "run"}

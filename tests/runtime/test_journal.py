@@ -1,5 +1,7 @@
 """The journal of granted requests: read as written, torn lines dropped, damage named."""
 
+import json
+
 import pytest
 
 from cfl_ray.config import DataConfig
@@ -55,6 +57,16 @@ def test_an_event_that_could_not_be_written_is_not_kept(tmp_path):
 
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / EVENTS).write_text("{}\n")
+    with pytest.raises(DataError, match=f"{EVENTS} is damaged"):
+        Journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"round": "1"}, {"round": -1}, {"join": 3}, {"leave": ["x"]}, {"join": [-1]}, {"shards": 3}, {"stop": 1}]
+)
+def test_an_event_of_other_types_is_damage(tmp_path, change):
+    values = json.loads(JournalEvent(1).to_line())
+    (tmp_path / EVENTS).write_text(json.dumps(values | change) + "\n")
     with pytest.raises(DataError, match=f"{EVENTS} is damaged"):
         Journal(tmp_path)
 

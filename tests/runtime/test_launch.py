@@ -5,7 +5,9 @@ import pytest
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.config import load
 from cfl_ray.core.errors import DataError
+from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.journal import Journal, JournalEvent
+from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 
 def test_directory_of_another_config(experiment, run_dir):
@@ -32,6 +34,21 @@ def test_resuming_a_finished_run_does_nothing(experiment, figures, run_dir):
     before = (run_dir / "ditto/metrics.jsonl").read_bytes()
     assert figures(resume(run_dir, on_ray=False)) == figures(simulate(experiment(rounds=2)))
     assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
+
+
+def test_the_session_file_of_a_driver_that_was_killed_is_withdrawn(run_dir):
+    """When the run goes on, before anything is prepared: commands must not ask the server of a process that is gone."""
+    publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
+    (run_dir / "ditto/end.json").unlink()
+    (run_dir / "end.json").unlink()
+    found = []
+
+    class Looking(Watcher):
+        def preparing(self, what, done=0, total=0):
+            found.append((run_dir / "session.json").exists())
+
+    resume(run_dir, Looking(), on_ray=False)
+    assert found and not any(found)
 
 
 def test_replay_of_another_config_is_refused(experiment, run_dir, tmp_path):
@@ -91,4 +108,6 @@ def test_a_run_with_files_of_its_own_goes_on_from_any_folder(tmp_path, monkeypat
     assert figures(resume(start / "run", on_ray=False)) == figures(whole)
     assert figures(simulate(load(start / "run/config.yaml"), "again")) == figures(whole)
     assert load_run(start / "run").methods.keys() == whole.methods.keys()
-    assert (start / "run/config.yaml").read_text() == before == (elsewhere / "again/config.yaml").read_text()
+    assert (start / "run/config.yaml").read_text() == before
+    there = f'# run directory "{elsewhere}/again"'
+    assert (elsewhere / "again/config.yaml").read_text() == before.replace(f'# run directory "{start}/run"', there)

@@ -284,6 +284,10 @@ class TestRefusals:
             ({"local": {"schedule": "cosin"}}, "unknown schedule 'cosin'.*did you mean 'cosine'"),
             ({"methods": [{"fednova": {"server_optimizer": "fedadam"}}]}, "fednova.server_optimizer must be none"),
             (
+                {"methods": ["fednova"], "local": {"momentum": 0.5, "persist": True}},
+                "fednova needs local.persist false or local.momentum 0, got persist true and momentum 0.5: a_i counts",
+            ),
+            (
                 {"methods": [{"local": {"server_optimizer": "fedadam"}}]},
                 "server_optimizer must be none.*averages no",
             ),

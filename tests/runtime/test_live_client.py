@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -67,9 +68,18 @@ def test_a_forged_address_is_not_followed(run_dir):
     publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
     values = json.loads((run_dir / "session.json").read_text())
     (run_dir / "session.json").write_text(json.dumps(values | {"address": "6.6.6.6:1"}))
-    for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
-        with pytest.raises(ConfigError, match="was not written with your Ray token"):
-            ask()
+    with hold_run(run_dir / "config.yaml"):
+        for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
+            with pytest.raises(ConfigError, match="was not written with your Ray token"):
+                ask()
+
+
+def test_the_session_file_of_another_run_is_not_followed(run_dir, tmp_path):
+    publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    assert live_client.status(other).state == "finished"  # a run that is not live leads nowhere
+    with hold_run(other / "config.yaml"), pytest.raises(ConfigError, match="with your Ray token for this folder"):
+        live_client.ask(other, "stop")
 
 
 STATUS = """

@@ -160,9 +160,11 @@ def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
 
 
 PUBLISHED = """
-paper: {title: A paper, authors: "Some, Others", url: https://example.org/paper}
+paper: {title: A paper, authors: "Some, Others", venue: Journal 2026, url: https://example.org/paper}
 tables:
   table1:
+    caption: Accuracy
+    study: mine.yaml
     metric: accuracy_local
     unit: percent
     columns: [digits]
@@ -188,14 +190,17 @@ def test_ours_beside_published_numbers(runs, tmp_path):
     assert ifca.ours == pytest.approx(100 * np.mean([final["accuracy_local"] for final in finals["ifca"]]))
     text = write_report([runs], tmp_path / "page.html", tmp_path / "paper.yaml").read_text()
     assert "table1, digits: ours and published" in text and "Misprints: ifca (no deviation)." in text
-    assert "Some, Others, A paper, https://example.org/paper" in text and "<a " not in text.partition("<script")[0]
+    assert (
+        "Some, Others, A paper, Journal 2026, https://example.org/paper" in text
+        and "<a " not in text.partition("<script")[0]
+    )
 
 
 def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
     file = tmp_path / "paper.yaml"
     cases = {
-        PUBLISHED.replace("digits: 60", "mnist: 60"): "row ifca has the column 'mnist', the table has digits",
-        PUBLISHED.replace("row: ifca", "row: cfl"): "misprint of row 'cfl', column 'digits': there is no such number",
+        PUBLISHED.replace("digits: 60", "mnist: 60"): "rows.ifca: no column is called 'mnist'",
+        PUBLISHED.replace("row: ifca", "row: cfl"): "row 'cfl' has no number in column 'digits'",
         PUBLISHED.replace("unit", "units"): "unknown key 'tables.table1.units'",
         PUBLISHED.replace("fedavg", "a").replace("ifca", "b"): "they have the methods a, b",
         PUBLISHED.replace("[digits]", "[digits, mnist]"): "name one with --column: digits, mnist",

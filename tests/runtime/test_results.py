@@ -1,5 +1,8 @@
 """Changes of clusters, as a run records them."""
 
+import pytest
+
+from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.results import ClusterMoves
 from cfl_ray.runtime.round_loop import RoundReport
 
@@ -15,3 +18,10 @@ def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
     ):
         moves.add(RoundReport(None, round, moved=moved))
     assert moves.rounds == [3]
+
+
+def test_moves_of_other_types_are_damage(tmp_path):
+    for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
+        (tmp_path / "moves.jsonl").write_text(line + "\n")
+        with pytest.raises(DataError, match="moves.jsonl is damaged"):
+            ClusterMoves(tmp_path)

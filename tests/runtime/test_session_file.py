@@ -24,7 +24,7 @@ def test_is_read_as_written_and_does_not_hold_the_token(tmp_path):
 def test_of_another_user_is_refused(tmp_path, monkeypatch):
     publish_server(tmp_path, HERE)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
-    with pytest.raises(ConfigError, match="was not written with your Ray token, so it is not followed"):
+    with pytest.raises(ConfigError, match="was not written with your Ray token for this folder, so it is not followed"):
         read_server_address(tmp_path)
 
 
@@ -39,6 +39,18 @@ def test_any_change_is_refused(tmp_path):
         (tmp_path / "session.json").write_text(json.dumps(values | change))
         with pytest.raises(ConfigError, match="was not written with your Ray token"):
             read_server_address(tmp_path)
+
+
+def test_of_another_folder_is_refused(tmp_path):
+    """The same folder by another path is the same folder."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    publish_server(tmp_path / "one", HERE)
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    assert read_server_address(tmp_path / "link") == HERE
+    (tmp_path / "one/session.json").rename(tmp_path / "other/session.json")
+    with pytest.raises(ConfigError, match="was not written with your Ray token for this folder"):
+        read_server_address(tmp_path / "other")
 
 
 def test_without_a_token_there_is_none(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Delivery to an SQLite store: everything arrives once, also if a process dies before it has saved the cursor."""
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -334,3 +336,82 @@ def test_the_log_is_on_the_disk_before_the_cursor_counts_it(tmp_path, info, reco
     Delivery(tmp_path, "sqlite:///x.db").bring_up_to_date()
     size = (tmp_path / "metrics.jsonl").stat().st_size
     assert counted[-3:] == [size // 3, 2 * size // 3, size]
+
+
+class TestDestinations:
+    """The client of MLflow sends the user's token: results go only where the user sends them."""
+
+    @pytest.fixture
+    def pending(self, tmp_path, info, record):
+        """Returns a function: a run below `output` that waits for this destination, chosen by this user or not."""
+
+        def make(name, uri, own=True):
+            tracker = FileTracker(tmp_path / name)
+            tracker.start(info)
+            tracker.log(record(1))
+            set_destination(tmp_path / name, uri, "destinations", None)
+            if not own:
+                cursor = json.loads((tmp_path / name / CURSOR).read_text())
+                (tmp_path / name / CURSOR).write_text(json.dumps(cursor | {"signature": "0" * 64}))
+            return tmp_path / name
+
+        return make
+
+    @pytest.fixture
+    def reached(self, monkeypatch):
+        """The URIs that a delivery would have been sent to."""
+        found = []
+        monkeypatch.setattr(Delivery, "bring_up_to_date", lambda self, lock_seconds: found.append(self.uri) or 1)
+        return found
+
+    def test_of_a_run_from_elsewhere_is_not_sent_anything(self, pending, reached, tmp_path):
+        pending("thief", "http://user:word@thief", own=False)
+        warnings = []
+        assert deliver_pending(tmp_path, "http://server", warn=warnings.append) == reached == []
+        (warning,) = warnings
+        assert f"{tmp_path / 'thief'} names MLflow at http://***@thief, where nothing is sent" in warning
+        command = shlex.split(warning.partition("to send their results there: ")[2])
+        assert command == ["cfl-ray", "check", "tracking.uri=http://***@thief", f"output={tmp_path}"]
+
+    def test_of_the_config_the_environment_and_the_local_store_are_sent_to(
+        self, pending, reached, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://of-environment")
+        local = f"sqlite:///{tmp_path / 'mlflow.db'}"
+        uris = ["http://of-config", "http://of-environment", local]
+        for number, uri in enumerate(uris):
+            pending(str(number), uri, own=False)
+        assert len(deliver_pending(tmp_path, "http://of-config")) == 3 and reached == uris
+
+    def test_of_own_runs_are_sent_to_and_not_those_of_a_copy(self, pending, reached, tmp_path):
+        shutil.copytree(pending("own", "http://elsewhere"), tmp_path / "copy")
+        warnings = []
+        assert len(deliver_pending(tmp_path, "http://server", warn=warnings.append)) == 1
+        assert reached == ["http://elsewhere"] and "copy names MLflow at http://elsewhere" in warnings[0]
+
+    def test_a_run_that_goes_on_is_signed_again_and_not_delivered_again(self, pending, tmp_path):
+        run_dir = pending("run", "http://server", own=False)
+        cursor = json.loads((run_dir / CURSOR).read_text()) | {"run_id": "abc", "delivered": 7}
+        (run_dir / CURSOR).write_text(json.dumps(cursor))
+        set_destination(run_dir, "http://server", "destinations", None)
+        again = json.loads((run_dir / CURSOR).read_text())
+        assert again | {"signature": ""} == cursor | {"signature": ""} and again["signature"] != cursor["signature"]
+
+    def test_the_parent_of_a_run_contains_it(self, pending, tmp_path):
+        run_dir = pending("run", "sqlite:///x.db")
+        for parent in ("../../elsewhere", "/etc", ".", "artifacts"):
+            cursor = json.loads((run_dir / CURSOR).read_text()) | {"parent": parent}
+            (run_dir / CURSOR).write_text(json.dumps(cursor))
+            with pytest.raises(DataError, match="is no folder that contains"):
+                Delivery(run_dir, "sqlite:///x.db").bring_up_to_date()
+
+    def test_links_are_not_followed(self, pending, sqlite, tmp_path):
+        run_dir = pending("run", sqlite)
+        (tmp_path / "private").write_text("a key")
+        (run_dir / "artifacts/figure.png").symlink_to(tmp_path / "private")
+        FileTracker(run_dir).start(RunInfo("run"))
+        tracker = FileTracker(run_dir)
+        tracker.start(RunInfo("run"))
+        tracker.finish("FINISHED", {})
+        with pytest.raises(DataError, match="figure.png is a link, and is not sent to MLflow"):
+            Delivery(run_dir, sqlite).bring_up_to_date()

@@ -1,9 +1,10 @@
+import json
 import math
 
 import numpy as np
 import pytest
 
-from cfl_ray.tracking import METRICS, RoundRecord, RunInfo, flatten
+from cfl_ray.tracking import METRICS, RoundRecord, RunEnd, RunInfo, flatten
 
 
 def test_an_unknown_metric_is_an_error_with_the_nearest_name():
@@ -43,3 +44,30 @@ def test_flatten():
 def test_params_have_no_credentials():
     info = RunInfo("run", params={"tracking.uri": "http://bob:hunter2@host"})
     assert info.params == {"tracking.uri": "http://***@host"}
+
+
+def test_a_line_of_other_types_is_no_record():
+    values = {"round": 1, "time_ms": 2, "accuracy": 0.5}
+    changes = [{"round": "1"}, {"round": -1}, {"round": None}, {"round": True}, {"round": 2**60}, {"time_ms": 1.5}]
+    changes += [{"accuracy": one} for one in ("0.5", None, [], {}, True, 10**400)]
+    for change in changes:
+        with pytest.raises(ValueError, match=next(iter(change))):
+            RoundRecord.from_line(json.dumps(values | change))
+    for line in ("[]", "3", "null", "", "[" * 100_000):
+        with pytest.raises(ValueError):
+            RoundRecord.from_line(line)
+
+
+def test_an_end_of_other_types_is_none():
+    summary = {"round": 1, "time_ms": 2, "metrics": {"fedavg/accuracy": 0.5}}
+    values = {"status": "FINISHED", "summary": summary, "time_ms": 3}
+    assert RunEnd.from_fields(values).summary.metrics == summary["metrics"]
+    for change in (
+        {"status": "DONE"},
+        {"status": []},
+        {"summary": None},
+        {"time_ms": "3"},
+        {"summary": {"metrics": 3}},
+    ):
+        with pytest.raises(ValueError):
+            RunEnd.from_fields(values | change)

@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import write_json
+from cfl_ray.core.errors import DataError, RunError
+from cfl_ray.core.files import read_file, write_json
 from cfl_ray.runtime.checkpoint.segments import EntryFile, as_rows, opened, rows_in, writing
 
 FORMAT = 3
@@ -67,7 +67,9 @@ class CheckpointManifest(BaseModel):
             folder = file.with_suffix("")
             raise RunError(f"{folder} is a folder, as format 1 had it; this version reads format {FORMAT}")
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(read_file(file) or b"")
+        except DataError as error:
+            raise RunError(str(error)) from error
         except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is no JSON ({error})") from error
         if not isinstance(values, dict) or "format" not in values:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import sha256, sync
+from cfl_ray.core.files import open_private, sha256, sync
 from cfl_ray.core.work import ClientStateKey, SavedState
 
 FILE_BYTES = 128 << 20  # a file is closed when it has grown to this; twice that is in memory meanwhile
@@ -173,6 +173,7 @@ class EntryWriter:
             self._batch[f"clients/{name}/{piece}"] = torch.tensor(clients)
             self._batch[f"states/{name}/{piece}"] = torch.stack(values)
         with writing(file):
+            open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
             save_file(_without_shared_memory(self._batch), file, metadata)
             sync(file)
             self.files.append(EntryFile(name=file.name, sha256=sha256(file), bytes=file.stat().st_size, ended=ended))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import sync
+from cfl_ray.core.files import private_folder, sync
 from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.runtime.checkpoint.segments import (
@@ -135,7 +135,7 @@ class CheckpointStore:
     ) -> None:
         target = self.folder / f"{round:06d}.json"
         with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder)
             writer = EntryWriter(self.folder, self._next_segment())
         with ExitStack() as lock:
             try:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.errors import DataError, RunError
+from cfl_ray.core.files import PRIVATE, private_folder, read_json, write_json
 from cfl_ray.runtime.checkpoint.segments import writing
 
 _EPOCH, _LOCK = "writer.json", "writer.lock"
@@ -30,7 +30,7 @@ class Writer:
     def claim(self) -> None:
         """Takes the right from every process that has it. Raises RunError where that cannot be recorded."""
         with writing(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            private_folder(self.directory)
             with self._lock():
                 self.epoch = self._latest() + 1
                 write_json(self.directory / _EPOCH, {"epoch": self.epoch})
@@ -51,12 +51,15 @@ class Writer:
             yield
 
     def _latest(self) -> int:
-        return int((read_json(self.directory / _EPOCH) or {}).get("epoch", 0))
+        epoch = (read_json(self.directory / _EPOCH) or {}).get("epoch", 0)
+        if type(epoch) is not int or epoch < 0:
+            raise DataError(f"{self.directory / _EPOCH} is damaged: epoch {epoch!r:.80}; remove it")
+        return epoch
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
         file = self.directory / _LOCK
-        lock = FileLock(file, timeout=_LOCK_SECONDS)
+        lock = FileLock(file, timeout=_LOCK_SECONDS, mode=PRIVATE)
         with writing(file):
             try:
                 lock.acquire()

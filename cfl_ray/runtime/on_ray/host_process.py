@@ -21,6 +21,7 @@ from cfl_ray.engine import autotune
 from cfl_ray.engine.pieces import exclusions_of, gather
 from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
+from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
 from cfl_ray.runtime.prepare import Setup, compute_device
@@ -49,9 +50,9 @@ class HostProcess:
         self.rows: dict[tuple[int, int], Tensor] = {}
 
     def about(self) -> dict[str, Any]:
-        """Node, process id and device of this host."""
-        node = ray.get_runtime_context().get_node_id()
-        return {"node": node, "pid": os.getpid(), "device": autotune.device_name(self.device)}
+        """Node, process id, device and numerics of this host."""
+        node, device = ray.get_runtime_context().get_node_id(), autotune.device_name(self.device)
+        return {"node": node, "pid": os.getpid(), "device": device, "numerics": HostNumerics.here()}
 
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""

@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.core.errors import RunError, RunStopped
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
@@ -41,6 +42,7 @@ class Host:
     node: str = ""
     pid: int = 0
     added: bool = False  # after the run began
+    numerics: HostNumerics | None = None  # None until it is ready
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Pool:
 
     setup: Setup
     choice: EngineChoice | None = None
+    kept_engine: str | None = None  # that the run had before it was interrupted
     device: str = "cpu"
     hosts: list[Host] = field(default_factory=list)
     exchanges: int = 0  # begun
@@ -66,6 +69,7 @@ class Pool:
     had_hosts: bool = False  # whether the run has had a host that was ready
     waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
+    kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     _next_look: float = 0.0
 
     def start(self, started: Sequence[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
@@ -73,7 +77,7 @@ class Pool:
         self.setup_ref = setup_ref
         self.hosts = [self._host(number, host) for number, host in enumerate(started)]
         self.ready()
-        self.choice = engine_choice(self.setup, self.device, self._measure)
+        self.choice = engine_choice(self.setup, self.device, self._measure, self.kept_engine)
         for host in self.hosts:
             host.actor.set_engine.remote(self.choice.engine)
 
@@ -206,12 +210,30 @@ class Pool:
             self.lost(host, error)
             return
         host.starting, host.node, host.pid, self.device = None, about["node"], about["pid"], about["device"]
+        host.numerics = about["numerics"]
+        self._note_other_numerics(host)
         self.had_hosts = True
         if host.added:
             ready = [other.node for other in self.hosts if other.starting is None]
             nodes = len(set(ready))
             self.notes.append(f"host {host.number} was added: {len(ready)} on {nodes} node{'s' * (nodes > 1)}")
             host.added = False
+
+    def numerics(self) -> list[HostNumerics]:
+        """Those of all hosts that are ready."""
+        return [host.numerics for host in self.hosts if host.numerics is not None]
+
+    def _note_other_numerics(self, host: Host) -> None:
+        """Notes, once for each kind, that a host computes other bits than the first one."""
+        assert host.numerics is not None
+        kind = (host.numerics.instructions, host.numerics.torch)
+        if self.kinds and kind not in self.kinds:
+            (instructions, torch), *_ = self.kinds
+            self.notes.append(
+                f"host {host.number} ({host.numerics}, PyTorch {host.numerics.torch}) may compute other last bits than "
+                f"others ({instructions}, PyTorch {torch}): figures depend on which host does what"
+            )
+        self.kinds[kind] = None
 
     # ---- exchanges
 

@@ -12,6 +12,7 @@ from cfl_ray.runtime.on_ray.host_actor import start_host
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig
+    from cfl_ray.runtime.numerics import Numerics
     from cfl_ray.runtime.on_ray.server_process import ServerProcess
     from cfl_ray.runtime.round_loop import RoundReport
 
@@ -50,6 +51,9 @@ class ServerActor:
 
     def facts(self) -> dict[str, str]:
         return self._ready().facts()
+
+    def numerics(self) -> Numerics:
+        return self._ready().numerics()
 
     @ray.method(concurrency_group=_REQUESTS)
     def ask(self, verb: str, *arguments: Any) -> Any:

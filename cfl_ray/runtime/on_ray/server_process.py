@@ -17,6 +17,7 @@ from cfl_ray.core.errors import DataError, RunError
 from cfl_ray.core.threads import one_thread
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.runtime.journal import JoinedShards
+from cfl_ray.runtime.numerics import Numerics, read_numerics
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost
@@ -51,7 +52,13 @@ class ServerProcess:
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.loop: RoundLoop | None = None
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
-        self.pool = Pool(self.setup, had_hosts=fault is not None, stop_asked=self._stop_asked)
+        kept = read_numerics(run_dir)
+        self.pool = Pool(
+            self.setup,
+            kept_engine=kept.engine if kept else None,
+            had_hosts=fault is not None,
+            stop_asked=self._stop_asked,
+        )
         self.network = self.setup.network()
 
     def start(self, started: list[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
@@ -104,7 +111,19 @@ class ServerProcess:
         nodes, choice = self.pool.nodes(), self.pool.choice
         assert choice is not None
         hosts = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
-        return {"hosts": hosts, "device": self.pool.device, "engine": choice.reason}
+        kinds = self.pool.numerics()
+        return {
+            "hosts": hosts,
+            "device": self.pool.device,
+            "engine": choice.reason,
+            "cpu": " and ".join(sorted({str(kind) for kind in kinds})),
+            "torch": " and ".join(sorted({kind.torch for kind in kinds})),
+        }
+
+    def numerics(self) -> Numerics:
+        choice, runtime = self.pool.choice, self.setup.experiment.runtime
+        assert choice is not None
+        return Numerics.of(runtime, choice.engine, self.pool.device, self.pool.numerics())
 
     def _stop_asked(self) -> bool:
         return self.loop is not None and self.loop.requests.stop_after is not None

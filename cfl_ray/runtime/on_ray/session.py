@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cfl_ray.core.errors import RunError
 from cfl_ray.core.plugins import sent_by_value
 from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
+from cfl_ray.runtime.numerics import Numerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -92,6 +93,10 @@ class RaySession:
     def facts(self) -> dict[str, str]:
         facts: dict[str, str] = self._ask("facts")
         return facts
+
+    def numerics(self) -> Numerics:
+        numerics: Numerics = self._ask("numerics")
+        return numerics
 
     def trained(self) -> None:
         """No models are in this process; they are in the checkpoints."""

@@ -2,15 +2,15 @@
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import Study, merged, name_of
+from cfl_ray.config.study import Study, name_of
 from cfl_ray.core.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
-from cfl_ray.runtime.launch import finished_results
+from cfl_ray.runtime.launch import check_hash_of_cell, finished_results
 from cfl_ray.runtime.run_lock import CONFIG, is_live
 
 
@@ -27,6 +27,8 @@ class Cell:
     seed: int
     experiment: Experiment
     trial: str = ""  # of a sweep; it is part of the name of the setting
+    base: str = ""  # the setting without the trial
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # of the trial
 
     @property
     def name(self) -> str:
@@ -38,9 +40,12 @@ class Cell:
         return root / self.setting / self.method / f"seed-{self.seed}"
 
     def is_finished(self, root: Path) -> bool:
-        """Whether its run has nothing left to do."""
+        """Whether its run has nothing left to do. Raises ConfigError where the folder has a run of another config."""
         folder = self.folder(root)
-        return (folder / CONFIG).is_file() and finished_results(folder, self.experiment) is not None
+        if not (folder / CONFIG).is_file():
+            return False
+        check_hash_of_cell(folder / CONFIG, self.experiment)
+        return finished_results(folder, self.experiment) is not None
 
     def is_live(self, root: Path) -> bool:
         """Whether another process works on its run."""
@@ -76,6 +81,10 @@ def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]
         for parameters in trials
         for cell in _cells_of(study, setting, parameters, seed)
     ]
+    folders: dict[Path, Cell] = {}
+    for cell in cells:
+        if (other := folders.setdefault(cell.folder(Path()), cell)) is not cell:
+            raise ConfigError(f"{study.name}: two runs are named {other.name}; rename a setting or a label")
     labels = list(dict.fromkeys(cell.method for cell in cells))
     _check(only.methods, labels, "method")
     return [cell for cell in cells if not only.methods or cell.method in only.methods]
@@ -93,13 +102,18 @@ def _cells_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: i
     try:
         values = study.values(setting, parameters)
         entries = _by_label(values.get("methods", ["fedavg"]))
-        return [Cell(place, label, seed, _experiment(study, values, entry, seed), trial) for label, entry in entries]
+        return [
+            Cell(place, label, seed, _experiment(study, values, entry, seed), trial, setting, parameters)
+            for label, entry in entries
+        ]
     except UserError as error:
         raise ConfigError(f"{study.name}, {place}: {error}") from error
 
 
-def _by_label(entries: list[Any]) -> list[tuple[str, Any]]:
+def _by_label(entries: Any) -> list[tuple[str, Any]]:
     """The entries of `methods` with their labels."""
+    if not isinstance(entries, list):
+        raise ConfigError(f"methods: expected a list, write [{entries}]")
     if "all" in entries:
         position = entries.index("all")
         entries = [*entries[:position], *resolve(["all"]), *entries[position + 1 :]]
@@ -114,8 +128,8 @@ def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> 
         options = dict(options or {})
         options.pop("label", None)
         if own := options.pop("local", None):
-            values["local"] = merged(values.get("local", {}), own)
+            values["local"] = values.get("local", {}) | own  # as `changed_local` does
         entry = {name: options} if options else name
-    experiment = Experiment(**values | {"methods": [entry]})
+    experiment = study.paths_of(Experiment(**values | {"methods": [entry]}))
     resolve(experiment.methods)
     return experiment

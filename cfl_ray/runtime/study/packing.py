@@ -3,10 +3,13 @@
 import os
 from dataclasses import dataclass
 
+import psutil
+
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.runtime.session_file import cluster_address
 
-_MOST_AT_ONCE = 64  # every cell has a driver and a server on this machine, each with 0.3 GB
+_MOST_AT_ONCE = 64
+_CELL_BYTES = 1e9  # of this machine's memory that is left for each process: with torch it has 0.5 GB before any data
 
 
 @dataclass(frozen=True)
@@ -15,39 +18,57 @@ class Packing:
 
     at_once: int
     hosts: int | None  # of each cell on a Ray cluster; None: each cell in one process of this machine, without Ray
+    gpus: tuple[str, ...] = ()  # of this machine, as CUDA_VISIBLE_DEVICES names them; the processes take turns
 
     def __str__(self) -> str:
         if self.hosts is None:
             return f"{self.at_once} at a time, each in a process of its own"
         return f"{self.at_once} at a time, each with {self.hosts} client host{'s' * (self.hosts > 1)}"
 
+    def gpu_of(self, process: int) -> str | None:
+        """The GPU of one of the processes, numbered from 0; None: it is not decided here."""
+        return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
+
 
 def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Packing:
     """The packing of so many cells onto this machine, or onto the cluster of `runtime.address` or RAY_ADDRESS.
 
     A cell that has one host works as fast as it can: nothing is sent. So as many cells run as there is room for hosts;
-    where there is room for more, the cells share it.
+    where there is room for more, the cells share it. The processes of the cells are on this machine in any case, whose
+    available memory bounds their number.
 
     at_once: at most so many at a time; None: as many as there is room for.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
-    room = _room_here(runtime) if address is None else _room_of_cluster(runtime, address)
-    limit = min(at_once or _MOST_AT_ONCE, max(cells, 1))
+    memory = int(psutil.virtual_memory().available / _CELL_BYTES)
+    limit = max(1, min(at_once or _MOST_AT_ONCE, cells, memory))
     if address is None:
-        return Packing(max(1, min(room, limit)), None)
+        gpus = _gpus() if runtime.device != "cpu" else ()
+        room = _room_here(runtime, len(gpus))
+        return Packing(max(1, min(room, limit)), None, gpus)
+    room = max(1, _room_of_cluster(runtime, address))
+    if runtime.clients_per_host:
+        return Packing(1, room)  # the number of hosts follows from the number of clients
     if runtime.hosts is not None:
         return Packing(max(1, min(room // runtime.hosts, limit)), runtime.hosts)
-    together = max(1, min(room, limit))
-    return Packing(together, max(1, room // together))
+    together = min(room, limit)
+    return Packing(together, room // together)
 
 
-def _room_here(runtime: RuntimeConfig) -> int:
+def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
+    """Cells by the CPUs and GPUs of this machine; one on each GPU where `gpus_per_host` does not say how many."""
+    by_cpus = len(os.sched_getaffinity(0)) / runtime.cpus_per_host
+    by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
+    return int(min(by_cpus, by_gpus) + 1e-9)
+
+
+def _gpus() -> tuple[str, ...]:
+    """The GPUs that this process sees."""
     import torch
 
-    by_cpus = len(os.sched_getaffinity(0)) / runtime.cpus_per_host
-    gpus = torch.cuda.device_count() if runtime.device != "cpu" else 0
-    by_gpus = gpus / runtime.gpus_per_host if gpus and runtime.gpus_per_host else float("inf")
-    return int(min(by_cpus, by_gpus) + 1e-9)
+    count = torch.cuda.device_count()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return tuple(visible[:count] if len(visible) >= count else map(str, range(count)))
 
 
 def _room_of_cluster(runtime: RuntimeConfig, address: str) -> int:

@@ -6,26 +6,47 @@ import re
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
+from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.core.tasks import resolve_task
-from cfl_ray.runtime.comparison import STUDY, StudyFigures, format_table, read_study, table_of
-from cfl_ray.runtime.run_lock import hold_run
+from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
+from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
+from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
 from cfl_ray.runtime.study.packing import Packing, pack
+from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import Outcome, run_cells
-from cfl_ray.tracking import ARTIFACTS, FileTracker, MlflowTracker, RunInfo, Tracker, flatten, redact, resolve_uri
+from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew
+from cfl_ray.tracking import (
+    ARTIFACTS,
+    FileTracker,
+    MlflowTracker,
+    RunInfo,
+    Tracker,
+    deliver_pending,
+    flatten,
+    redact,
+    resolve_uri,
+)
 from cfl_ray.tracking.record import METRICS, EndStatus, score_metrics_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
+_MORE_SECONDS = 5.0  # to wait for runs whose study was killed
 
 
 @dataclass
@@ -38,7 +59,7 @@ class StudyWatcher:
     def live(self, cells: Sequence[Cell]) -> None:
         """The cells at work, about once a second."""
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: CellOutcome) -> None:
         """A cell has ended."""
 
     def warn(self, text: str) -> None:
@@ -51,13 +72,23 @@ class StudyResults:
 
     study: Study
     root: Path  # folder of the study
-    failed: list[Outcome] = field(default_factory=list)
+    failed: list[CellOutcome] = field(default_factory=list)  # and those that were stopped on request
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
+    trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
     @property
     def figures(self) -> StudyFigures:
-        """The last evaluation of every finished cell."""
+        """The last evaluation of every finished run."""
         return read_study(self.root)
+
+    @property
+    def best(self) -> list[RankedTrial]:
+        """The best trial of a sweep for each method in each setting."""
+        return best_of(self.trials)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each finished run: setting, method, seed, then a column for each metric."""
+        return self.figures.to_frame()
 
 
 def run_study(
@@ -72,9 +103,21 @@ def run_study(
     study: a `Study`, or its YAML file.
     folder: of all its runs; None: the name of the study below `output` of its experiment. What is finished there is not
         run again, and what stopped goes on.
+    only: settings, methods and seeds to run; empty: all.
     at_once: runs at the same time at most; None: as many as this machine, or the Ray cluster, has room for.
 
-    A run that fails does not end the others. Raises ConfigError for bad input, Interrupted on Ctrl-C.
+    The runs are in processes of their own, which import the script that calls this: what it does belongs below
+    `if __name__ == "__main__":`. A run that fails does not end the others. Raises ConfigError for bad input,
+    Interrupted on Ctrl-C.
+
+        study = Study(
+            name="lr",
+            seeds=[0, 1],
+            experiment={"rounds": 2, "methods": ["fedavg", "ifca"], "data": {"partition": {"clients": 6}}},
+            settings={"small": {"local": {"lr": 0.01}}, "large": {"local": {"lr": 0.1}}},
+        )
+        results = run_study(study)
+        print(results.to_frame()[["setting", "method", "seed", "accuracy"]])
     """
     given = study if isinstance(study, Study) else load_study(study)
     return _Launch(given, only, at_once, watcher or StudyWatcher(), folder).run()
@@ -92,83 +135,154 @@ class _Launch:
     def __init__(
         self, study: Study, only: Selection, at_once: int | None, watcher: StudyWatcher, folder: str | Path | None
     ):
-        self.study, self.only, self.at_once, self.watcher = study, only, at_once, watcher
+        self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
-        self.cells = first = plan(study, only, self.trials.first())  # what is invalid is found before anything starts
+        # what is invalid is found before anything starts
+        self.cells = first = plan(self.study, only, self.trials.first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
         self.of_task = frozenset(name for cell in first for name in _scores_of(cell.experiment))
-        self.failed: list[Outcome] = []
-        self.uri: str | None = None
-        if self.experiment.tracking.uses_mlflow:
-            self.uri = resolve_uri(self.experiment.tracking, self.experiment.output)
+        self.failed: list[CellOutcome] = []
+        _check_runtime(first)
+        self.uri = self._uri()
+        if study.published is not None and not Path(study.published).is_file():
+            raise ConfigError(f"published: there is no file {study.published}")
+
+    def _uri(self) -> str | None:
+        """The destination of results in MLflow; None: files only."""
+        tracking = self.experiment.tracking
+        if not tracking.uses_mlflow:
+            return None
+        uri = resolve_uri(tracking, self.experiment.output)
+        if HIDDEN in uri:
+            raise ConfigError(
+                f"tracking.uri: {uri} lacks its credentials: the study is a copy that was made to be shown; give "
+                "tracking.uri=... with them, or tracking.uri=null and the whole URI as MLFLOW_TRACKING_URI"
+            )
+        return uri
 
     def run(self) -> StudyResults:
+        self._check_folder()
         self.root.mkdir(parents=True, exist_ok=True)
-        record = self.root / STUDY
-        write_text(record, redact(self.study.to_yaml()), mode=0o600)
-        with hold_run(record), _sigterm_interrupts():
+        lock = self.root / LOCK
+        lock.touch()
+        with hold_run(lock), _sigterm_interrupts():
+            write_text(self.root / STUDY, self.study.to_yaml(), mode=0o600)  # as config.yaml of a run
             tracker = self._tracker()
             tracker.start(self._info())
             status: EndStatus = "FAILED"
             try:
+                self.trials.open(self.root)
                 self._all_cells()
                 status = "FAILED" if self.failed else "FINISHED"
             except KeyboardInterrupt:
                 status = "KILLED"
-                again = shlex.join(["cfl-ray", "sweep" if self.study.sweep else "compare", str(record)])
-                raise Interrupted(f"stopped. Every saved round is kept; go on with: {again}") from None
+                raise Interrupted(f"stopped. Every saved round is kept; go on with: {self._again()}") from None
             finally:
                 summary = self._write_tables()
                 tracker.finish(status, summary)
-        return StudyResults(self.study, self.root, self.failed, redact(self.uri) if self.uri else None)
+            if self.uri is not None:  # what the runs could not deliver while they were live
+                deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
+        return StudyResults(
+            self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
+        )
+
+    def results(self) -> StudyFigures:
+        """The figures of what is finished."""
+        return read_study(self.root)
+
+    def _again(self) -> str:
+        """The command that goes on with this study."""
+        if self.only == ALL:
+            return command("resume", self.root)
+        selected = [
+            f"--{name}={one}"
+            for name, chosen in (
+                ("setting", self.only.settings),
+                ("method", self.only.methods),
+                ("seed", self.only.seeds),
+            )
+            for one in chosen
+        ]
+        verb = "sweep" if self.study.sweep else "compare"
+        return shlex.join(["cfl-ray", verb, str(self.root / STUDY), f"--folder={self.root}", *selected])
+
+    def _check_folder(self) -> None:
+        """Raises ConfigError where the folder has something else."""
+        if (self.root / CONFIG).is_file():
+            raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
+        if is_study(self.root) and (there := load_study(self.root / STUDY).name) != self.study.name:
+            raise ConfigError(
+                f"{self.root} is the folder of study {there!r}, this one is {self.study.name!r}; choose another folder"
+            )
 
     def _all_cells(self) -> None:
-        self.trials.open(self.root)
-        while trials := self.trials.next(self.at_once or 8):
-            cells = plan(self.study, self.only, trials)
-            done = [cell for cell in cells if cell.is_finished(self.root)]
-            for cell in cells:
-                if cell.is_live(self.root):
+        of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
+        room = pack(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
+        with Crew(self.root) as crew:
+            while trials := self.trials.next(-(-room // of_trial)):
+                cells = plan(self.study, self.only, trials)
+                self._wait_for_others(cells)
+                done = [cell for cell in cells if cell.is_finished(self.root)]
+                left = [cell for cell in cells if cell not in done]
+                packing = pack(self.experiment.runtime, len(left), self.at_once)
+                self.watcher.planned(left, done, packing, self.root)
+                for outcome in crew.run(left, packing, self.watcher.live):
+                    self.watcher.ended(outcome)
+                    if outcome.status != "finished":
+                        self.failed.append(outcome)
+                self._tell(trials)
+
+    def _wait_for_others(self, cells: Sequence[Cell]) -> None:
+        """Waits for runs whose study was killed and which write what they have. Raises RunError for other live runs."""
+        deadline = time.monotonic() + END_SECONDS + _MORE_SECONDS
+        for cell in cells:
+            while cell.is_live(self.root):
+                if time.monotonic() > deadline:
                     raise RunError(f"{cell.name} is live already: {cell.folder(self.root)}")
-            left = [cell for cell in cells if cell not in done]
-            packing = pack(self.experiment.runtime, len(left), self.at_once)
-            self.watcher.planned(left, done, packing, self.root)
-            for outcome in run_cells(left, self.root, packing, self.watcher.live):
-                self.watcher.ended(outcome)
-                if outcome.status == "failed":
-                    self.failed.append(outcome)
-            self._tell(trials)
+                time.sleep(0.2)
 
     def _tell(self, trials: Sequence[Mapping[str, Any]]) -> None:
-        """Tells the sampler of a sweep the results of its trials."""
+        """Tells the sampler of a sweep the results of its trials. Raises ConfigError where no run has its metric."""
         if self.study.sweep is None:
             return
-        figures = read_study(self.root)
+        metric, figures = self.study.sweep.metric, self.results()
+        measured = {name for of_seeds in figures.found.values() for values in of_seeds.values() for name in values}
+        if measured and metric not in measured:
+            raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, measured)}")
         for parameters in trials:
             of_trial = plan(self.study, self.only, [parameters])
-            values = [figures.value(cell.setting, cell.method, cell.seed, self.study.sweep.metric) for cell in of_trial]
-            known = [value for value in values if value is not None]
+            values = [figures.value(cell.setting, cell.method, cell.seed, metric) for cell in of_trial]
+            known = [value for value in values if value is not None and not isnan(value)]
             self.trials.tell(parameters, fmean(known) if len(known) == len(values) else None)
+
+    def _ranked(self, figures: StudyFigures) -> list[RankedTrial]:
+        """The trials of a sweep, the best first."""
+        if self.study.sweep is None:
+            return []
+        return rank(self.study, plan(self.study, self.only, self.trials.so_far()), figures)
 
     # ---- results
 
     def _write_tables(self) -> dict[str, float]:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
-        figures = read_study(self.root)
+        figures = self.results()
         if not figures.found:
             return {}
         folder = self.root / ARTIFACTS
         folder.mkdir(exist_ok=True)
         write_text(folder / "results.csv", figures.to_frame().to_csv(index=False))
+        if self.study.sweep is not None:
+            ranked = to_frame(self._ranked(figures), self.study.sweep.metric)
+            write_text(folder / "trials.csv", ranked.to_csv(index=False))
         try:
             table = table_of(figures.found, self.study.metrics)
-            write_text(folder / "table.md", format_table(table, "md") + "\n")
         except ConfigError as error:  # a metric that no run has
-            self.watcher.warn(f"no table was written: {error}")
-            return {}
+            self.watcher.warn(f"the table has the usual metrics: {error}")
+            table = table_of(figures.found)
+        write_text(folder / "table.md", format_table(table, "md") + "\n")
         names = [name for name in table.columns if name in METRICS or name in self.of_task]
         return {
             f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
@@ -186,6 +300,19 @@ class _Launch:
     def _info(self) -> RunInfo:
         tags = {"study": self.study.name, "seeds": str(self.study.seeds)}
         return RunInfo(self.study.name, "", tags, flatten(self.study.model_dump(mode="json", by_alias=True)))
+
+
+def _check_runtime(cells: Sequence[Cell]) -> None:
+    """Raises ConfigError where settings differ in what decides how many runs there is room for."""
+    first = cells[0]
+    for cell in cells:
+        for key in _PACKED:
+            mine, others = getattr(cell.experiment.runtime, key), getattr(first.experiment.runtime, key)
+            if mine != others:
+                raise ConfigError(
+                    f"runtime.{key} is the same in all runs of a study, got {others!r} in {first.setting} and {mine!r} "
+                    f"in {cell.setting}"
+                )
 
 
 def _scores_of(experiment: Experiment) -> set[str]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from cfl_ray.config.study import RangeConfig, SweepConfig, name_of
+import numpy as np
+
+from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.study import RangeConfig, SweepConfig, name_of, six_digits
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime.comparison import is_less_better
 
 if TYPE_CHECKING:
     import optuna
 
 _STORAGE = "optuna.log"  # journal of the trials, in the folder of the study
+_NAME = "sweep"  # of the only study in it
+_SEARCH = "search"  # attribute of the journal: what its trials have in common
 _WARM = 10  # trials of TPE that are drawn at random
+
+
+def goal_of(sweep: SweepConfig) -> Literal["maximize", "minimize"]:
+    """The direction in which the metric of a sweep is better."""
+    return sweep.goal or ("minimize" if is_less_better(sweep.metric) else "maximize")
 
 
 class Trials:
@@ -29,8 +42,8 @@ class Trials:
     def open(self, root: Path) -> None:
         """Makes the sampler ready for a study in this folder."""
 
-    def next(self, at_once: int) -> Sequence[dict[str, Any]]:
-        """Trials to run now, empty at the end. at_once: runs at the same time."""
+    def next(self, together: int) -> Sequence[dict[str, Any]]:
+        """Trials to run now, empty at the end. together: trials for which there is room at the same time."""
         if self.given:
             return []
         self.given = True
@@ -38,6 +51,10 @@ class Trials:
 
     def tell(self, parameters: Mapping[str, Any], value: float | None) -> None:
         """Reports the result of a trial; None: it failed."""
+
+    def so_far(self) -> Sequence[dict[str, Any]]:
+        """All trials that were given, also by earlier starts of the study."""
+        return self.parameters
 
 
 class LearningTrials(Trials):
@@ -62,49 +79,96 @@ class LearningTrials(Trials):
         ]
 
     def open(self, root: Path) -> None:
+        """Raises ConfigError where the folder has the trials of another sweep."""
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        sampler = self.optuna.samplers.TPESampler(seed=self.sweep.seed, constant_liar=True, n_startup_trials=_WARM)
         self.study = self.optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(root / _STORAGE))),
-            study_name=root.name,
-            direction=self.sweep.goal,
-            sampler=sampler,
+            study_name=_NAME,
+            direction=goal_of(self.sweep),
             load_if_exists=True,
         )
+        self._check_search(root)
         self.numbers: dict[str, list[int]] = {}  # of trials without a result, by name: choices may be suggested twice
-        running = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
-        self.left = [self._known(trial.number, trial.params) for trial in running]  # of a study that stopped
+        state = self.optuna.trial.TrialState
+        trials = self.study.get_trials(deepcopy=False)
+        running = [trial for trial in trials if trial.state == state.RUNNING]
+        self.left = [self._known(trial.number, self._values(trial.params)) for trial in running]  # of one that stopped
+        failed = sum(trial.state == state.FAIL for trial in trials)  # others take their place
+        self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
+
+    def _check_search(self, root: Path) -> None:
+        """Raises ConfigError where the trials of the journal are of another search."""
+        mine = self.sweep.model_dump(mode="json", include={"parameters", "metric"}) | {"goal": goal_of(self.sweep)}
+        search = json.dumps(mine, sort_keys=True)
+        if (there := self.study.user_attrs.get(_SEARCH)) is None:
+            self.study.set_user_attr(_SEARCH, search)
+        elif there != search:
+            raise ConfigError(
+                f"{root / _STORAGE} has the trials of another sweep: {there}, this one has {search}; "
+                "choose another folder for the study"
+            )
 
     def _known(self, number: int, parameters: dict[str, Any]) -> dict[str, Any]:
         self.numbers.setdefault(name_of(parameters), []).append(number)
         return parameters
 
-    def next(self, at_once: int) -> Sequence[dict[str, Any]]:
+    def next(self, together: int) -> Sequence[dict[str, Any]]:
         if self.left:
             found, self.left = self.left, []
-            return found
-        missing = (self.sweep.trials or 0) - len(self.study.get_trials(deepcopy=False))
-        asked = [self._ask() for _ in range(min(missing, at_once))]
-        return list({name_of(one): one for one in asked}.values())
+        else:
+            found = [self._ask() for _ in range(min(self.asks, together))]
+            self.asks -= len(found)
+        return list({name_of(one): one for one in found}.values())
 
     def _ask(self) -> dict[str, Any]:
+        """Asks a sampler whose draws depend on the seed, the number of the trial, and the results so far alone.
+
+        So a sweep that was stopped goes on with other draws than those at its start.
+        """
+        number = len(self.study.get_trials(deepcopy=False))
+        seed = int(np.random.default_rng([self.sweep.seed, number]).integers(2**31))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)  # constant_liar
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=_WARM)
         trial = self.study.ask()
-        return self._known(trial.number, {key: _suggest(trial, key, of) for key, of in self.sweep.parameters.items()})
+        suggested = {key: _suggest(trial, key, values) for key, values in self.sweep.parameters.items()}
+        return self._known(trial.number, self._values(suggested))
+
+    def _values(self, suggested: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the experiment: of choices that stand for others, and with the digits of a folder's name."""
+        found = {}
+        for key, values in self.sweep.parameters.items():
+            one = suggested[key]
+            if isinstance(values, RangeConfig):
+                found[key] = one if values.int_ else six_digits(one)
+            else:
+                found[key] = values[_choices(values).index(one)]
+        return found
 
     def tell(self, parameters: Mapping[str, Any], value: float | None) -> None:
         state = self.optuna.trial.TrialState
         for number in self.numbers.pop(name_of(parameters)):
             self.study.tell(number, value, state=state.FAIL if value is None else state.COMPLETE)
 
+    def so_far(self) -> Sequence[dict[str, Any]]:
+        every = [trial.params for trial in self.study.get_trials(deepcopy=False)]
+        known = [self._values(params) for params in every if params.keys() == self.sweep.parameters.keys()]
+        return list({name_of(one): one for one in known}.values())
+
 
 def _suggest(trial: optuna.Trial, key: str, values: list[Any] | RangeConfig) -> Any:
     if not isinstance(values, RangeConfig):
-        return trial.suggest_categorical(key, values)
+        return trial.suggest_categorical(key, _choices(values))
     if values.int_:
         return trial.suggest_int(key, int(values.low), int(values.high), log=values.log)
     return trial.suggest_float(key, values.low, values.high, log=values.log)
+
+
+def _choices(values: list[Any]) -> list[str]:
+    """The values as Optuna knows them: it takes no lists and mappings, and 1 and true are equal to it."""
+    return [as_yaml(value) for value in values]
 
 
 def trials_of(sweep: SweepConfig | None) -> Trials:

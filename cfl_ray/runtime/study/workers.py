@@ -4,106 +4,250 @@ import os
 import signal
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from multiprocessing import active_children, get_context
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import current_process, get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from cfl_ray.core.errors import Interrupted, RunStopped, UserError
+from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
+from cfl_ray.core.files import write_text
+from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.launch import StudyPlace, run_cell
 from cfl_ray.runtime.study.cells import Cell
+from cfl_ray.runtime.study.folder import FAILURE
 from cfl_ray.runtime.study.packing import Packing
 
 _ATTEMPTS = 3  # to run a cell whose process dies
 _LOOK_SECONDS = 1.0
-_END_SECONDS = 30  # in which a cell whose parent was killed writes what it has
+_IDLE_SECONDS = 10.0  # in which an idle process ends
+END_SECONDS = 30.0  # in which a cell whose parent was killed writes what it has
 _at_work = threading.Event()  # a cell runs in this process
+_context = get_context("spawn")
+Status = Literal["finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How the run of a cell ended."""
 
     cell: Cell
-    status: Literal["finished", "failed", "stopped"]
+    status: Status
     seconds: float
     reason: str = ""
+    warnings: tuple[str, ...] = ()
 
 
-def run_cells(
-    cells: Sequence[Cell], root: Path, packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
-) -> Iterator[Outcome]:
-    """Runs the cells in processes, so many at a time, and yields each as it ends.
+@dataclass
+class _Notes(Watcher):
+    """Keeps the warnings of a run."""
 
-    A cell whose process dies is run again, where it was saved last. An interruption stops the cells at work, which keep
-    what they have saved, and starts no others.
+    warnings: list[str] = field(default_factory=list)
 
-    tick: called about once a second with the cells at work.
-    """
-    waiting, attempts = list(cells), dict.fromkeys(map(id, cells), 0)
-    while waiting:
-        pool = ProcessPoolExecutor(packing.at_once, get_context("spawn"), _become_worker, (os.getpid(),))
-        running: dict[Future[Outcome], Cell] = {}
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+class _Worker:
+    """One process, as its parent sees it. Numbered from 0."""
+
+    def __init__(self, number: int, packing: Packing):
+        self.number, self.ready = number, False
+        self.cell: Cell | None = None  # at work
+        self.began = time.monotonic()
+        self.connection, other = _context.Pipe()
+        self.process = _context.Process(
+            target=_work, args=(other, os.getpid(), packing.gpu_of(number)), name=f"study-{number}"
+        )
+        # Ctrl-C on the terminal is for the parent; until the new process has its own handler, it waits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            while waiting or running:
-                while waiting and len(running) < packing.at_once:
-                    cell = waiting.pop(0)
-                    attempts[id(cell)] += 1
-                    running[pool.submit(_run, cell, root, packing.hosts)] = cell
-                for future in wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
-                    outcome = future.result()
-                    del running[future]
-                    yield outcome
-                tick(list(running.values()))
-        except BrokenProcessPool:  # a process was killed, and with it the pool: those at work are run again
-            for cell in running.values():
-                if attempts[id(cell)] < _ATTEMPTS:
-                    waiting.insert(0, cell)
-                else:
-                    yield Outcome(cell, "failed", 0.0, f"its process died {_ATTEMPTS} times; is the memory too small?")
-        except BaseException:
-            for process in active_children():  # the cells at work keep what they have saved
-                if process.pid is not None:
-                    os.kill(process.pid, signal.SIGINT)
-            raise
+            self.process.start()
         finally:
-            pool.shutdown(cancel_futures=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        other.close()
+
+    @property
+    def is_free(self) -> bool:
+        return self.ready and self.cell is None
+
+    def begin(self, cell: Cell, root: Path, hosts: int | None) -> None:
+        """Gives it a cell."""
+        self.cell, self.began = cell, time.monotonic()
+        with suppress(OSError):  # it has died, which the next `hear` finds out
+            self.connection.send((cell, root, hosts))
+
+    def hear(self) -> CellOutcome | None:
+        """Its next message: None when it is ready, or the outcome of its cell. Raises EOFError where it has died."""
+        try:
+            said = self.connection.recv()
+        except OSError as error:
+            raise EOFError from error
+        if said is None:
+            self.ready = True
+            return None
+        cell, self.cell = self.cell, None
+        assert cell is not None  # it speaks of the cell that it was given
+        status, seconds, reason, warnings = said
+        return CellOutcome(cell, status, seconds, reason, warnings)
+
+    def end(self) -> None:
+        """Ends the process; a cell at work keeps what it has saved."""
+        self.connection.close()
+        if not self.ready:
+            self.process.terminate()
+        elif self.cell is None:
+            self.process.join(_IDLE_SECONDS)
+            self.process.kill()
+        while self.process.is_alive():
+            self.interrupt()  # again: it may have been between two cells
+            self.process.join(_LOOK_SECONDS)
+
+    def interrupt(self) -> None:
+        """Stops the cell at work."""
+        if self.cell is not None and self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGINT)
 
 
-def _run(cell: Cell, root: Path, hosts: int | None) -> Outcome:
-    """Runs one cell, or goes on with it. In a worker process."""
-    began = time.monotonic()
-    _at_work.set()
+class Crew:
+    """The processes of a study. Closing it ends them; a context manager."""
 
-    def outcome(status: Literal["finished", "failed", "stopped"], reason: str = "") -> Outcome:
-        return Outcome(cell, status, time.monotonic() - began, reason)
+    def __init__(self, root: Path):
+        _check_main()
+        self.root, self.workers = root, list[_Worker]()
+        self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:  # all are told before the first is waited for
+            worker.interrupt()
+            worker.connection.close()
+        for worker in self.workers:
+            worker.end()
+
+    def run(
+        self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
+    ) -> Iterator[CellOutcome]:
+        """Runs the cells, so many at a time, and yields each as it ends.
+
+        A cell whose process dies is run again, where it was saved last; the others go on. Where the crew is closed
+        before the end, the cells at work keep what they have saved, and no others are started.
+
+        tick: called about once a second with the cells at work.
+        """
+        waiting, looked = list(cells), 0.0
+        for number in range(len(self.workers), min(packing.at_once, len(cells))):
+            self.workers.append(_Worker(number, packing))
+        workers = self.workers[: packing.at_once]
+        while waiting or any(worker.cell for worker in workers):
+            for worker in workers:
+                if worker.is_free and waiting:
+                    worker.begin(waiting.pop(0), self.root, packing.hosts)
+            heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
+            for place, worker in enumerate(workers):
+                if worker.connection not in heard:
+                    continue
+                try:
+                    outcome = worker.hear()
+                except EOFError:
+                    outcome = self._after_death(worker, waiting)
+                    worker.end()
+                    workers[place] = self.workers[place] = _Worker(worker.number, packing)
+                if outcome is not None:
+                    yield outcome
+            if time.monotonic() - looked >= _LOOK_SECONDS:
+                looked = time.monotonic()
+                tick([worker.cell for worker in workers if worker.cell is not None])
+
+    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> CellOutcome | None:
+        """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
+        if not worker.ready:
+            worker.process.join()
+            raise RunError(
+                f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
+                "what it printed is above"
+            )
+        if (cell := worker.cell) is None:
+            return None
+        worker.cell = None
+        self.deaths[cell.name] += 1
+        if self.deaths[cell.name] < _ATTEMPTS:
+            waiting.insert(0, cell)
+            return None
+        reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
+        write_failure(cell.folder(self.root), reason)
+        return CellOutcome(cell, "failed", time.monotonic() - worker.began, reason)
+
+
+def _check_main() -> None:
+    """Raises ConfigError in a process that only imports the script of its parent."""
+    if getattr(current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a study starts processes, which import the script that runs it: put what the script does below "
+            '`if __name__ == "__main__":`'
+        )
+
+
+# ---- in a process of the study
+
+
+def _work(connection: Connection, parent: int, gpu: str | None) -> None:
+    """Runs cells until the parent closes the connection."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first use of a GPU
+    _become_worker(parent)
+    with suppress(EOFError, OSError):
+        connection.send(None)
+        while True:
+            connection.send(_run(*connection.recv()))
+
+
+def _run(cell: Cell, root: Path, hosts: int | None) -> tuple[Status, float, str, tuple[str, ...]]:
+    """Runs one cell, or goes on with it: its status, seconds, reason and warnings."""
+    began, folder, notes = time.monotonic(), cell.folder(root), _Notes()
+    status: Status = "finished"
+    reason = details = ""
     try:
-        run_cell(cell.experiment, cell.folder(root), StudyPlace(root, cell.setting, cell.method), hosts)
+        _at_work.set()
+        (folder / FAILURE).unlink(missing_ok=True)
+        run_cell(cell.experiment, folder, StudyPlace(root, cell.setting, cell.method), hosts, notes)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
-        return outcome("stopped", str(error))
+        status, reason = "stopped", str(error)
     except UserError as error:
-        return outcome("failed", str(error))
+        status, reason = "failed", str(error)
     except Exception as error:
-        return outcome("failed", f"{type(error).__name__}: {error}")
+        status, reason, details = "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
     finally:
         _at_work.clear()
-    return outcome("finished")
+    if status == "failed":
+        write_failure(folder, reason, details)
+    return status, time.monotonic() - began, reason, tuple(notes.warnings)
+
+
+def write_failure(folder: Path, reason: str, details: str = "") -> None:
+    """Writes why a run failed into its folder."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FAILURE, f"{reason}\n{details}")
 
 
 def _become_worker(parent: int) -> None:
     """Makes this process end with its parent, and interrupts the cell at work when the parent says so."""
     os.setpgrp()  # Ctrl-C on the terminal reaches the parent, which tells its workers
     signal.signal(signal.SIGINT, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGINT)  # the cell at work keeps what it has saved
-        time.sleep(_END_SECONDS)
+        time.sleep(END_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -7,6 +7,7 @@ import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, DataError, RunError, RunStopped
+from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
@@ -21,6 +22,7 @@ class FakeCluster:
 
     def __init__(self):
         self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
+        self.instructions = {}  # by number, where not AVX2
         self.on_wait = lambda: None
 
     def install(self, monkeypatch):
@@ -60,7 +62,8 @@ class FakeCluster:
         number = int(ref.split()[1])
         if number in self.errors:
             raise self.errors[number]
-        return {"node": f"node {number}", "pid": number, "device": "cpu"}
+        numerics = HostNumerics("a CPU", self.instructions.get(number, "AVX2"), "2.0")
+        return {"node": f"node {number}", "pid": number, "device": "cpu", "numerics": numerics}
 
 
 @pytest.fixture
@@ -203,3 +206,11 @@ def test_an_error_of_the_user_at_the_start_ends_the_run_at_once(made, fake):
     fake.errors = {0: failed_start(ConfigError("no GPU"))}
     with pytest.raises(ConfigError, match="no GPU"):
         pool.ready()
+
+
+def test_hosts_that_compute_other_bits_are_named_once_for_each_kind(made, fake):
+    fake.room_at, pool = [0] * 4, made(hosts=4)
+    fake.instructions = {2: "AVX512", 3: "AVX512"}
+    pool.nodes()
+    (line,) = pool.notes
+    assert line.startswith("host 2 (a CPU, AVX512, PyTorch 2.0) may compute other last bits than others (AVX2,")

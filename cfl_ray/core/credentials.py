@@ -1,0 +1,95 @@
+"""Credentials of this user's URIs, found again where a record has hidden them.
+
+What a run records and prints has URIs without credentials (`redaction.py`). The whole URI is kept in
+`credentials.json` in the user's own folder, readable by the user alone, so that a run is resumed and its results are
+delivered without typing them again.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import private_folder, read_json, user_folder, write_json
+from cfl_ray.core.redaction import HIDDEN, redact
+
+
+def redact_values(values: Any) -> Any:
+    """Returns JSON values with every URI in them redacted."""
+    return _each_text(values, lambda text: redact(text) if "://" in text else text)
+
+
+def with_known_credentials(values: Any) -> Any:
+    """Returns JSON values with the credentials of every redacted URI that this user's are known of."""
+    return _each_text(values, lambda text: with_credentials(text) or text)
+
+
+def with_credentials(redacted_uri: str, *candidates: str | None) -> str | None:
+    """Returns the URI with its credentials, or None if they are not known.
+
+    A URI that hides nothing is returned as it is; otherwise the candidates, MLFLOW_TRACKING_URI and the URIs that this
+    user has used before are compared.
+    """
+    for uri in (*candidates, os.environ.get("MLFLOW_TRACKING_URI")):
+        if uri and HIDDEN not in uri and redact(uri) == redacted_uri:
+            return uri
+    if not hides(redacted_uri):
+        return redacted_uri
+    return _remembered().get(redacted_uri)
+
+
+def hides(uri: str) -> bool:
+    """Whether the credentials of a URI are hidden."""
+    return "://" in uri and HIDDEN in uri
+
+
+def remember_credentials(values: Any) -> None:
+    """Keeps the URIs with credentials among JSON values for `with_credentials`. Where that fails, nothing is kept."""
+    found = {redact(text): text for text in _texts(values) if "://" in text and not hides(text)}
+    found = {redacted: uri for redacted, uri in found.items() if redacted != uri}
+    if found:
+        with suppress(OSError):
+            _remember(found)
+
+
+def _remember(found: dict[str, str]) -> None:
+    private_folder(user_folder())
+    with suppress(Timeout), FileLock(user_folder() / "credentials.lock", timeout=5, mode=0o600):
+        known = _remembered()
+        if known | found != known:
+            write_json(user_folder() / "credentials.json", known | found)
+
+
+def _remembered() -> dict[str, str]:
+    try:
+        known = read_json(user_folder() / "credentials.json") or {}
+    except (DataError, OSError):
+        return {}
+    return {str(redacted): str(uri) for redacted, uri in known.items()}
+
+
+# ---- texts
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, dict):
+        yield from _texts(list(values))
+        yield from _texts(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+def _each_text(values: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(values, str):
+        return change(values)
+    if isinstance(values, dict):
+        return {_each_text(key, change): _each_text(value, change) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_each_text(value, change) for value in values]
+    return values

@@ -1,0 +1,50 @@
+"""Texts without credentials: the user, password and query values of every URI become ***."""
+
+import os
+import re
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+HIDDEN = "***"
+_URI = re.compile(r"://[^\s'\"]+")
+_USER = re.compile(r"://[^\s'\"]*@")  # up to the last @: a password that was typed by hand may contain / and @
+_QUERY = re.compile(r"([?&;][\w.~%-]+=)[^\s&;'\"]+")
+_SECRETS_IN_ENVIRONMENT = (
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "RAY_AUTH_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
+
+
+def redact(text: str, uri: str = "") -> str:
+    """Returns `text` without credentials: the user, password and query values of every URI in it become ***.
+
+    uri: a URI whose secrets are hidden also where they stand alone in `text`, as in the message of an exception.
+    """
+    for secret in sorted(_secrets(uri), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return _URI.sub(lambda found: _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(f"://{HIDDEN}@", found[0])), text)
+
+
+def _secrets(uri: str) -> set[str]:
+    """Returns the password and query values of `uri`, as typed and decoded, and the secrets of the environment.
+
+    Values of fewer than 4 characters are omitted: hiding them would hide ordinary words too.
+    """
+    parts = split(uri)
+    password = parts.netloc.rpartition("@")[0].partition(":")[2]
+    values = [
+        password,
+        *(value for _, value in parse_qsl(parts.query)),
+        *(os.environ.get(name, "") for name in _SECRETS_IN_ENVIRONMENT),
+    ]
+    return {form for value in values for form in (value, unquote(value)) if len(form) >= 4}
+
+
+def split(uri: str) -> SplitResult:
+    """The parts of a URI; empty ones where it is not valid, for example with an unclosed [ of an IPv6 address."""
+    try:
+        return urlsplit(uri)
+    except ValueError:
+        return urlsplit("")

@@ -1,0 +1,61 @@
+"""Signatures of this user on this machine: an HMAC with a key that only the user can read."""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from contextlib import suppress
+from typing import Any
+
+from cfl_ray.core.files import PRIVATE, private_folder, user_folder
+
+_BYTES = 32
+
+
+def sign(purpose: str, values: Any) -> str | None:
+    """The signature of JSON values for a purpose; None where the user has no key and none can be made."""
+    with suppress(OSError):
+        return _signature(purpose, values, _key() or _new_key())
+    return None
+
+
+def is_signed(purpose: str, values: Any, signature: object) -> bool:
+    """Whether this user signed these values for this purpose on this machine."""
+    try:
+        key = _key()
+    except OSError:
+        return False
+    return key is not None and hmac.compare_digest(_signature(purpose, values, key).encode(), str(signature).encode())
+
+
+def _signature(purpose: str, values: Any, key: bytes) -> str:
+    signed = json.dumps([purpose, values], sort_keys=True)
+    return hmac.new(key, b"cfl_ray\n" + signed.encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    try:
+        key = (user_folder() / "key").read_bytes()
+    except FileNotFoundError:
+        return None
+    return key if len(key) == _BYTES else None
+
+
+def _new_key() -> bytes:
+    """A key, written in one step; that of another process where one has been faster."""
+    private_folder(user_folder())
+    file = user_folder() / "key"
+    draft = file.with_name(f".key.{secrets.token_hex(8)}")
+    key = secrets.token_bytes(_BYTES)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as out:
+            out.write(key)
+        if file.exists() and _key() is None:
+            draft.replace(file)  # one that was cut
+        else:
+            with suppress(FileExistsError):
+                os.link(draft, file)
+    finally:
+        draft.unlink(missing_ok=True)
+    return _key() or key

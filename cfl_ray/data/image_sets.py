@@ -1,0 +1,198 @@
+"""Well-known image data sets, in the layouts of torchvision, of the Hugging Face hub and of the medmnist package."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.config import ColumnsConfig, DataConfig
+from cfl_ray.core.errors import DataError
+from cfl_ray.data import parquet
+from cfl_ray.data.images import Images, Progress, Source, find, roots
+
+
+@dataclass(frozen=True)
+class _Hub:
+    """A data set of the Hugging Face hub: parquet files of one configuration."""
+
+    repository: str
+    folder: str  # of its parquet files: the name of the configuration
+    image: str  # column
+    label: str  # column
+
+
+@dataclass(frozen=True)
+class _Torchvision:
+    """A data set of torchvision, and where it lies on the hub."""
+
+    kind: str  # torchvision's class
+    files: str  # glob of its files below its root
+    num_classes: int = 10
+    by_split: bool = False  # the class takes split="train" instead of train=True
+    hub: _Hub | None = None
+
+
+_TORCHVISION = {
+    "mnist": _Torchvision("MNIST", "MNIST/raw/*-ubyte"),
+    "fashion_mnist": _Torchvision("FashionMNIST", "FashionMNIST/raw/*-ubyte"),
+    "cifar10": _Torchvision(
+        "CIFAR10", "cifar-10-batches-py/*_batch*", hub=_Hub("uoft-cs/cifar10", "plain_text", "img", "label")
+    ),
+    "cifar100": _Torchvision(
+        "CIFAR100",
+        "cifar-100-python/t*",
+        num_classes=100,
+        hub=_Hub("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+    ),
+    "svhn": _Torchvision(
+        "SVHN",
+        "t*_32x32.mat",
+        by_split=True,
+        hub=_Hub("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+    ),
+}
+
+
+def _by_name(name: str) -> Callable[[DataConfig], Source]:
+    def locate_one(data: DataConfig) -> Source:
+        try:
+            return _find(name, data)
+        except DataError:
+            if not data.download:
+                raise
+        _open_torchvision(name, roots(data)[0], train=True, download=True)
+        if _TORCHVISION[name].by_split:  # one file for each
+            _open_torchvision(name, roots(data)[0], train=False, download=True)
+        return _find(name, data)
+
+    return locate_one
+
+
+def _find(name: str, data: DataConfig) -> Source:
+    """Returns torchvision's files, or those of the hub. Raises DataError with all places looked at."""
+    one, hub = _TORCHVISION[name], _TORCHVISION[name].hub
+    get = f"set data.download: true, or point data.root at a folder where torchvision.datasets.{one.kind} has put it"
+    if hub is None:
+        return _of_torchvision(name, *find(data, ["", "torchvision"], [one.files], name, get))
+    get += f", or that holds {hub.folder}/*.parquet of the data set {hub.repository} of Hugging Face"
+    patterns = [one.files, f"{hub.folder}/train-*.parquet"]
+    root, files = find(data, ["", "torchvision", f"hf/{name}"], patterns, name, get)
+    of_hub = files[0].suffix == ".parquet"
+    return _of_hub(name, hub, root, files) if of_hub else _of_torchvision(name, root, files)
+
+
+# --- torchvision --------------------------------------------------------------------------------
+
+
+def _of_torchvision(name: str, root: Path, files: list[Path]) -> Source:
+    return Source(name, tuple(files), lambda pixels, progress: _read_torchvision(name, root))
+
+
+def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
+    from torchvision import datasets
+
+    one = _TORCHVISION[name]
+    part: dict[str, Any] = {"split": "train" if train else "test"} if one.by_split else {"train": train}
+    try:
+        return getattr(datasets, one.kind)(str(root), **part, download=download)
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:
+        doing = "downloaded to" if download else "read from"
+        raise DataError(f"data set {name!r} could not be {doing} {root.absolute()}: {error}") from error
+
+
+def _read_torchvision(name: str, root: Path) -> Images:
+    def part(train: bool) -> tuple[np.ndarray, np.ndarray]:
+        loaded = _open_torchvision(name, root, train)
+        x = np.asarray(loaded.data)
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.shape[-1] == 3:  # channels last; SVHN has them first
+            x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+        labels = loaded.labels if _TORCHVISION[name].by_split else loaded.targets
+        return np.ascontiguousarray(x), np.asarray(labels, np.int16)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy warns about the pickled arrays of CIFAR
+        return Images(*part(train=True), *part(train=False), num_classes=_TORCHVISION[name].num_classes)
+
+
+# --- Hugging Face -------------------------------------------------------------------------------
+
+
+def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
+    """Returns the parquet files of a data set of the hub; its images may stand in another order than torchvision's."""
+    test = sorted(path for path in root.glob(f"{hub.folder}/test-*.parquet") if path.is_file())
+    if not test:
+        raise DataError(
+            f"data set {name!r}: {(root / hub.folder).absolute()} has {train[0].name}, but no test-*.parquet; "
+            f"get all files of {hub.repository}/{hub.folder}"
+        )
+    columns = ColumnsConfig(image=hub.image, label=hub.label)
+
+    def read(pixels: bool, progress: Progress | None) -> Images:
+        return parquet.read(train, test, columns, _TORCHVISION[name].num_classes, pixels, progress)
+
+    return Source(name, (*train, *test), read)
+
+
+# --- MedMNIST -----------------------------------------------------------------------------------
+
+
+def medmnist(data: DataConfig) -> Source:
+    """Returns one of the 2-D data sets of medmnist, that of `data.train_files`; its validation part goes unused."""
+    get = (
+        "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
+        "medmnist.PathMNIST('train', root='data', download=True) of the package medmnist does it"
+    )
+    pattern = data.train_files or "*mnist*.npz"
+    root, files = find(data, ["", "medmnist"], [pattern], "medmnist", get)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise DataError(f"data.train_files: {root.absolute()} holds {len(files)} data sets, name one of: {names}")
+    return Source("medmnist", tuple(files), lambda pixels, progress: _read_medmnist(files[0]))
+
+
+def _read_medmnist(file: Path) -> Images:
+    names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels")]
+    try:
+        with np.load(file, allow_pickle=False) as loaded:
+            missing = [name for name in names if name not in loaded]
+            arrays = {name: loaded[name] for name in names if name in loaded}
+    except (ValueError, OSError) as error:
+        raise DataError(f"{file} cannot be read as an .npz file of plain arrays: {error}") from error
+    if missing:
+        raise DataError(f"{file} has no array {missing[0]!r}; a file of medmnist has {', '.join(names)}")
+    train_x, train_y, test_x, test_y = (
+        _medical_images(arrays[name], file, name) if name.endswith("images") else _one_label(arrays[name], file, name)
+        for name in names
+    )
+    for part, x, y in (("train", train_x, train_y), ("test", test_x, test_y)):
+        if len(x) != len(y):
+            raise DataError(f"{file} has {len(x)} {part}_images and {len(y)} {part}_labels, expected as many")
+    return Images(train_x, train_y, test_x, test_y, num_classes=int(max(train_y.max(), test_y.max())) + 1)
+
+
+def _medical_images(x: np.ndarray, file: Path, name: str) -> np.ndarray:
+    if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] == 3)):
+        raise DataError(
+            f"{file}: {name} is {x.dtype} of shape {x.shape}, expected uint8 (n, height, width) or "
+            "(n, height, width, 3); the 3-D data sets of medmnist are not supported"
+        )
+    return x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+
+
+def _one_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
+    if y.ndim == 2 and y.shape[1] != 1:
+        raise DataError(
+            f"{file}: {name} has {y.shape[1]} labels per image, expected 1; for data sets with several labels "
+            "(chestmnist) use source arrays and task multi_label"
+        )
+    return y.reshape(len(y)).astype(np.int16)
+
+
+SETS: dict[str, Callable[[DataConfig], Source]] = {name: _by_name(name) for name in _TORCHVISION} | {
+    "medmnist": medmnist
+}

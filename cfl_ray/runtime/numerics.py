@@ -1,0 +1,97 @@
+"""The parts of a run's surroundings that its figures depend on to the last bit, kept in numerics.json of the run.
+
+They are not in the config hash, for they are known only when hosts have started, or may differ between runs of one
+experiment. A run that is resumed keeps its engine; what else has changed is said.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from cfl_ray.config import RuntimeConfig
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import read_json, write_json
+from cfl_ray.engine import cpu
+
+NUMERICS = "numerics.json"
+_TITLES = {
+    "engine": "engine (runtime.engine)",
+    "device": "device",
+    "instructions": "CPU instruction set",
+    "torch": "PyTorch",
+    "one_by_one": "pieces of one client (runtime.clients_per_host)",
+    "has_deadline": "time limit (runtime.round_deadline)",
+}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Conditions beside the config hash on which figures depend. Values of hosts that differ are joined by " and "."""
+
+    engine: str  # a name, never auto
+    device: str  # of the hosts
+    instructions: str  # of the hosts' CPUs, as PyTorch uses them
+    torch: str  # version
+    one_by_one: bool  # whether a piece of work is one client, which changes the order of sums
+    has_deadline: bool  # whether clients that take long are excluded
+
+    @classmethod
+    def of(cls, runtime: RuntimeConfig, engine: str, device: str, hosts: Iterable["HostNumerics"]) -> "Numerics":
+        hosts = list(hosts)
+        return cls(
+            engine,
+            device,
+            " and ".join(sorted({host.instructions for host in hosts})),
+            " and ".join(sorted({host.torch for host in hosts})),
+            bool(runtime.clients_per_host),
+            runtime.round_deadline is not None,
+        )
+
+    def changes(self, now: "Numerics") -> list[str]:
+        """One line for each condition that has changed since this."""
+        pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
+        return [
+            f"this run began with {_TITLES[name]} {_in_words(before)} and goes on with {_in_words(after)}: its figures "
+            "will not be, bit for bit, those of an undisturbed run"
+            for name, before, after in pairs
+            if before != after
+        ]
+
+
+@dataclass(frozen=True)
+class HostNumerics:
+    """The conditions of one process."""
+
+    cpu: str  # model
+    instructions: str
+    torch: str
+
+    @classmethod
+    def here(cls) -> "HostNumerics":
+        return cls(cpu.model(), cpu.instruction_set(), torch.__version__)
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.instructions}"
+
+
+def read_numerics(run_dir: Path | None) -> Numerics | None:
+    """The numerics that a run began with; None where they are not known."""
+    if run_dir is None:
+        return None
+    try:
+        values = read_json(run_dir / NUMERICS)
+    except (DataError, OSError):
+        return None
+    names = {item.name for item in fields(Numerics)}
+    return Numerics(**values) if isinstance(values, dict) and values.keys() == names else None
+
+
+def write_numerics(run_dir: Path, numerics: Numerics) -> None:
+    """Writes the numerics that a run begins with."""
+    write_json(run_dir / NUMERICS, asdict(numerics))
+
+
+def _in_words(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)

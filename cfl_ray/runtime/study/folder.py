@@ -1,0 +1,147 @@
+"""The folder of a study, read without torch: its runs are SETTING/METHOD/seed-SEED."""
+
+import pkgutil
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cfl_ray.config.study import Study, load_study
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime.run_lock import CONFIG, command, is_live
+from cfl_ray.tracking import read_end
+
+STUDY = "study.yaml"
+LOCK = "study.lock"  # held by the process that runs the study
+FAILURE = "failure.txt"  # in the folder of a run: why it failed
+
+
+def is_study(folder: str | Path) -> bool:
+    """Whether a folder is that of a study."""
+    return (Path(folder) / STUDY).is_file()
+
+
+def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
+    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
+    return _folders(Path(study), CONFIG)
+
+
+def _folders(study: Path, name: str) -> list[tuple[str, str, Path]]:
+    """The same for the folders of runs that hold a file of this name."""
+    settings, methods = _names_in(study / STUDY)
+
+    def place(file: Path) -> tuple[Any, ...]:
+        setting, method = file.parts[-4], file.parts[-3]
+        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(file.parent))
+
+    found = sorted(study.glob(f"*/*/seed-*/{name}"), key=place)
+    return [(file.parts[-4], file.parts[-3], file.parent) for file in found]
+
+
+def seed_of(run: Path) -> int:
+    """The seed of a run by the name of its folder; -1 where it has none."""
+    number = run.name.removeprefix("seed-")
+    return int(number) if number.isdigit() else -1
+
+
+def _names_in(file: Path) -> tuple[list[str], list[str]]:
+    """The settings and methods that a study names, in its order."""
+    study = load_study(file) if file.is_file() else None
+    if study is None:
+        return [], []
+    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in _methods_of(values)]
+    pairs = [next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {}) for entry in entries]
+    return list(study.settings), [str((options or {}).get("label", name)) for name, options in pairs]
+
+
+def _methods_of(values: dict[str, Any]) -> list[Any]:
+    methods = values.get("methods", [])
+    return methods if isinstance(methods, list) else []
+
+
+def _position(name: str, names: list[str]) -> int:
+    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
+    known = [one for one in (name, name.partition(",")[0]) if one in names]
+    return names.index(known[0]) if known else len(names)
+
+
+# ---- progress
+
+
+@dataclass(frozen=True)
+class StudyStatus:
+    """The progress of a study."""
+
+    study: str
+    state: str  # live, finished, or stopped
+    runs: int  # in all
+    finished: int
+    live: list[str] = field(default_factory=list)  # runs at work
+    failed: dict[str, str] = field(default_factory=dict)  # runs and why they failed
+    stopped: list[str] = field(default_factory=list)  # runs that were begun and are neither at work nor finished
+    next: str | None = None  # the command that goes on with the study
+
+    @property
+    def left(self) -> int:
+        """Runs that are not finished."""
+        return max(0, self.runs - self.finished)
+
+
+def study_status(folder: str | Path) -> StudyStatus:
+    """The progress of a study, read from its folder. Raises ConfigError where it holds none."""
+    root = Path(folder)
+    if not is_study(root):
+        raise ConfigError(f"{folder} holds no study: there is no {root / STUDY}")
+    study = load_study(root / STUDY)
+    finished, live, stopped = 0, [], []
+    for setting, method, run in run_folders(root):
+        if seed_of(run) not in study.seeds:
+            continue  # of another version of the study
+        if is_live(run / CONFIG):
+            live.append(_in_words(setting, method, run))
+        elif is_finished(run):
+            finished += 1
+        elif not (run / FAILURE).is_file():
+            stopped.append(_in_words(setting, method, run))
+    failed = {
+        _in_words(setting, method, run): (run / FAILURE).read_text().partition("\n")[0]
+        for setting, method, run in _folders(root, FAILURE)
+    }
+    runs = _runs_of(study)
+    state = "live" if is_live_study(root) else "finished" if finished >= runs else "stopped"
+    again = command("resume", root) if state == "stopped" else None
+    return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
+
+
+def is_live_study(root: Path) -> bool:
+    """Whether a process runs the study of this folder."""
+    return (root / LOCK).is_file() and is_live(root / LOCK)
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in this folder has come to its end."""
+    end = read_end(run)
+    return end is not None and end.status == "FINISHED"
+
+
+def _in_words(setting: str, method: str, run: Path) -> str:
+    return f"{setting}, {method}, seed {seed_of(run)}"
+
+
+def _runs_of(study: Study) -> int:
+    """The number of runs of a study."""
+    trials = 1
+    if study.sweep is not None:
+        trials = (study.sweep.trials or 0) if study.sweep.sampler == "tpe" else len(study.sweep.drawn())
+    methods = sum(_num_methods(study.values(setting, {})) for setting in study.setting_names)
+    return methods * trials * len(study.seeds)
+
+
+def _num_methods(values: dict[str, Any]) -> int:
+    """The number of methods that an experiment lists."""
+    if "methods" not in values:
+        return 1
+    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
+    assert package is not None and package.submodule_search_locations is not None
+    everything = sum(1 for _ in pkgutil.iter_modules(package.submodule_search_locations))
+    return sum(everything if entry == "all" else 1 for entry in _methods_of(values))

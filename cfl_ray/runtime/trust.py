@@ -1,0 +1,126 @@
+"""Trust in run directories, which another user may have made.
+
+Its record, config.yaml, names Python files, and may name a Ray cluster and an MLflow server: going on with the run
+imports the files, unpickles what the cluster sends, and sends the user's credentials to the server. So a run signs what
+its record names (`signature.json`), and anything else that a record names needs the user's word.
+
+A config that the user names is the user's own; `cfl-ray check`, which is for looking at configs, asks before it imports
+a file of another user.
+"""
+
+import os
+import pwd
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.redaction import redact
+from cfl_ray.core.signing import is_signed, sign
+from cfl_ray.runtime.run_lock import CONFIG
+
+SIGNATURE = "signature.json"
+_PURPOSE = "names in the record of a run"
+_ROOT = 0
+
+
+class UntrustedError(ConfigError):
+    """Code or a server that is used only where the user says so."""
+
+
+def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Experiment:
+    """The experiment in the record of a run. Imports nothing.
+
+    connects: whether the run's cluster and MLflow server will be used, beside its files.
+    Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`.
+    """
+    experiment = config.load(run_dir / CONFIG)
+    names = [] if trust else _code_in(experiment) + (_servers_in(experiment) if connects else [])
+    signed = _signed_in(run_dir) if names else []
+    if unknown := [name for name in names if name not in signed]:
+        raise UntrustedError(
+            f"{run_dir} was not made by you on this machine, and its {CONFIG} names {', '.join(unknown)}; what it "
+            "names is imported or connected to: look at it, and say --trust (trust=True in Python) if you trust it"
+        )
+    return experiment
+
+
+def sign_record(run_dir: Path, experiment: Experiment) -> None:
+    """Signs what the record of this user's run names."""
+    names = _code_in(experiment) + _servers_in(experiment)
+    if names and (signature := sign(_PURPOSE, names)):
+        write_json(run_dir / SIGNATURE, {"names": names, "signature": signature})
+
+
+def check_owners(experiment: Experiment) -> None:
+    """Raises UntrustedError where a Python file that a config names belongs to another user."""
+    for file in _files_in(experiment):
+        owner = file.stat().st_uid
+        if owner not in (os.geteuid(), _ROOT):
+            raise UntrustedError(
+                f"{file} belongs to another user ({_user_name(owner)}), and check imports it: look at it, and say "
+                "--trust if you trust it"
+            )
+
+
+# ---- what a record names
+
+
+def _code_in(experiment: Experiment) -> list[str]:
+    return [f"the code in {file}" for file in _files_in(experiment)]
+
+
+def _servers_in(experiment: Experiment) -> list[str]:
+    """The cluster and the MLflow server, without credentials; those of the environment are the user's own."""
+    address, uri = experiment.runtime.address, experiment.tracking.uri
+    servers = [f"the Ray cluster {redact(address)}"] if address and address != os.environ.get("RAY_ADDRESS") else []
+    if uri and experiment.tracking.uses_mlflow and redact(uri) != redact(os.environ.get("MLFLOW_TRACKING_URI") or ""):
+        servers.append(f"MLflow at {redact(uri)}")
+    return servers
+
+
+def _files_in(experiment: Experiment) -> list[Path]:
+    """Every file that an `anything:Name` of the config names, wherever it stands."""
+    found = (_file_of(text) for text in _texts(experiment.to_dict()))
+    return list(dict.fromkeys(file for file in found if file is not None))
+
+
+def _file_of(reference: str) -> Path | None:
+    path = Path(reference.rpartition(":")[0])
+    try:
+        return path.resolve() if path.is_file() else None
+    except (OSError, ValueError):  # no name of a file
+        return None
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _texts(value)
+
+
+def _signed_in(run_dir: Path) -> list[str]:
+    try:
+        found = read_json(run_dir / SIGNATURE)
+    except DataError:
+        return []
+    names = found.get("names") if isinstance(found, dict) else None
+    if not isinstance(names, list) or found is None or not is_signed(_PURPOSE, names, found.get("signature")):
+        return []
+    return [str(name) for name in names]
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

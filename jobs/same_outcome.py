@@ -1,0 +1,87 @@
+"""Whether a disturbed run has the outcome of an undisturbed one, bit for bit; shared by the jobs that disturb runs."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from cfl_ray.config import Experiment
+from cfl_ray.runtime.checkpoint.store import CheckpointStore
+
+IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
+
+
+def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experiment:
+    """Rotated digits with clients that join, leave and are unavailable; a round takes about a second."""
+    options = {"ifca_cam": {"warmup_rounds": 2}, "stocfl": {"tau": 0.5}}
+    return Experiment(
+        name="chaos",
+        rounds=rounds,
+        methods=[{name: options.get(name, {})} for name in methods],
+        data={"shift": {"kind": "rotated"}, "partition": {"clients": 24}, "shards": str(output / "shards")},
+        model={"options": {"hidden": 200}},
+        local={"epochs": 20, "batch_size": 8, "momentum": 0.5},
+        cohort={"fraction": 0.5, "availability": 0.9, "dropout": 0.05},
+        schedule=[
+            {"round": 3, "join": [22, 23]},
+            {"round": 5, "leave": [0], "change": [{"clients": [1], "rotate": 90}]},
+        ],
+        runtime={"engine": "sequential", "hosts": 3, "retries": 1000},
+        output=str(output),
+    )
+
+
+def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Path, disturbed: Path) -> list[str]:
+    """What differs between two runs, one line each: METHOD: WHAT. MLflow must have every round of the disturbed one."""
+    found = []
+    for method in methods:
+        expected, there = outcome(undisturbed, method, experiment), outcome(disturbed, method, experiment)
+        found += [f"{method}: {name}" for name in expected if expected[name] != there[name]]
+    steps, rounds = in_mlflow(Path(experiment.output), experiment.name), list(range(1, experiment.rounds + 1))
+    return found + [
+        f"{method}: rounds in MLflow {steps.get(method)}"
+        for method in methods
+        if sorted(steps.get(method, [])) != rounds
+    ]
+
+
+def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, object]:
+    """Everything that must be equal in both runs, by name."""
+    folder = directory / method
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        {name: value for name, value in record.items() if name not in ("round_seconds", "time_ms")}
+        for record in records
+    ]
+    checkpoint = CheckpointStore(folder, experiment.config_hash).load()
+    return {
+        "rounds": [record["round"] for record in records],
+        "metrics": metrics,
+        "moves": (folder / "moves.jsonl").read_text() if (folder / "moves.jsonl").exists() else "",
+        "models": _sha256(sorted(checkpoint.tensors.items())),
+        "client states": _sha256(sorted((key, saved.tensor()) for key, saved in checkpoint.client_states())),
+        "scalars": {name: checkpoint.values[name] for name in ("state", "traffic")},
+    }
+
+
+def _sha256(entries: Iterable[tuple[object, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for key, tensor in entries:
+        digest.update(repr((key, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def in_mlflow(output: Path, name: str) -> dict[str, list[int]]:
+    """Steps of the metric `clients_online`, which every evaluated round logs, by method."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{output / 'mlflow.db'}")
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    runs = client.search_runs(experiments, f"tags.name = '{name}' AND tags.label LIKE '%'")
+    return {
+        run.data.tags["label"]: [metric.step for metric in client.get_metric_history(run.info.run_id, "clients_online")]
+        for run in runs
+    }

@@ -1,0 +1,52 @@
+"""Files that are read whatever is in their place, and files that only their user can read."""
+
+import os
+import stat
+
+import pytest
+
+from cfl_ray.core.errors import DataError
+from cfl_ray.core.files import cut_torn_line, drafted, open_private, private_folder, read_file, read_json, write_json
+
+
+def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    reasons = {"pipe": "a device or a pipe", "loop": "levels of symbolic links", ".": "Is a directory"}
+    for name, reason in reasons.items():
+        for read in (read_file, read_json, cut_torn_line):
+            with pytest.raises(DataError, match=f"cannot be read: .*{reason}"):
+                read(tmp_path / name)
+    with pytest.raises(DataError, match="/dev/zero cannot be read: it is a device or a pipe"):
+        read_file(tmp_path / "/dev/zero")
+    assert read_file(tmp_path / "nothing") is read_json(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[1]", b"3", b"[" * 100_000, b"9" * 5000, b'{"a": 1'])
+def test_what_is_no_json_object_is_damaged(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(DataError, match="x.json is damaged"):
+        read_json(tmp_path / "x.json")
+
+
+def test_private_files_and_folders_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        private_folder(tmp_path / "a/b")
+        write_json(tmp_path / "a/x.json", {})
+        open_private(tmp_path / "a/log", "ab").close()
+        with drafted(tmp_path / "a/draft") as draft:
+            draft.write_text("x")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").rglob("*")}
+    assert modes == {"b": 0o700, "x.json": 0o600, "log": 0o600, "draft": 0o600}
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+
+
+def test_a_draft_does_not_follow_a_link_that_waits_for_it(tmp_path):
+    (tmp_path / "victim").write_text("untouched")
+    (tmp_path / f".{os.getpid()}.x").symlink_to(tmp_path / "victim")
+    with drafted(tmp_path / "x") as draft:
+        draft.write_text("new")
+    assert (tmp_path / "victim").read_text() == "untouched" and (tmp_path / "x").read_text() == "new"

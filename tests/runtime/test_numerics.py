@@ -1,0 +1,118 @@
+"""What figures depend on to the last bit is kept with a run: the engine stays, and other changes are said."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from cfl_ray import load_run, resume, simulate
+from cfl_ray.core.errors import Interrupted
+from cfl_ray.engine import autotune, cpu
+from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.numerics import NUMERICS, Numerics
+
+
+class Interrupting(Watcher):
+    """Interrupts the run after a round, and keeps facts and warnings."""
+
+    def __init__(self, after=None):
+        self.after, self.facts, self.lines = after, {}, []
+
+    def started(self, setup, run_dir, facts):
+        self.facts = facts
+
+    def round(self, label, report):
+        if report.round == self.after:
+            raise KeyboardInterrupt
+
+    def warn(self, text):
+        self.lines.append(text)
+
+
+@pytest.fixture
+def interrupted(experiment, tmp_path, monkeypatch):
+    """The directory of a run that was interrupted after round 2 and had measured `manual` as its engine."""
+    monkeypatch.setattr(autotune, "measure", lambda *_: EngineChoice("manual", "manual: measured"))
+    with pytest.raises(Interrupted):
+        simulate(experiment(runtime={"engine": "auto"}), tmp_path / "run", Interrupting(2))
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_keeps_its_engine_whatever_is_measured_there(experiment, interrupted, tmp_path, figures):
+    (choices,) = tmp_path.glob("engine-choices.json")
+    (key,) = json.loads(choices.read_text())
+    choices.write_text(json.dumps({key: ["sequential", "sequential: measured elsewhere"]}))
+    watcher = Interrupting()
+    found = figures(resume(interrupted, watcher, on_ray=False))
+    assert watcher.facts["engine"] == "manual: as at the start of the run" and watcher.lines == []
+    assert found == figures(simulate(experiment(runtime={"engine": "manual"})))
+
+
+def test_what_has_changed_is_said_with_both_values(interrupted):
+    file = interrupted / NUMERICS
+    kept = json.loads(file.read_text())
+    assert kept == {
+        "engine": "manual",
+        "device": "cpu",
+        "instructions": cpu.instruction_set(),
+        "torch": torch.__version__,
+        "one_by_one": False,
+        "has_deadline": False,
+    }
+    before = kept | {"torch": "1.0", "instructions": "VSX", "device": "cuda, a GPU", "has_deadline": True}
+    file.write_text(json.dumps(before))
+    watcher = Interrupting()
+    resume(interrupted, watcher, on_ray=False)
+    begins = [line.partition(":")[0] for line in watcher.lines]
+    assert begins == [
+        "this run began with device cuda, a GPU and goes on with cpu",
+        f"this run began with CPU instruction set VSX and goes on with {cpu.instruction_set()}",
+        f"this run began with PyTorch 1.0 and goes on with {torch.__version__}",
+        "this run began with time limit (runtime.round_deadline) on and goes on with off",
+    ]
+    assert json.loads(file.read_text()) == before  # of the beginning, also for the next resume
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"engine": "manual"}'])
+def test_a_run_without_them_begins_a_record(interrupted, content):
+    """Runs of earlier versions, and files that were damaged."""
+    file = interrupted / NUMERICS
+    file.unlink() if content is None else file.write_text(content)
+    watcher = Interrupting()
+    resume(interrupted, watcher, on_ray=False)
+    assert watcher.lines == [] and Numerics(**json.loads(file.read_text())).engine == "manual"
+
+
+def test_facts_name_cpu_and_pytorch(experiment):
+    watcher = Interrupting()
+    simulate(experiment(rounds=1), None, watcher)
+    assert watcher.facts["cpu"] == f"{cpu.model()}, {cpu.instruction_set()}"
+    assert watcher.facts["torch"] == torch.__version__
+
+
+def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figures):
+    """As on another machine, which has a copy of the output folder in another place."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    digits = experiment(data={"source": "digits"}, tracking={"enabled": True})
+    made = digits.model_copy(update={"output": str(old)})
+    with pytest.raises(Interrupted):
+        simulate(made, old / "run", Interrupting(2))
+    cut = [path.name for path in (old / "shards").iterdir()]
+    shutil.move(old, new)
+    watcher = Interrupting()
+    found = figures(resume(new / "run", watcher, on_ray=False))
+    assert found == figures(simulate(experiment(data={"source": "digits"})))
+    assert any(line.startswith(f"{old} of this run is not here; {new} takes its place") for line in watcher.lines)
+    assert not old.exists() and [path.name for path in (new / "shards").iterdir()] == cut
+    assert (new / "mlflow.db").exists() and load_run(new / "run")["ditto"].final
+
+
+def test_an_output_that_is_nowhere_is_said(experiment, tmp_path):
+    made = experiment().model_copy(update={"output": str(tmp_path / "out")})  # synthetic data have no shards
+    with pytest.raises(Interrupted):
+        simulate(made, tmp_path / "run", Interrupting(2))
+    watcher = Interrupting()
+    resume(tmp_path / "run", watcher, on_ray=False)
+    assert any(line.startswith(f"{tmp_path}/out, the output folder of this run, is not here") for line in watcher.lines)

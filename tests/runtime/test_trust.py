@@ -1,0 +1,170 @@
+"""Run directories that somebody else may have made: nothing they name is imported or connected to unless asked for."""
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from cfl_ray import compare_runs, load_run, resume, simulate
+from cfl_ray.cli import main
+from cfl_ray.config import load
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime import trust
+from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("was_imported").touch()
+
+def weigh(updates_MP, weight_M):
+    return weight_M
+
+def clip(x, y, **options):
+    return x, y
+
+def score(outputs, targets):
+    return (outputs.argmax(-1) == targets).float().mean()
+"""
+
+
+@pytest.fixture
+def own(experiment, tmp_path, monkeypatch):
+    """The directory of this user's finished run with a metric of its own file; what imported the file is forgotten."""
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
+    (tmp_path / "mine_of_trust.py").write_text(CODE)
+    metric = f"{tmp_path / 'mine_of_trust.py'}:score"
+    simulate(experiment(rounds=1, evaluation={"metrics": [metric]}), tmp_path / "run")
+    (tmp_path / "was_imported").unlink()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def imports(tmp_path):
+    """Returns a function: whether the user's file was imported since it was called last."""
+    for name in [name for name in sys.modules if name.endswith("_of_trust")]:
+        del sys.modules[name]
+    mark = tmp_path / "was_imported"
+
+    def since() -> bool:
+        found = mark.exists()
+        mark.unlink(missing_ok=True)
+        return found
+
+    return since
+
+
+def cli(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(one) for one in arguments])
+    return ended.value.code or 0
+
+
+def test_nothing_changes_for_own_runs_also_moved_ones(own, tmp_path, capsys):
+    moved = shutil.move(own, tmp_path / "moved")
+    assert load_record(moved).evaluation.metrics == load(moved / "config.yaml").evaluation.metrics
+    load_run(moved)["ditto"].model(0)
+    assert (cli("export", moved, "--cluster", 0, "-o", tmp_path / "model.pt"), cli("resume", moved)) == (0, 0)
+    assert (cli("table", moved), cli("status", moved)) == (0, 0)
+    assert (moved / "signature.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_of_another_user_or_machine_imports_nothing(own, imports, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    message = r"run was not made by you on this machine, and its config.yaml names the code in .*mine_of_trust.py"
+    for act in (
+        lambda: load_run(own),
+        lambda: resume(own, on_ray=False),
+        lambda: compare_runs([own]),
+        lambda: load_record(own, connects=False),
+    ):
+        with pytest.raises(UntrustedError, match=message):
+            act()
+    for command in (("export", own, "-o", tmp_path / "m.pt"), ("table", own), ("resume", own)):
+        assert cli(*command) == 2
+        assert "say --trust" in capsys.readouterr().err
+    assert cli("status", own) == 0
+    assert not imports()
+
+
+def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    assert cli("export", own, "--cluster", 0, "-o", tmp_path / "m.pt", "--trust") == 0 and imports()
+    assert cli("table", own, "--trust") == 0 and (cli("table", own), cli("resume", "--trust", own)) == (2, 0)
+    (own / "ditto/end.json").unlink()
+    (own / "end.json").unlink()
+    resume(own, on_ray=False, trust=True)
+    assert load_run(own).methods
+
+
+def test_on_a_terminal_the_user_is_asked(own, imports, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answers = iter([False, True])
+    monkeypatch.setattr("typer.confirm", lambda text, err: next(answers))
+    assert cli("table", own) == 2 and not imports()
+    assert "warning: " in capsys.readouterr().err
+    assert cli("table", own) == 0
+
+
+def test_what_was_not_signed_is_not_trusted(own, tmp_path):
+    """Another file in the record, other names in the signature, and nonsense in its place."""
+    (tmp_path / "other_of_trust.py").write_text(CODE)
+    record, signature = (own / "config.yaml").read_text(), (own / "signature.json").read_text()
+    (own / "config.yaml").write_text(record.replace("mine_of_trust.py", "other_of_trust.py"))
+    for text in (signature, signature.replace("mine_of_trust.py", "other_of_trust.py"), "[]", "{", '{"names": 3}'):
+        (own / "signature.json").write_text(text)
+        with pytest.raises(UntrustedError, match="other_of_trust.py"):
+            load_run(own)
+
+
+@pytest.mark.parametrize("place", ["methods", "model", "task", "aggregation", "source", "tracker", "schedule"])
+def test_files_are_found_wherever_a_record_names_them(run_dir, tmp_path, place):
+    file = f"{tmp_path / 'any_of_trust.py'}:Name"
+    (tmp_path / "any_of_trust.py").write_text("raise SystemExit")
+    overrides = {
+        "methods": f"methods=['{file}']",
+        "model": f"model.name={file}",
+        "task": f"task={{loss: '{file}'}}",
+        "aggregation": f"methods=[{{fedavg: {{aggregation: {{'{file}': {{}}}}}}}}]",
+        "source": f"data.source={file}",
+        "tracker": f"tracking.trackers=[{{'{file}': {{}}}}]",
+        "schedule": f"local.schedule={{'{file}': {{}}}}",
+    }
+    (run_dir / "config.yaml").write_text(load(None, [overrides[place]]).to_record())
+    with pytest.raises(UntrustedError, match="any_of_trust.py"):
+        load_run(run_dir)
+
+
+def test_a_cluster_and_a_server_of_a_stranger_are_not_connected_to(run_dir, monkeypatch):
+    record = load(None, ["runtime.address=ray://6.6.6.6:1", "tracking.uri=http://6.6.6.6"]).to_record()
+    (run_dir / "config.yaml").write_text(record)
+    named = "names the Ray cluster ray://6.6.6.6:1, MLflow at http://6.6.6.6"
+    with pytest.raises(UntrustedError, match=named):
+        load_record(run_dir)
+    assert load_record(run_dir, connects=False).methods and load_record(run_dir, trust=True).methods
+    monkeypatch.setenv("RAY_ADDRESS", "ray://6.6.6.6:1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://6.6.6.6")
+    load_record(run_dir)  # they are the user's own
+
+
+class TestCheck:
+    def test_imports_the_users_files(self, tmp_path, imports, capsys):
+        (tmp_path / "checked_of_trust.py").write_text(CODE)
+        assert cli("check", f"evaluation.metrics=['{tmp_path / 'checked_of_trust.py'}:score']", "rounds=1") == 0
+        assert imports()
+        assert cli("check", "--help") == 0
+        assert "imports the Python files that the config names" in " ".join(capsys.readouterr().out.split())
+
+    def test_imports_no_file_of_another_user(self, tmp_path, imports, monkeypatch, capsys):
+        file = tmp_path / "foreign_of_trust.py"
+        file.write_text(CODE)
+        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+        monkeypatch.setattr(trust, "_ROOT", -1)
+        options = [f"evaluation.metrics=['{file}:score']", "rounds=1"]
+        assert cli("check", *options) == 2 and not imports()
+        printed = capsys.readouterr().err
+        assert "foreign_of_trust.py belongs to another user" in printed and "say --trust" in printed
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            check_owners(load(None, options))
+        assert cli("check", "--trust", *options) == 0 and imports()
