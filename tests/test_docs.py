@@ -133,6 +133,7 @@ def test_every_command_of_the_table_exists(capsys):
         "methods",
         "list",
         "export",
+        "report",
         "status",
         "sweep",
         "table",
@@ -231,9 +232,9 @@ def test_modules_named_in_the_documentation_exist():
 
 def test_every_library_is_explained_and_every_explanation_is_a_dependency():
     listed = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]\n\n")[0]
-    declared = {name.removesuffix("[default]") for name in re.findall(r'^    "([a-z-]+)', listed, re.M)}
+    declared = {name.removesuffix("[default]") for name in re.findall(r'^    "([a-z0-9-]+)', listed, re.M)}
     table = README.split("## Libraries")[1]
-    rows = re.findall(r"^\| ([a-z, -]+) \|", table, re.M)
+    rows = re.findall(r"^\| ([a-z0-9, -]+) \|", table, re.M)
     explained = {name.strip() for row in rows for name in row.split(",")} - {"library"}
     assert declared == explained
 

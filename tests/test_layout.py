@@ -34,6 +34,7 @@ FOREIGN = {  # package of others -> the only place that may import it
     "mlflow": "tracking/mlflow",
     "wandb": "tracking/wandb.py",
     "matplotlib": "report/",
+    "jinja2": "report/page.py",
     "typer": "cli/",
     "rich": "cli/",
 }

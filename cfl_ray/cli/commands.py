@@ -444,6 +444,36 @@ def table(
     print(format_table(frame, style))
 
 
+@app.command(short_help="Write the report of runs: one HTML page.")
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs below them.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the page.")] = Path("report.html"),
+    against: Annotated[
+        Path | None, typer.Option(help="File of published tables (YAML) to compare with.", show_default=False)
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="Column of the published tables that the runs belong to.", show_default=False),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Write the report of some runs, or of a study: settings, a table and figures in one HTML page without links.
+
+    Runs whose settings differ in the seed alone are one experiment: figures show the mean over its seeds.
+    """
+    from cfl_ray.runtime.reporting import write_report
+    from cfl_ray.runtime.run_lock import CONFIG
+
+    for run_dir in run_dirs:
+        if (run_dir / CONFIG).is_file():
+            trust = _may_import(run_dir, trust)
+    path = write_report(run_dirs, output, against, column, trust)
+    _print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
+
+
 @app.command(short_help="Write a trained model to a file.")
 def export(
     run_dir: RunDir,

@@ -25,8 +25,10 @@ from cfl_ray.core.redaction import redact
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
+from cfl_ray.runtime.reporting import REPORT
 from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.tracking import ARTIFACTS
 from cfl_ray.tracking.record import is_evaluated
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
@@ -228,6 +230,9 @@ class Display(Watcher):
             self._line(took)
         if results.run_dir is not None:
             self._line(f"results: {results.run_dir} (figures in artifacts/)")
+            report = results.run_dir / ARTIFACTS / REPORT
+            if report.is_file():
+                self._line(f"report: {report}")
         if results.tracking is not None:
             is_server = results.tracking.startswith("http")
             command = shlex.join(["mlflow", "ui", "--backend-store-uri", results.tracking])

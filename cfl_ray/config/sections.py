@@ -815,6 +815,11 @@ class TrackingConfig(ConfigSection):
         description="at the end of a method, log the model of each cluster (cluster-0, ...) to its MLflow run, with "
         "signature and input example; needs MLflow 3.11 or newer",
     )
+    report: bool = Field(
+        True,
+        description="at the end of the run, write artifacts/report.html (2 MB), which is an artifact of the parent "
+        "run in MLflow",
+    )
     trackers: list[Any] = Field(
         ["mlflow"],
         description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "

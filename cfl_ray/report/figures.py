@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cfl_ray.core.files import drafted, private_folder
+from cfl_ray.report.palette import COLOURS
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
 from cfl_ray.tracking.summary import mbit
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D00")
 STYLES = ("-", "--", ":")
 DPI = 150
 LABEL_POINTS = 9.0  # font size

@@ -61,13 +61,13 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
             continue
         results = load_run(run, trust=trust)
         experiment = config.load(Path(run) / CONFIG)
-        name = names.setdefault(_settings_of(experiment), _free_name(experiment.name, list(names.values())))
+        name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:
                 of_seeds = found.setdefault((name, label), {})
                 if experiment.seed in of_seeds:
                     raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
-                of_seeds[experiment.seed] = _values(result)
+                of_seeds[experiment.seed] = values_of(result)
     return table_of(found, metrics)
 
 
@@ -115,7 +115,7 @@ def read_study(folder: str | Path) -> StudyFigures:
             if (end := read_end(directory)) is not None and end.status == "FINISHED":
                 result = MethodResult(method, list(read_records(directory)), dict(end.summary.metrics))
                 if result.final:
-                    found.setdefault((setting, method), {})[seed_of(run)] = _values(result)
+                    found.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
     return StudyFigures(found)
 
 
@@ -156,17 +156,18 @@ def _formatted(shown: pd.DataFrame, style: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _settings_of(experiment: Experiment) -> str:
+def settings_of(experiment: Experiment) -> str:
     """Hash of the settings that the runs of one experiment share: all that figures depend on but seed and methods."""
     return experiment.model_copy(update={"seed": 0, "methods": []}).config_hash
 
 
-def _free_name(name: str, taken: list[str]) -> str:
+def free_name(name: str, taken: list[str]) -> str:
     """The name, with a number where another experiment has it."""
     return name if name not in taken else f"{name} ({sum(one.startswith(name) for one in taken) + 1})"
 
 
-def _values(result: MethodResult) -> dict[str, float]:
+def values_of(result: MethodResult) -> dict[str, float]:
+    """Metrics of the last evaluation and of the whole run, with the traffic in one number, and seconds."""
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
     return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
@@ -201,12 +202,13 @@ def is_less_better(metric: str) -> bool:
 
 def _p_values(found: Found, metric: str) -> list[float]:
     """Of each method against the best one of its experiment."""
-    from scipy.stats import ttest_rel
-
     sign = -1 if is_less_better(metric) else 1
 
     def mean(key: tuple[str, str]) -> float:
         return sign * float(np.mean([one.get(metric, np.nan) for one in found[key].values()]))
+
+    if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):
+        from scipy.stats import ttest_rel  # half a second that the report of a single run does without
 
     p_values = []
     for key, of_seeds in found.items():

@@ -22,6 +22,7 @@ from cfl_ray.runtime.export import save_models
 from cfl_ray.runtime.journal import EVENTS, Journal, grown_by
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import DIAGNOSTICS
+from cfl_ray.runtime.reporting import REPORT, FoundRun, write_report_of
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
 from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.run_lock import CONFIG
@@ -115,6 +116,7 @@ class Driver:
             self._check_ending(wait=True)
             if self.directory is not None:
                 write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
+                self._write_report(self.directory, results)
             status = "FINISHED"
         except (KeyboardInterrupt, RunStopped):
             status = "KILLED"
@@ -182,6 +184,17 @@ class Driver:
         finally:
             if tracker is not None:
                 self._finish(tracker, status, summary)
+
+    def _write_report(self, directory: Path, results: dict[str, MethodResult]) -> None:
+        """Writes the page of the run. A failure to draw it ends no run."""
+        if not self.experiment.tracking.report:
+            return
+        try:
+            run = FoundRun(directory, self.experiment, Results(results, directory))
+            write_report_of([run], directory / ARTIFACTS / REPORT)
+        except Exception as error:
+            again = f"`cfl-ray report {directory} -o report.html` tries it again"
+            self.watcher.warn(f"the report was not written: {type(error).__name__}: {error}; {again}")
 
     def _check_ending(self, wait: bool = False) -> None:
         """Raises the error of the end of the method before, if it is done by now. wait: until it is done."""

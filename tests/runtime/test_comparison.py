@@ -60,9 +60,9 @@ def test_other_settings_are_another_experiment(runs):
 def test_what_figures_depend_on_makes_an_experiment():
     plain = cfl_ray.Experiment()
     same = cfl_ray.Experiment(seed=3, name="other", methods=["local"], runtime={"hosts": 2}, output="elsewhere")
-    assert comparison._settings_of(plain) == comparison._settings_of(same)
+    assert comparison.settings_of(plain) == comparison.settings_of(same)
     for other in ({"rounds": 3}, {"runtime": {"precision": "bf16"}}, {"local": {"lr": 0.2}}):
-        assert comparison._settings_of(plain) != comparison._settings_of(cfl_ray.Experiment(**other))
+        assert comparison.settings_of(plain) != comparison.settings_of(cfl_ray.Experiment(**other))
 
 
 def test_metrics_by_name(runs):

@@ -1,0 +1,128 @@
+"""Parts that the figures of the page share: their frame, the looks of methods, numbers as text.
+
+Figures are plain dictionaries of Plotly's schema: its Python classes would take a second to import and fill at the end
+of every run. The tests hold them against these classes.
+"""
+
+import base64
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.report.palette import COLOURS
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "hexagon", "pentagon")
+GRID, INK = "#DDDDDD", "#1F2933"
+Plot = dict[str, Any]  # data and layout; arrays of NumPy stay arrays
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    """A figure with its title and the sentence beneath it."""
+
+    title: str
+    caption: str
+    plot: Plot
+    height: int = 300  # pixels, without the legend
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one method is drawn."""
+
+    colour: str
+    dash: str
+    marker: str
+
+
+def look(place: int) -> Look:
+    """The look of the method at this place of the list; the first 24 differ in colour or dashes."""
+    return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
+
+
+def canvas(
+    traces: Sequence[Plot],
+    x: str = "",
+    y: str = "",
+    xaxis: Plot | None = None,
+    yaxis: Plot | None = None,
+    xaxis2: Plot | None = None,
+    shapes: Sequence[Plot] = (),
+    hovermode: str = "closest",
+) -> Plot:
+    """A figure with these traces, titles of its axes, and further keys of the axes. xaxis2: a second one."""
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#8A94A0", "ticks": "outside", "automargin": True}
+    frame = {
+        "font": {"family": FONT, "size": 13, "color": INK},
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "paper_bgcolor": "#FFFFFF",
+        "plot_bgcolor": "#FFFFFF",
+        "xaxis": axis | {"title": {"text": x, "standoff": 6}} | (xaxis or {}),
+        "yaxis": axis | {"title": {"text": y, "standoff": 6}} | (yaxis or {}),
+        "hoverlabel": {"namelength": -1},
+        "dragmode": False,
+        "hovermode": hovermode,
+        "shapes": list(shapes),
+    }
+    return {"data": list(traces), "layout": frame | ({"xaxis2": xaxis2} if xaxis2 else {})}
+
+
+def line_at(value: float, horizontal: bool, line: Plot) -> Plot:
+    """A line across the whole figure."""
+    along, across = ("x", "y") if horizontal else ("y", "x")
+    ends = {f"{along}0": 0, f"{along}1": 1, f"{across}0": value, f"{across}1": value}
+    return {"type": "line", f"{along}ref": f"{along} domain", f"{across}ref": across, **ends, "line": line}
+
+
+def as_json(plot: Plot) -> str:
+    """A figure as JSON; arrays in the binary form of Plotly."""
+    return json.dumps(plot, default=_array, allow_nan=False, separators=(",", ":"))
+
+
+def _array(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a figure cannot hold {type(value).__name__}")
+    kind = "f4" if value.dtype.kind == "f" else "i1" if value.dtype == np.int8 else "i4"
+    data = base64.b64encode(np.ascontiguousarray(value, f"<{kind}").tobytes()).decode()
+    shape = {"shape": ", ".join(map(str, value.shape))} if value.ndim > 1 else {}
+    return {"dtype": kind, "bdata": data, **shape}
+
+
+def safe(text: str) -> str:
+    """Text that Plotly shows as it is, rather than as markup."""
+    return html.escape(str(text), quote=False)
+
+
+def faint(colour: str, alpha: float = 0.16) -> str:
+    """The colour of a band around a line of this colour."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def number(value: float) -> str:
+    """Three decimals below 10, one above."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def with_spread(mean: float, std: float) -> str:
+    """Mean and, where there is one, standard deviation, with as many decimals."""
+    digits = 3 if abs(mean) < 10 else 1
+    return number(mean) if math.isnan(std) else f"{number(mean)} ±\u00a0{std:.{digits}f}"
+
+
+def percent(share: float) -> str:
+    """A share in percent."""
+    return f"{100 * share:.0f} %"
+
+
+def listed(items: Sequence[str], most: int = 6) -> str:
+    """Items with commas; of many the first ones and the number of the others."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return ", ".join([*items[:most], *more])

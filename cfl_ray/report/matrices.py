@@ -1,0 +1,207 @@
+"""Matrices that methods report: the similarity of clients, and their signatures in the plane."""
+
+import numpy as np
+
+from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
+from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, number, percent
+from cfl_ray.report.material import MethodRun, ReportedExperiment
+from cfl_ray.report.palette import COLOURS, GREY
+from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
+
+MOST_ROWS, MOST_POINTS = 150, 600  # that are drawn
+NAMED = len(COLOURS)
+
+
+def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
+    """Similarity or distance, ordered by cluster, and a map of signatures, for each method that has recorded them."""
+    figures = []
+    for label, runs in experiment.methods.items():
+        run = next((run for run in runs if run.matrices), None)
+        if run is None:
+            continue
+        for name, matrix in run.matrices.items():
+            draw = _ordered if matrix.of_pairs else _map
+            figures.append(draw(experiment, label, name.replace("_", " "), run, matrix, len(runs) > 1))
+    return figures
+
+
+def _clusters_at(run: MethodRun, round: int) -> dict[int, int]:
+    return next(cluster_of for _, cluster_of in snapshots(run.moves, [round]))
+
+
+def _heading(label: str, what: str, matrix: RecordedMatrix, run: MethodRun, several: bool) -> str:
+    seed = f", seed {run.seed}" if several else ""
+    return f"{label}: {what} (round {matrix.round}{seed})"
+
+
+def _ordered(
+    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
+) -> PageFigure:
+    cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
+    clients = matrix.client_S.tolist()
+    cluster_S = np.array([cluster_of.get(client, -1) for client in clients])
+    group_S = np.array([group_of.get(client, -1) for client in clients])
+    order = sorted(range(len(clients)), key=lambda place: (cluster_S[place], group_S[place], clients[place]))
+    drawn = np.array(evenly(order, MOST_ROWS))
+    shown = matrix.values[np.ix_(drawn, drawn)].astype(np.float32)
+    rows = list(range(len(drawn)))
+    heat = {
+        "type": "heatmap",
+        "z": shown,
+        "x": rows,
+        "y": rows,
+        "colorscale": "Cividis",
+        "reversescale": "distance" in name,
+        "colorbar": {"thickness": 12, "title": {"text": name, "side": "right"}},
+        "hovertemplate": f"{name} %{{z:.3g}}<extra></extra>",
+    }
+    strip = {
+        "type": "heatmap",
+        "z": np.minimum(group_S[drawn], NAMED)[:, None].astype(np.int8),
+        "x": ["group"],
+        "y": rows,
+        "xaxis": "x2",
+        "zmin": -1.5,
+        "zmax": NAMED + 0.5,
+        "colorscale": steps([GREY, *COLOURS, GREY]),
+        "showscale": False,
+        "customdata": group_S[drawn][:, None],
+        "hovertemplate": "true group %{customdata}<extra></extra>",
+    }
+    has_groups = bool((group_S >= 0).any())
+    bare = {"showticklabels": False, "ticks": "", "showgrid": False, "showline": False}
+    axis, shapes = _cluster_axis(cluster_S[drawn].tolist())
+    figure = canvas(
+        [heat, *([strip] if has_groups else [])],
+        "cluster",
+        xaxis=bare | {"domain": [0.07 if has_groups else 0, 1]} | axis,
+        yaxis=bare | {"autorange": "reversed"},
+        shapes=shapes,
+        xaxis2=bare | {"domain": [0, 0.05], "anchor": "y"} if has_groups else None,
+    )
+    caption = f"{label}: {_inside_and_between(matrix.values, cluster_S, name)}"
+    if has_groups:
+        caption += " The strip at the left has a colour for each true group: where it changes inside a block, the "
+        caption += "cluster is mixed."
+    if len(drawn) < len(clients):
+        caption += f" {len(drawn)} of {len(clients)} clients are drawn, evenly."
+    return PageFigure(
+        _heading(label, f"{name} of the clients, ordered by cluster", matrix, run, several), caption, figure, 360
+    )
+
+
+def _cluster_axis(clusters: list[int]) -> tuple[Plot, list[Plot]]:
+    """Keys of an axis with the numbers of the clusters at their blocks, and lines between these."""
+    found = blocks(clusters)
+    if len(found) > MOST_BLOCKS:
+        return {}, []
+    axis = {
+        "showticklabels": True,
+        "tickvals": [(start + end - 1) / 2 for start, end in found],
+        "ticktext": [str(clusters[start]) if clusters[start] >= 0 else "none" for start, _ in found],
+    }
+    white = {"color": "#FFFFFF", "width": 1.5}
+    return axis, [line_at(start - 0.5, horizontal, white) for start, _ in found[1:] for horizontal in (True, False)]
+
+
+def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) -> str:
+    """Means over the pairs of one cluster and over those of two."""
+    pairs = ~np.eye(len(cluster_S), dtype=bool)
+    same = (cluster_S[:, None] == cluster_S[None, :]) & (cluster_S >= 0)[:, None]
+    inside, between = values[pairs & same], values[pairs & ~same]
+    inside, between = inside[np.isfinite(inside)], between[np.isfinite(between)]
+    words = [
+        f"{number(float(part.mean()))} {where}"
+        for part, where in ((inside, "within clusters"), (between, "between them"))
+        if part.size
+    ]
+    return f"the mean {name} is {' and '.join(words)}." if words else f"{name} of {len(cluster_S)} clients."
+
+
+def _map(
+    experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
+) -> PageFigure:
+    cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
+    total = len(matrix.client_S)
+    chosen = np.array(evenly(np.argsort(matrix.client_S).tolist(), MOST_POINTS))
+    clients = matrix.client_S[chosen].tolist()
+    points_S2, share = _plane(matrix.values[chosen])
+    drawn = range(len(clients))
+    clusters = {place: cluster_of.get(clients[place], -1) for place in drawn}
+    groups = {place: group_of.get(clients[place], -1) for place in drawn}
+    sizes = {one: list(clusters.values()).count(one) for one in set(clusters.values()) if one >= 0}
+    rank = ranks(sizes)
+    marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted(set(groups.values())))}
+    traces: list[Plot] = []
+    keys: list[Plot] = []
+    for cluster in [*sorted(rank, key=rank.__getitem__), -1]:
+        members = [place for place in drawn if clusters[place] == cluster]
+        if not members:
+            continue
+        named = cluster >= 0 and rank[cluster] < NAMED
+        colour = COLOURS[rank[cluster]] if named else GREY
+        traces.append(
+            {
+                "type": "scatter",
+                "x": points_S2[members, 0],
+                "y": points_S2[members, 1],
+                "mode": "markers",
+                "marker": {
+                    "color": colour,
+                    "symbol": [marker_of[groups[place]] for place in members],
+                    "size": 9,
+                    "line": {"width": 0.7, "color": "#FFFFFF"},
+                },
+                "customdata": np.array([[clients[place], groups[place]] for place in members]),
+                "hovertemplate": "client %{customdata[0]}, group %{customdata[1]}<extra>"
+                + _cluster(cluster)
+                + "</extra>",
+                "showlegend": False,
+            }
+        )
+        if named or cluster < 0:
+            keys.append(_key(_cluster(cluster), {"color": colour, "symbol": "circle"}))
+    known = [group for group in marker_of if group >= 0]
+    for group in known if len(known) <= NAMED else []:
+        keys.append(_key(f"group {group}", {"color": "#5B6770", "symbol": marker_of[group]}))
+    figure = canvas([*traces, *keys], "first principal component", "second")
+    caption = (
+        f"{label}: the plane holds {percent(share)} of the variance of the recorded {name} of {len(clients)} clients"
+    )
+    if len(known) > 1:
+        caption += f"; {_purity(clusters, groups)}"
+    caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
+    if len(drawn) < total:
+        caption += f" {len(drawn)} of {total} clients are drawn."
+    return PageFigure(_heading(label, f"{name} of the clients", matrix, run, several), caption, figure, 320)
+
+
+def _cluster(cluster: int) -> str:
+    return f"cluster {cluster}" if cluster >= 0 else "no cluster"
+
+
+def _key(name: str, marker: Plot) -> Plot:
+    """An entry of the legend."""
+    point = {"type": "scatter", "x": [None], "y": [None], "mode": "markers"}
+    return point | {"name": name, "marker": marker | {"size": 9}}
+
+
+def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
+    """The rows on their first two principal components, and these components' share of the variance."""
+    centred = np.nan_to_num(values.astype(np.float64) - values.mean(0))
+    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+    points = (left * singular)[:, :2]
+    if points.shape[1] < 2:
+        points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
+    total = float((singular**2).sum())
+    return points, float((singular[:2] ** 2).sum()) / total if total else 1.0
+
+
+def _purity(clusters: dict[int, int], groups: dict[int, int]) -> str:
+    """How many clusters have members of one true group only."""
+    members: dict[int, set[int]] = {}
+    for place, cluster in clusters.items():
+        if cluster >= 0:
+            members.setdefault(cluster, set()).add(groups[place])
+    pure = sum(len(found) == 1 for found in members.values())
+    return f"{pure} of {len(members)} clusters have clients of one true group only"

@@ -1,0 +1,236 @@
+"""The page: one HTML file that needs no network.
+
+Plotly's library is embedded compressed. The page's policy (CSP) allows the scripts whose hashes it names and forbids
+every request; names and notes of users are escaped by the template, in the data of figures and in Plotly's labels.
+"""
+
+import base64
+import hashlib
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+
+import jinja2
+
+from cfl_ray.core.files import write_text
+from cfl_ray.report.against import against_figures
+from cfl_ray.report.clients import client_figures
+from cfl_ray.report.clusters import cluster_figures
+from cfl_ray.report.curves import curves
+from cfl_ray.report.drawing import PageFigure, as_json, with_spread
+from cfl_ray.report.material import Comparison, Report, ReportedExperiment
+from cfl_ray.report.matrices import matrix_figures
+
+_HEADINGS = {  # of the table's columns
+    "ari": "ARI",
+    "num_clusters": "clusters",
+    "mbit": "Mbit",
+    "macro_f1": "macro F1",
+    "rounds_to_target": "rounds to target",
+}
+_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # one decimal will do
+_PROTOCOLS = {"_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A cell of a table: its text, and the value that it is sorted by."""
+
+    text: str
+    value: float | str
+    note: str = ""  # shown on hovering
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class TableHeading:
+    """The heading of a column."""
+
+    text: str
+    note: str = ""  # shown on hovering
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class PlacedFigure:
+    """A figure as the template shows it."""
+
+    key: str
+    figure: PageFigure
+    json: str
+    legend: Sequence[int]  # letters of each entry
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """The figures of one experiment under their headings."""
+
+    experiment: ReportedExperiment
+    parts: Sequence[tuple[str, Sequence[PlacedFigure]]]
+
+
+_PUBLISHED_HEADINGS = [
+    *(TableHeading(text, number=False) for text in ("table", "setting", "method", "metric")),
+    *(TableHeading(text) for text in ("ours", "seeds", "published", "difference")),
+    TableHeading("note", number=False),
+]
+
+
+def write_page(report: Report, path: str | Path) -> None:
+    """Writes the page, replacing what is there."""
+    write_text(Path(path), render(report))
+
+
+def render(report: Report) -> str:
+    """The page as HTML."""
+    placed = _PlacedFigures()
+    against = placed.of(against_figures(report.comparisons))
+    chapters = [_chapter(experiment, placed) for experiment in report.experiments]
+    library, script, style = _library(), _text("report.js"), _text("report.css")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(_text("report.html")).render(
+        report=report,
+        headings=_table_headings(report),
+        rows=_table_rows(report),
+        against=against,
+        published_headings=_PUBLISHED_HEADINGS,
+        published=[_published_row(one) for one in report.comparisons],
+        chapters=chapters,
+        style=style,
+        script=script,
+        library=library.packed,
+        hashes=" ".join(_hash(text) for text in (library.source, script)),
+        version=metadata.version("cfl-ray"),
+        plotly=metadata.version("plotly"),
+    )
+
+
+# ---- figures
+
+
+class _PlacedFigures:
+    """Numbers the figures of a page."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, figures: Sequence[PageFigure]) -> list[PlacedFigure]:
+        return [self._placed(figure) for figure in figures]
+
+    def _placed(self, figure: PageFigure) -> PlacedFigure:
+        self.count += 1
+        traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
+        names = [trace["name"] for trace in traces if "name" in trace]
+        if len(names) < 2:  # a legend of one is none
+            figure.plot["layout"]["showlegend"] = False
+            names = []
+        # inside an element of text HTML ends at "</" alone, and a comment would begin with "<!--"
+        json = as_json(figure.plot).replace("<", "\\u003c")
+        return PlacedFigure(f"figure-{self.count}", figure, json, [len(name) for name in names])
+
+
+def _chapter(experiment: ReportedExperiment, placed: _PlacedFigures) -> Chapter:
+    parts = {
+        "Learning": curves(experiment),
+        "Clients": client_figures(experiment),
+        "Clusters": cluster_figures(experiment),
+        "Similarity and signatures": matrix_figures(experiment),
+    }
+    return Chapter(experiment, [(title, placed.of(figures)) for title, figures in parts.items() if figures])
+
+
+# ---- tables
+
+
+def _table_headings(report: Report) -> list[TableHeading]:
+    several = [TableHeading("experiment", number=False)] if len(report.experiments) > 1 else []
+    score = report.experiments[0].score if report.experiments else "accuracy"
+    headings = [_heading(name, score) for name in report.columns]
+    note = "p of a paired t-test against the best method of the experiment, from three seeds on"
+    tested = [TableHeading("p", note)] if _is_tested(report) else []
+    return [*several, TableHeading("method", number=False), TableHeading("seeds"), *headings, *tested]
+
+
+def _heading(name: str, score: str) -> TableHeading:
+    ending = next((ending for ending in _PROTOCOLS if name == f"{score}{ending}"), None)
+    if name == score:
+        return TableHeading(f"{score.replace('_', ' ')} P-server", f"{name} (docs/metrics.md)")
+    if ending:
+        return TableHeading(f"{score.replace('_', ' ')} {_PROTOCOLS[ending]}", f"{name} (docs/metrics.md)")
+    return TableHeading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
+
+
+def _is_tested(report: Report) -> bool:
+    return any(not math.isnan(_float(row, "p")) for row in report.rows)
+
+
+def _table_rows(report: Report) -> list[list[TableCell]]:
+    rows = []
+    for row in report.rows:
+        experiment, method = str(row["experiment"]), str(row["method"])
+        cells = [TableCell(experiment, experiment)] if len(report.experiments) > 1 else []
+        cells += [TableCell(method, method), TableCell(str(row["runs"]), _float(row, "runs"), number=True)]
+        for name in report.columns:
+            mean, std = _float(row, name), _float(row, f"{name}_std")
+            text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
+            cells.append(TableCell(text, mean, number=True))
+        if _is_tested(report):
+            p = _float(row, "p")
+            cells.append(TableCell("" if math.isnan(p) else f"{p:.3f}", p, number=True))
+        rows.append(cells)
+    return rows
+
+
+def _float(row: Mapping[str, object], name: str) -> float:
+    value = row.get(name, math.nan)
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _with_std(mean: float, std: float) -> str:
+    return "–" if math.isnan(mean) else with_spread(mean, std)
+
+
+def _roughly(mean: float, std: float) -> str:
+    """With one decimal: counts and seconds."""
+    return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
+
+
+def _published_row(one: Comparison) -> list[TableCell]:
+    cells = [TableCell(text, text) for text in (one.table, one.column, one.row, one.metric.replace("_", " "))]
+    cells += [
+        TableCell(_with_std(one.ours, one.ours_std), one.ours, number=True),
+        TableCell(str(one.seeds), one.seeds, number=True),
+        TableCell(_with_std(one.published, one.published_std), one.published, number=True),
+        TableCell(f"{one.ours - one.published:+.2f}", one.ours - one.published, number=True),
+    ]
+    return [*cells, TableCell(f"misprint: {one.misprint}" if one.misprint else "", one.misprint)]
+
+
+# ---- what is embedded
+
+
+@dataclass(frozen=True)
+class _Library:
+    """Plotly's library as it runs, and compressed (zlib) in base64."""
+
+    source: str
+    packed: str
+
+
+@cache
+def _library() -> _Library:
+    source = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return _Library(source, base64.b64encode(zlib.compress(source.encode(), 6)).decode())
+
+
+def _text(name: str) -> str:
+    return (resources.files("cfl_ray.report") / "template" / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """The source of a policy that allows this script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,0 +1,67 @@
+"""The page in a browser: drawn, sorted, narrow, printed, and quiet."""
+
+import pytest
+from browser import CHROMIUM, Browser
+from pages import HOSTILE, report
+
+from cfl_ray.report.page import write_page
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+NARROW = 360  # pixels of a small phone
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(report(name=f"digits {HOSTILE}", other=HOSTILE), path)
+    return path
+
+
+def test_all_figures_are_drawn_without_a_complaint_or_a_request(browser, page):
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('.plot').length") == 13
+    browser.wait("[...document.querySelectorAll('.plot')].every(one => one.querySelector('svg .trace, svg .hm image'))")
+    assert browser.complaints() == []
+    assert browser.requests() == [page.as_uri()]
+
+
+def test_hostile_names_are_shown_as_text(browser, page):
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    legend = "[...document.querySelectorAll('.legendtext')].some(one => one.textContent.startsWith('<img'))"
+    assert browser.run(legend)
+    assert browser.complaints() == []
+
+
+def test_a_click_sorts_the_table_and_another_one_turns_it_round(browser, page):
+    browser.open(page)
+    order = "[...document.querySelectorAll('table.sortable')[0].tBodies[0].rows].map(row => row.cells[0].textContent)"
+    heading = "document.querySelectorAll('table.sortable')[0].tHead.rows[0].cells[2]"
+    for expected, direction in ((["ifca", HOSTILE], "descending"), ([HOSTILE, "ifca"], "ascending")):
+        browser.run(f"{heading}.querySelector('button').click()")
+        assert browser.run(order) == expected
+        assert browser.run(f"{heading}.getAttribute('aria-sort')") == direction
+    assert browser.run(f"{heading}.querySelector('button').tabIndex") == 0  # the keyboard reaches it
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(browser, page):
+    browser.open(page, width=NARROW)
+    assert browser.run("document.documentElement.scrollWidth") == NARROW
+    rights = "[...document.querySelectorAll('figure, svg.main-svg')].map(one => one.getBoundingClientRect().right)"
+    assert browser.run(f"Math.max(...{rights})") <= NARROW
+
+
+def test_it_prints_with_every_figure(browser, page, tmp_path):
+    """Figures that have not been in view are drawn before printing, and are no wider than the paper."""
+    browser.open(page, draw=False)
+    assert browser.run("[...document.querySelectorAll('.plot')].some(one => !one.querySelector('svg'))")
+    browser.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert browser.run("[...document.querySelectorAll('.plot')].every(one => one.querySelector('svg.main-svg'))")
+    assert browser.run("Math.max(...[...document.querySelectorAll('figure')].map(one => one.offsetWidth))") <= 704

@@ -1,0 +1,174 @@
+"""The page as text: its figures, their captions, and that it needs and lets in nothing from elsewhere."""
+
+import html
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from pages import CLIENTS, HOSTILE, experiment, report
+
+from cfl_ray.report.clients import client_figures
+from cfl_ray.report.clusters import cluster_figures
+from cfl_ray.report.curves import curves
+from cfl_ray.report.drawing import as_json, look
+from cfl_ray.report.material import MethodRun
+from cfl_ray.report.matrices import matrix_figures
+from cfl_ray.report.page import render
+from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.tracking import RoundRecord
+
+
+@pytest.fixture(scope="module")
+def page():
+    return render(report())
+
+
+def plots(text: str) -> list[dict]:
+    """The figures of a page, from their JSON."""
+    found = re.findall(r'<script type="application/json" id="figure-\d+-data">(.*?)</script>', text, re.S)
+    return [json.loads(one) for one in found]
+
+
+def captions(text: str) -> dict[str, str]:
+    """Captions by title."""
+    figures = re.findall(r"<figure>.*?<h4>(.*?)</h4>.*?<figcaption>(.*?)</figcaption>", text, re.S)
+    return {html.unescape(title): html.unescape(caption) for title, caption in figures}
+
+
+def without_library(text: str) -> str:
+    return re.sub(r'<script type="application/octet-stream" id="library">[^<]*</script>', "", text)
+
+
+def test_every_figure_is_there_with_a_title_and_a_caption(page):
+    assert list(captions(page)) == [
+        "table1, digits: ours and published",
+        "Accuracy, P-server: the model that the server gives next",
+        "Accuracy, P-local: the model that a client holds",
+        "Accuracy, P-tune: after further local epochs",
+        "Accuracy, P-server, against the traffic of a client",
+        "Agreement of clusters with true groups (adjusted Rand index)",
+        "Clusters that have members",
+        "Share of the largest cluster: do clusters collapse into one?",
+        "Accuracy, P-server, over the clients in the last evaluation",
+        "ifca: sizes of its clusters (seed 0)",
+        "ifca: cluster of each client by round (seed 0)",
+        "ifca: similarity of the clients, ordered by cluster (round 4, seed 0)",
+        "ifca: signatures of the clients (round 4, seed 0)",
+    ]
+    assert len(plots(page)) == len(captions(page))
+    for title in captions(page):
+        assert f'role="img" aria-label="{html.escape(title)}.' in page
+
+
+def test_captions_state_the_numbers_of_the_records(page):
+    found = captions(page)
+    spread = np.std([0.8, 0.9], ddof=1)
+    caption = found["Accuracy, P-server: the model that the server gives next"]
+    assert caption.startswith(f"ifca ends best with 0.850 ±\u00a0{spread:.3f} in round 4, fedavg with 0.550 ±")
+    assert caption.endswith("over 2 seeds.")
+    assert f"fedavg {1.5 * 4:.3f} Mbit for 0.550" in found["Accuracy, P-server, against the traffic of a client"]
+    assert found["Clusters that have members"] == "At the end: ifca 2; the clients have 3 true groups (dotted)."
+    assert found["Share of the largest cluster: do clusters collapse into one?"] == (
+        "ifca: the largest cluster holds 75 % of the clients in round 4. The largest true group holds 33 %."
+    )
+    # 9 of 12 clients in cluster 0 until round 2, then 6
+    sizes = found["ifca: sizes of its clusters (seed 0)"]
+    assert "holds 50 % of the clients in round 4, at most 75 % (round 1); 2 clusters have members" in sizes
+    assert found["ifca: cluster of each client by round (seed 0)"] == (
+        "ifca: 3 of 12 clients go from one cluster to another, 3 times in all, most often from 0 to 7 (3 times), and "
+        "last in round 3."
+    )
+    cluster = np.array([7, 7, 7, 0, 0, 0, 0, 0, 0, 7, 7, 7])
+    same_group = np.arange(CLIENTS)[:, None] % 3 == np.arange(CLIENTS)[None, :] % 3
+    pairs, inside = ~np.eye(CLIENTS, dtype=bool), cluster[:, None] == cluster[None, :]
+    assert (
+        f"{same_group[pairs & inside].mean():.3f} within clusters and {same_group[pairs & ~inside].mean():.3f} between"
+        in found["ifca: similarity of the clients, ordered by cluster (round 4, seed 0)"]
+    )
+    signatures = found["ifca: signatures of the clients (round 4, seed 0)"]
+    assert "the plane holds 100 % of the variance" in signatures  # three corners of a triangle
+    assert "0 of 2 clusters have clients of one true group only" in signatures
+    worst = np.percentile([*np.linspace(0.7, 0.9, 12), *np.linspace(0.8, 1.0, 12)], 10)
+    assert f"at most {worst:.3f} with ifca" in found["Accuracy, P-server, over the clients in the last evaluation"]
+    against = found["table1, digits: ours and published"]
+    assert "1 of 1 published numbers lie within two standard deviations" in against
+    assert f"Misprints: ifca ({HOSTILE})" in against
+
+
+def test_figures_are_valid_for_plotly(page):
+    for plot in plots(page):
+        go.Figure(plot)  # raises ValueError for a key or a value that Plotly does not know
+
+
+def test_methods_look_different():
+    assert len({(look(place).colour, look(place).dash) for place in range(24)}) == 24
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    rest = without_library(page).replace(html.escape(HOSTILE), "")
+    assert not re.search(r"https?:|@import|\bfetch\(|\burl\(|<link|<a |<iframe|<img", rest)
+    assert not re.search(r"\b(src|href)=", rest)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
+    assert "default-src 'none'" in policy
+    assert "unsafe-eval" not in policy and "script-src 'unsafe-inline'" not in policy and "connect-src" not in policy
+
+
+def test_names_of_users_are_text():
+    """Names with markup: escaped in the page, in the JSON of the figures, and in what Plotly takes for markup."""
+    text = render(report(name="</title><script>alert(1)</script>", other=HOSTILE))
+    rest = without_library(text)
+    assert "<script>alert" not in rest and "<img" not in rest
+    assert html.escape("</title><script>alert(1)</script>") in rest
+    shown = [trace.get("name") for plot in plots(text) for trace in plot["data"]]
+    assert html.escape(HOSTILE, quote=False) in shown and HOSTILE not in shown
+
+
+def test_the_table_is_sortable_and_has_what_readers_need(page):
+    heading = r'<th scope="col" aria-sort="none" class="number"[^>]*><button type="button">accuracy P-server<'
+    assert re.search(heading, page)
+    assert '<td data-value="0.85" class="number">0.850 ±\u00a00.071</td>' in page
+    assert "<caption>Last evaluation of every method</caption>" in page
+    assert '<html lang="en">' in page and 'name="viewport"' in page and "@media print" in page
+
+
+def test_a_metric_of_which_less_is_better():
+    """The best is the lowest, the worst tenth of the clients the highest."""
+
+    def run(end):
+        metrics = [{"mse": end * round, "mse_std": 0.1, "mse_p90": end * round} for round in (2, 1)]
+        return MethodRun(
+            0,
+            [RoundRecord(round, one, 0, frozenset(one)) for round, one in enumerate(metrics, 1)],
+            scores={"mse": np.array([end, 2 * end])},
+        )
+
+    one = replace(experiment(), methods={"a": [run(3.0)], "b": [run(1.0)]}, score="mse", higher_is_better=False)
+    assert curves(one)[0].caption == "b ends best with 1.000 in round 2, a with 3.000. One seed."
+    assert "The worst tenth of the clients has at least 1.900 with b" in client_figures(one)[0].caption
+
+
+def test_large_federations_are_sampled_and_the_caption_says_so():
+    count = 100_000
+    ids = np.arange(count)
+    moves = [(1, [[client, client % 2] for client in range(count)])]
+    records = [RoundRecord(round, {"accuracy": 0.5, "accuracy_std": 0.1}) for round in range(1, 1001)]
+    pairs = RecordedMatrix(1, ids[:1000], np.ones((1000, 1000), np.float32), of_pairs=True)
+    signatures = RecordedMatrix(1, ids[:10_000], np.random.default_rng(0).normal(size=(10_000, 8)), of_pairs=False)
+    run = MethodRun(
+        0, records, moves, {"accuracy": np.full(count, 0.5)}, {"similarity": pairs, "signatures": signatures}
+    )
+    one = replace(experiment(), methods={"ifca": [run]}, group_of=dict(zip(ids.tolist(), (ids % 2).tolist())))
+    figures = [*curves(one), *client_figures(one), *cluster_figures(one), *matrix_figures(one)]
+    assert sum(len(as_json(figure.plot)) for figure in figures) < 500_000
+    text = " ".join(figure.caption for figure in figures)
+    assert "150 of 100000 clients are drawn" in text
+    assert "150 of 1000 clients are drawn" in text
+    assert "600 of 10000 clients are drawn" in text
+
+
+def test_without_an_evaluation_there_is_still_a_page():
+    text = render(replace(report(), experiments=[], rows=[], comparisons=[], columns=[]))
+    assert "No method has been evaluated yet." in text

@@ -1,0 +1,212 @@
+"""The report of real runs: seeds together, studies, the end of a run, and `cfl-ray report`."""
+
+import itertools
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+import cfl_ray
+from cfl_ray.cli import main
+from cfl_ray.config.published import load_published
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.runtime import driver
+from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.reporting import compare_with, find_runs, report_of, write_report
+
+
+def experiment(folder, **changes):
+    values = {
+        "name": "small",
+        "rounds": 3,
+        "methods": ["fedavg", {"ifca": {"num_clusters": 2}}, "fedclust"],
+        "model": {"options": {"hidden": 4}},
+        "data": {"source": "digits", "shift": {"kind": "rotated"}, "partition": {"clients": 8, "samples": 30}},
+        "local": {"epochs": 2, "batch_size": 10},
+        "evaluation": {"tuned_epochs": 1, "target": 0.01},
+        "tracking": {"enabled": False},
+        "runtime": {"engine": "sequential"},
+        "output": str(folder),
+    }
+    return cfl_ray.Experiment(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of three methods, in folders below one."""
+    folder = tmp_path_factory.mktemp("reporting")
+    for seed in (0, 1):
+        cfl_ray.simulate(experiment(folder, seed=seed), folder / "runs" / f"run-{seed}")
+    return folder / "runs"
+
+
+def test_runs_are_found_below_a_folder_each_once(runs):
+    found = find_runs([runs, runs / "run-1"])
+    assert [run.directory.name for run in found] == ["run-0", "run-1"]
+    with pytest.raises(
+        ConfigError, match=r"nothing-here holds no run: neither it nor a folder below it has config\.yaml"
+    ):
+        find_runs([runs / "nothing-here"])
+
+
+def test_seeds_are_one_experiment_with_the_numbers_of_its_runs(runs):
+    report = report_of(find_runs([runs]))
+    (one,) = report.experiments
+    assert report.title == one.name == "small" and one.seeds == [0, 1] and one.num_groups == 4
+    assert report.columns == [
+        *("accuracy", "accuracy_local", "accuracy_tuned", "accuracy_p10", "macro_f1", "ari", "num_clusters"),
+        *("mbit", "rounds_to_target", "seconds"),
+    ]
+    for row in report.rows:
+        values = [cfl_ray.load_run(runs / f"run-{seed}")[row["method"]].final["accuracy"] for seed in (0, 1)]
+        assert row["accuracy"] == pytest.approx(np.mean(values)) and row["runs"] == 2
+        assert row["accuracy_std"] == pytest.approx(np.std(values, ddof=1))
+    for label, of_seeds in one.methods.items():
+        for run in of_seeds:
+            result = cfl_ray.load_run(runs / f"run-{run.seed}")[label]
+            frame = result.client_metrics()
+            last = frame[frame["round"] == 3]["accuracy"]
+            assert np.array_equal(run.scores["accuracy"], last.to_numpy())
+            assert run.is_clustered == (label != "fedavg")
+    assert set(one.methods["fedclust"][0].matrices) == {"distance", "signatures"}
+    assert one.methods["fedclust"][1].matrices == {}  # drawn of one seed
+    assert one.facts["clients"] == "8, 4 true groups" and one.facts["local training"].startswith(
+        "epochs 2, batch_size 10"
+    )
+    assert one.facts["seeds"] == "0, 1" and one.command.splitlines()[1] == "cfl-ray run experiment.yaml seed=1"
+
+
+def test_the_same_seed_twice_is_refused(runs):
+    twice = [*find_runs([runs / "run-0"]), *find_runs([runs / "run-0"])]
+    with pytest.raises(ConfigError, match="another run has the same settings, method fedavg and seed 0"):
+        report_of(twice)
+
+
+def test_the_command_writes_one_page(runs, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", str(runs), "-o", str(tmp_path / "page.html")])
+    assert str(tmp_path / "page.html") in capsys.readouterr().out
+    text = (tmp_path / "page.html").read_text()
+    final = cfl_ray.load_run(runs / "run-0")["fedclust"].final
+    assert "fedclust: distance of the clients, ordered by cluster (round 1, seed 0)" in text
+    assert "fedclust: signatures of the clients (round 1, seed 0)" in text
+    assert re.search(rf"fedclust: the largest cluster holds {100 * final['largest_cluster_share']:.0f} %", text)
+    assert json.loads(re.search(r'id="figure-1-data">(.*?)</script>', text)[1])["data"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "page.html"]
+
+
+def test_a_run_ends_with_its_page_and_can_do_without(runs, tmp_path):
+    page = runs / "run-0" / "artifacts" / "report.html"
+    assert "<title>small</title>" in page.read_text()
+    without = experiment(tmp_path, methods=["fedavg"], rounds=1, tracking={"enabled": False, "report": False})
+    cfl_ray.simulate(without, tmp_path / "run")
+    assert not (tmp_path / "run" / "artifacts" / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
+    def fails(*arguments):
+        raise ZeroDivisionError("of the page")
+
+    monkeypatch.setattr(driver, "write_report_of", fails)
+    warnings = []
+    watcher = Watcher()
+    watcher.warn = warnings.append
+    results = cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run", watcher=watcher)
+    assert results["fedavg"].final["accuracy"] > 0
+    (warning,) = warnings
+    assert "the report was not written: ZeroDivisionError: of the page; `cfl-ray report" in warning
+
+
+def test_credentials_are_not_in_the_page(tmp_path):
+    secret = {"enabled": False, "uri": "https://someone:hunter2@mlflow.example"}
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1, tracking=secret), tmp_path / "run")
+    text = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert "hunter2" not in text and "https://***@mlflow.example" in text
+
+
+def test_another_task_has_its_own_columns(tmp_path):
+    draw = np.random.default_rng(0)
+    x, client = draw.normal(size=(80, 3)).astype("float32"), np.repeat(np.arange(4), 20)
+    federation = cfl_ray.federation_from_arrays(x, x[:, :1], client, targets="real")
+    one = experiment(
+        tmp_path, data=federation, task="regression", methods=["fedavg"], evaluation={}, local={"lr": 0.01}
+    )
+    cfl_ray.simulate(one, tmp_path / "run")
+    page = (tmp_path / "run" / "artifacts" / "report.html").read_text()
+    for words in ("mse P-server", "mse worst decile", "Mse, P-local: the model that a client holds"):
+        assert words in page, words
+
+
+def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    study = tmp_path / "study"
+    for setting, label, seed in itertools.product(("fast", "slow"), ("fedavg", "fedavg-again"), (0, 1)):
+        folder = study / setting / label / f"seed-{seed}"
+        shutil.copytree(tmp_path / "run", folder)
+        (folder / "config.yaml").write_text(settings.replace("\nseed: 0\n", f"\nseed: {seed}\n"))
+    (study / "study.yaml").write_text(
+        "name: study\nseeds: [0, 1]\nexperiment: {methods: [fedavg]}\nsettings: {slow: {}, fast: {}}\n"
+    )
+    report = report_of(find_runs([study]))
+    assert report.title == "study" and [one.name for one in report.experiments] == ["slow", "fast"]
+    for one in report.experiments:
+        assert list(one.methods) == ["fedavg", "fedavg-again"] and one.seeds == [0, 1]
+    assert report.experiments[0].command == "cfl-ray compare study.yaml --setting slow"
+    assert [row["runs"] for row in report.rows] == [2, 2, 2, 2]
+    assert report_of(find_runs([study / "slow" / "fedavg" / "seed-0"])).experiments[0].name == "slow"
+
+
+PUBLISHED = """
+paper: {title: A paper, authors: "Some, Others", venue: Journal 2026, url: https://example.org/paper}
+tables:
+  table1:
+    caption: Accuracy
+    study: mine.yaml
+    metric: accuracy_local
+    unit: percent
+    columns: [digits]
+    rows:
+      fedavg: {metric: accuracy, values: {digits: [50.5, 2.5]}}
+      ifca: {values: {digits: 60}}
+    misprints: [{row: ifca, column: digits, note: no deviation}]
+"""
+
+
+def test_ours_beside_published_numbers(runs, tmp_path):
+    (tmp_path / "paper.yaml").write_text(PUBLISHED)
+    found = find_runs([runs])
+    fedavg, ifca = compare_with(found, load_published(tmp_path / "paper.yaml"))
+    finals = {
+        label: [cfl_ray.load_run(runs / f"run-{seed}")[label].final for seed in (0, 1)] for label in ("fedavg", "ifca")
+    }
+    ours = 100 * np.array([final["accuracy"] for final in finals["fedavg"]])
+    assert (fedavg.row, fedavg.metric, fedavg.seeds, fedavg.misprint) == ("fedavg", "accuracy", 2, "")
+    assert (fedavg.ours, fedavg.ours_std) == (pytest.approx(ours.mean()), pytest.approx(ours.std(ddof=1)))
+    assert (fedavg.published, fedavg.published_std) == (50.5, 2.5)
+    assert ifca.metric == "accuracy_local" and ifca.misprint == "no deviation" and np.isnan(ifca.published_std)
+    assert ifca.ours == pytest.approx(100 * np.mean([final["accuracy_local"] for final in finals["ifca"]]))
+    text = write_report([runs], tmp_path / "page.html", tmp_path / "paper.yaml").read_text()
+    assert "table1, digits: ours and published" in text and "Misprints: ifca (no deviation)." in text
+    assert (
+        "Some, Others, A paper, Journal 2026, https://example.org/paper" in text
+        and "<a " not in text.partition("<script")[0]
+    )
+
+
+def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
+    file = tmp_path / "paper.yaml"
+    cases = {
+        PUBLISHED.replace("digits: 60", "mnist: 60"): "rows.ifca: no column is called 'mnist'",
+        PUBLISHED.replace("row: ifca", "row: cfl"): "row 'cfl' has no number in column 'digits'",
+        PUBLISHED.replace("unit", "units"): "unknown key 'tables.table1.units'",
+        PUBLISHED.replace("fedavg", "a").replace("ifca", "b"): "they have the methods a, b",
+        PUBLISHED.replace("[digits]", "[digits, mnist]"): "name one with --column: digits, mnist",
+    }
+    for text, message in cases.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            write_report([runs], tmp_path / "page.html", file)
+    write_report([runs], tmp_path / "page.html", file, column="digits")
