@@ -20,7 +20,7 @@ from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.runtime.study.packing import Packing
 from cfl_ray.runtime.study.ranking import RankedTrial
 from cfl_ray.runtime.study.run import StudyResults, StudyWatcher
-from cfl_ray.runtime.study.workers import Outcome
+from cfl_ray.runtime.study.workers import CellOutcome
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.tracker import METRICS_LOG
 
@@ -82,7 +82,7 @@ class StudyDisplay(StudyWatcher):
             if cell.name in self.bars and (last := _last_record(cell, self.root)) is not None:
                 self.progress.update(self.bars[cell.name], completed=last.round)
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: CellOutcome) -> None:
         cell, took = outcome.cell, duration(outcome.seconds)
         self.left -= 1
         for warning in outcome.warnings:

@@ -27,7 +27,7 @@ from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import END_SECONDS, Crew, Outcome
+from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew, check_main
 from cfl_ray.tracking import (
     ARTIFACTS,
     FileTracker,
@@ -59,7 +59,7 @@ class StudyWatcher:
     def live(self, cells: Sequence[Cell]) -> None:
         """The cells at work, about once a second."""
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: CellOutcome) -> None:
         """A cell has ended."""
 
     def warn(self, text: str) -> None:
@@ -72,7 +72,7 @@ class StudyResults:
 
     study: Study
     root: Path  # folder of the study
-    failed: list[Outcome] = field(default_factory=list)  # and those that were stopped on request
+    failed: list[CellOutcome] = field(default_factory=list)  # and those that were stopped on request
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
     trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
@@ -119,6 +119,7 @@ def run_study(
         results = run_study(study)
         print(results.to_frame()[["setting", "method", "seed", "accuracy"]])
     """
+    check_main()
     given = study if isinstance(study, Study) else load_study(study)
     return _Launch(given, only, at_once, watcher or StudyWatcher(), folder).run()
 
@@ -144,7 +145,7 @@ class _Launch:
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
         self.of_task = frozenset(name for cell in first for name in _scores_of(cell.experiment))
-        self.failed: list[Outcome] = []
+        self.failed: list[CellOutcome] = []
         _check_runtime(first)
         self.uri = self._uri()
         if study.published is not None and not Path(study.published).is_file():

@@ -32,7 +32,7 @@ Status = Literal["finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """How the run of a cell ended."""
 
     cell: Cell
@@ -81,8 +81,8 @@ class _Worker:
         with suppress(OSError):  # it has died, which the next `hear` finds out
             self.connection.send((cell, root, hosts))
 
-    def hear(self) -> Outcome | None:
-        """What it says: that it is ready (None), or how its cell ended. Raises EOFError where it has died."""
+    def hear(self) -> CellOutcome | None:
+        """How its cell ended; None: it is ready for one. Raises EOFError where the process has died."""
         try:
             said = self.connection.recv()
         except OSError as error:
@@ -93,7 +93,7 @@ class _Worker:
         cell, self.cell = self.cell, None
         assert cell is not None  # it speaks of the cell that it was given
         status, seconds, reason, warnings = said
-        return Outcome(cell, status, seconds, reason, warnings)
+        return CellOutcome(cell, status, seconds, reason, warnings)
 
     def end(self) -> None:
         """Ends the process; a cell at work keeps what it has saved."""
@@ -117,7 +117,6 @@ class Crew:
     """The processes of a study. Closing it ends them; a context manager."""
 
     def __init__(self, root: Path):
-        _check_main()
         self.root, self.workers = root, list[_Worker]()
         self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
@@ -133,7 +132,7 @@ class Crew:
 
     def run(
         self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[CellOutcome]:
         """Runs the cells, so many at a time, and yields each as it ends.
 
         A cell whose process dies is run again, where it was saved last; the others go on. Where the crew is closed
@@ -165,7 +164,7 @@ class Crew:
                 looked = time.monotonic()
                 tick([worker.cell for worker in workers if worker.cell is not None])
 
-    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> Outcome | None:
+    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> CellOutcome | None:
         """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
         if not worker.ready:
             worker.process.join()
@@ -182,10 +181,10 @@ class Crew:
             return None
         reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
         write_failure(cell.folder(self.root), reason)
-        return Outcome(cell, "failed", time.monotonic() - worker.began, reason)
+        return CellOutcome(cell, "failed", time.monotonic() - worker.began, reason)
 
 
-def _check_main() -> None:
+def check_main() -> None:
     """Raises ConfigError in a process that only imports the script of its parent."""
     if getattr(current_process(), "_inheriting", False):
         raise ConfigError(
