@@ -1,4 +1,4 @@
-"""Commands on studies: tables that fit the terminal, status, resume, check, and messages that name the right command."""
+"""Commands on studies: tables that fit the terminal, status, resume, check, and messages that name a command."""
 
 import io
 import json
@@ -83,7 +83,7 @@ def test_the_right_command_is_named(capsys):
 
 def test_invalid_studies_are_one_message(capsys):
     for changes, expected in (
-        ({"experiment": {"model": "lenet6"}}, "small, all: unknown model 'lenet6'"),
+        ({"experiment": {"model": "lenet6"}}, "all, fedavg, seed 0: unknown model 'lenet6'"),
         ({"settings": {"a": {"rounds": 0}}}, "small, a: rounds: Input should be greater than or equal to 1"),
         ({"experiment": {"model": {"options": {"hiden": 3}}}}, "all, fedavg, seed 0: "),
     ):
@@ -164,5 +164,5 @@ def test_trials_in_a_narrow_terminal():
     ranked = [RankedTrial("a", "stocfl", {key: 0.1 * n, "local.lr": 1}, [0.5]) for n in range(40)]
     for width in (30, 80):
         printed = text_of(width, lambda console: show_trials(ranked, best_of(ranked), "accuracy", console))
-        assert "…" not in printed and "and 10 more, in artifacts/trials.csv" in printed.replace("\n", " ")
+        assert "…" not in printed and "and 10 more, in artifacts/trials.csv" in printed
         assert f"{key}=0.0 local.lr=1" in printed and "best for stocfl in a: accuracy 0.500 over 1 run, with" in printed
