@@ -117,9 +117,10 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     from cfl_ray.runtime import launch
     from cfl_ray.runtime.run_lock import CONFIG, no_run
     from cfl_ray.runtime.study.folder import STUDY, is_study
-    from cfl_ray.runtime.trust import load_record
+    from cfl_ray.runtime.trust import load_record, load_study_record
 
     if is_study(run_dir):
+        _is_trusted(lambda: load_study_record(run_dir), trust)
         _run_study(_study(run_dir / STUDY, None), run_dir, (None, None, None), None, dry_run=False)
         return
     if not (run_dir / CONFIG).is_file():

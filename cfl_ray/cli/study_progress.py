@@ -165,7 +165,9 @@ def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metr
             grid.add_row(str(place), *cells, str(len(one.values)), mean_and_spread(one.mean, one.std) or "-")
         print_table(grid, console)
         if len(trials) > _MOST_TRIALS:
-            console.print(f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", markup=False)
+            console.print(
+                f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", markup=False, soft_wrap=True
+            )
     for one in best:
         score = f"{metric} {mean_and_spread(one.mean, one.std)} over {_runs(len(one.values))}"
         console.print(f"best for {one.method}{_in(one.setting)}: {score}, with", markup=False, soft_wrap=True)

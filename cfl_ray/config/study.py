@@ -17,7 +17,9 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.sections import ConfigSection
+from cfl_ray.core.credentials import redact_values, with_known_credentials
 from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.files import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
@@ -217,6 +219,11 @@ class Study(ConfigSection):
         values = self.model_dump(mode="json", by_alias=True)
         return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
 
+    def to_record(self) -> str:
+        """Returns the same without credentials; `load_study` finds those again that this user has used."""
+        values = redact_values(self.model_dump(mode="json", by_alias=True))
+        return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
+
     def located(self, base: Path | None = None) -> "Study":
         """Returns the study with `output`, and paths relative to the working directory, as absolute paths.
 
@@ -256,7 +263,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
     base: folder that a relative `output` is in; None: the working directory.
     """
     path = Path(file)
-    given = read_yaml(path)
+    given = with_known_credentials(read_yaml(path))
     if not isinstance(given.get("experiment"), dict):
         raise ConfigError(
             f"{file} is no study: its key `experiment` must hold the keys that all runs share; a study has name, "
@@ -268,7 +275,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
     for override in overrides:
         for one in (given, values):
             _override(one, override)
-    written = paths_as_written(values, given) | from_record(path.read_text())
+    written = paths_as_written(values, given) | from_record(read_text(path) or "")
     _find_roots(values, folder)
     if isinstance(published := values.get("published"), str):
         values["published"] = str((folder / Path(published).expanduser()).resolve())

@@ -16,11 +16,13 @@ from typing import Any
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.study import Study, load_study
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import read_json, write_json
 from cfl_ray.core.redaction import redact
 from cfl_ray.core.signing import is_signed, sign
 from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.study.folder import STUDY
 
 SIGNATURE = "signature.json"
 _PURPOSE = "names in the record of a run"
@@ -48,16 +50,37 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     return experiment
 
 
+def load_study_record(folder: Path, trust: bool = False) -> Study:
+    """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
+    study = load_study(folder / STUDY)
+    names = [] if trust else _names_in(study)
+    signed = _signed_in(folder) if names else []
+    if unknown := [name for name in names if name not in signed]:
+        raise UntrustedError(
+            f"{folder} was not made by you on this machine, and its {STUDY} names {', '.join(unknown)}; what it names "
+            "is imported or connected to: look at it, and say --trust if you trust it"
+        )
+    return study
+
+
 def sign_record(run_dir: Path, experiment: Experiment) -> None:
     """Signs what the record of this user's run names."""
-    names = _code_in(experiment) + _servers_in(experiment)
+    _sign(run_dir, _code_in(experiment) + _servers_in(experiment))
+
+
+def sign_study(folder: Path, study: Study) -> None:
+    """Signs what the record of this user's study names."""
+    _sign(folder, _names_in(study))
+
+
+def _sign(folder: Path, names: list[str]) -> None:
     if names and (signature := sign(_PURPOSE, names)):
-        write_json(run_dir / SIGNATURE, {"names": names, "signature": signature})
+        write_json(folder / SIGNATURE, {"names": names, "signature": signature})
 
 
 def check_owners(experiment: Experiment) -> None:
     """Raises UntrustedError where a Python file that a config names belongs to another user."""
-    for file in _files_in(experiment):
+    for file in _files_in(experiment.to_dict()):
         owner = file.stat().st_uid
         if owner not in (os.geteuid(), _ROOT):
             raise UntrustedError(
@@ -70,21 +93,34 @@ def check_owners(experiment: Experiment) -> None:
 
 
 def _code_in(experiment: Experiment) -> list[str]:
-    return [f"the code in {file}" for file in _files_in(experiment)]
+    return [f"the code in {file}" for file in _files_in(experiment.to_dict())]
 
 
 def _servers_in(experiment: Experiment) -> list[str]:
+    uri = experiment.tracking.uri if experiment.tracking.uses_mlflow else None
+    return _servers(experiment.runtime.address, uri)
+
+
+def _names_in(study: Study) -> list[str]:
+    """Code and servers that any run of a study may name."""
+    names = [f"the code in {file}" for file in _files_in(study.model_dump(mode="json", by_alias=True))]
+    for values in (study.experiment, *study.settings.values()):
+        sections = [values.get(name) for name in ("runtime", "tracking")]
+        runtime, tracking = (section if isinstance(section, dict) else {} for section in sections)
+        names += _servers(runtime.get("address"), tracking.get("uri"))
+    return list(dict.fromkeys(names))
+
+
+def _servers(address: Any, uri: Any) -> list[str]:
     """The cluster and the MLflow server, without credentials; those of the environment are the user's own."""
-    address, uri = experiment.runtime.address, experiment.tracking.uri
-    servers = [f"the Ray cluster {redact(address)}"] if address and address != os.environ.get("RAY_ADDRESS") else []
-    if uri and experiment.tracking.uses_mlflow and redact(uri) != redact(os.environ.get("MLFLOW_TRACKING_URI") or ""):
-        servers.append(f"MLflow at {redact(uri)}")
-    return servers
+    own_cluster, own_server = os.environ.get("RAY_ADDRESS"), redact(os.environ.get("MLFLOW_TRACKING_URI") or "")
+    servers = [f"the Ray cluster {redact(str(address))}"] if address and address != own_cluster else []
+    return servers + ([f"MLflow at {redact(str(uri))}"] if uri and redact(str(uri)) != own_server else [])
 
 
-def _files_in(experiment: Experiment) -> list[Path]:
+def _files_in(values: Any) -> list[Path]:
     """Every file that an `anything:Name` of the config names, wherever it stands."""
-    found = (_file_of(text) for text in _texts(experiment.to_dict()))
+    found = (_file_of(text) for text in _texts(values))
     return list(dict.fromkeys(file for file in found if file is not None))
 
 

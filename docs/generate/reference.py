@@ -71,7 +71,7 @@ def study_page() -> str:
         "# Keys of a study",
         "",
         "Every key of the file that `cfl-ray compare` and `cfl-ray sweep` run ([studies](../studies.md)). Unknown keys",
-        "and values out of range are errors. `experiment` and `settings` have the keys of an [experiment](config.md).",
+        "and values out of range are errors. Those of `experiment` and `settings` are on [another page](config.md).",
         "",
     ]
     of_range = keys.sections(RangeConfig, "range", "A range of `sweep.parameters`, from which a number is drawn.")

@@ -9,9 +9,11 @@ import pytest
 from cfl_ray import compare_runs, load_run, resume, simulate
 from cfl_ray.cli import main
 from cfl_ray.config import load
+from cfl_ray.config.study import load_study
+from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.runtime import trust
-from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record
+from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
 
 CODE = """
 from pathlib import Path
@@ -168,3 +170,46 @@ class TestCheck:
         with pytest.raises(ConfigError, match="belongs to another user"):
             check_owners(load(None, options))
         assert cli("check", "--trust", *options) == 0 and imports()
+
+
+class TestStudies:
+    """The folder of a study is trusted like that of a run."""
+
+    @pytest.fixture
+    def study(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
+        (tmp_path / "mine_of_trust.py").write_text(CODE)
+        folder = tmp_path / "study"
+        folder.mkdir()
+        (folder / "study.yaml").write_text(
+            "name: one\nexperiment:\n  methods: [fedavg]\n"
+            f"  evaluation: {{metrics: ['{tmp_path}/mine_of_trust.py:score']}}\n"
+            "settings: {there: {runtime: {address: 'ray://elsewhere:10001'}}}\n"
+        )
+        return folder
+
+    def test_of_others_name_code_and_servers_that_need_trust(self, study, imports, capsys):
+        imports()
+        with pytest.raises(UntrustedError, match=r"mine_of_trust.py, the Ray cluster ray://elsewhere:10001; what it"):
+            load_study_record(study)
+        assert cli("resume", study) == 2 and "--trust" in capsys.readouterr().err
+        assert not imports(), "a file of an untrusted study was imported"
+        assert load_study_record(study, trust=True).name == "one"
+
+    def test_of_this_user_are_signed(self, study, tmp_path):
+        sign_study(study, load_study(study / "study.yaml"))
+        assert load_study_record(study).name == "one"
+        text = (study / "study.yaml").read_text()
+        (study / "study.yaml").write_text(text.replace("elsewhere", "another"))
+        with pytest.raises(UntrustedError, match="ray://another"):
+            load_study_record(study)
+
+    def test_have_no_credentials_in_their_record(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
+        given = tmp_path / "given.yaml"
+        given.write_text("name: one\nexperiment: {tracking: {uri: 'https://me:pass%2Fword@mlflow.example'}}\n")
+        study = load_study(given)
+        assert "pass" not in study.to_record() and "mlflow.example" in study.to_record()
+        remember_credentials(study.model_dump(mode="json", by_alias=True))
+        (tmp_path / "study.yaml").write_text(study.to_record())
+        assert load_study(tmp_path / "study.yaml").experiment["tracking"] == study.experiment["tracking"]

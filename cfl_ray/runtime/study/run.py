@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
+from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
@@ -28,7 +29,8 @@ from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew
+from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew, check_main
+from cfl_ray.runtime.trust import sign_study
 from cfl_ray.tracking import (
     ARTIFACTS,
     FileTracker,
@@ -119,6 +121,7 @@ def run_study(
         results = run_study(study)
         print(results.to_frame()[["setting", "method", "seed", "accuracy"]])
     """
+    check_main()
     given = study if isinstance(study, Study) else load_study(study)
     return _Launch(given, only, at_once, watcher or StudyWatcher(), folder).run()
 
@@ -169,7 +172,9 @@ class _Launch:
         lock = self.root / LOCK
         lock.touch()
         with hold_run(lock), _sigterm_interrupts():
-            write_text(self.root / STUDY, self.study.to_yaml(), mode=0o600)  # as config.yaml of a run
+            remember_credentials(self.study.model_dump(mode="json", by_alias=True))
+            sign_study(self.root, self.study)
+            write_text(self.root / STUDY, self.study.to_record())
             tracker = self._tracker()
             tracker.start(self._info())
             status: EndStatus = "FAILED"

@@ -82,7 +82,7 @@ class _Worker:
             self.connection.send((cell, root, hosts))
 
     def hear(self) -> CellOutcome | None:
-        """Its next message: None when it is ready, or the outcome of its cell. Raises EOFError where it has died."""
+        """How its cell ended; None: it is ready for one. Raises EOFError where the process has died."""
         try:
             said = self.connection.recv()
         except OSError as error:
@@ -117,7 +117,6 @@ class Crew:
     """The processes of a study. Closing it ends them; a context manager."""
 
     def __init__(self, root: Path):
-        _check_main()
         self.root, self.workers = root, list[_Worker]()
         self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
@@ -185,7 +184,7 @@ class Crew:
         return CellOutcome(cell, "failed", time.monotonic() - worker.began, reason)
 
 
-def _check_main() -> None:
+def check_main() -> None:
     """Raises ConfigError in a process that only imports the script of its parent."""
     if getattr(current_process(), "_inheriting", False):
         raise ConfigError(

@@ -5,58 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from studies import InlineCrew, small_study
 
-from cfl_ray.config.study import Study
 from cfl_ray.runtime.comparison import read_study
-from cfl_ray.runtime.study import run, workers
+from cfl_ray.runtime.study import run
 
-EXPERIMENT = {
-    "rounds": 2,
-    "methods": ["fedavg", {"ifca": {"num_clusters": 2, "label": "two", "local": {"momentum": 0.5}}}],
-    "model": {"options": {"hidden": 8}},
-    "data": {
-        "source": "synthetic",
-        "synthetic_shape": [8],
-        "synthetic_samples": 20,
-        "partition": {"clients": 6},
-    },
-    "local": {"epochs": 1, "batch_size": 10},
-    "runtime": {"engine": "sequential"},
-    "tracking": {"enabled": False},
-}
 TIMES = ("round_seconds", "seconds")
-
-
-def small_study(output: Path, **changes) -> Study:
-    """A study of four runs; keys of `experiment` are merged into these defaults."""
-    experiment = EXPERIMENT | {"output": str(output)} | changes.pop("experiment", {})
-    return Study(**{"name": "small", "seeds": [0, 1], "experiment": experiment} | changes)
 
 
 @pytest.fixture
 def study(tmp_path):
     """Makes a small study."""
     return functools.partial(small_study, tmp_path)
-
-
-class InlineCrew:
-    """Runs the cells one after another in this process."""
-
-    done: list[str] = []  # names of the cells that were run
-
-    def __init__(self, root):
-        self.root = root
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def run(self, cells, packing, tick):
-        for cell in cells:
-            self.done.append(cell.name)
-            yield workers.Outcome(cell, *workers._run(cell, self.root, packing.hosts))
 
 
 @pytest.fixture

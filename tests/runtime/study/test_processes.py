@@ -68,7 +68,7 @@ def _workers(process: subprocess.Popen) -> list[psutil.Process]:
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-def test_a_process_that_is_killed_is_replaced(live, file, expected, figures_of):
+def test_a_process_that_is_killed_is_replaced(expected, live, file, figures_of):
     for worker in _workers(live)[:1]:
         worker.kill()
     printed = live.communicate(timeout=300)[0]
@@ -76,7 +76,7 @@ def test_a_process_that_is_killed_is_replaced(live, file, expected, figures_of):
     assert figures_of(file.parent / "small") == expected
 
 
-def test_ctrl_c_and_on(live, file, expected, figures_of, command):
+def test_ctrl_c_and_on(expected, live, file, figures_of, command):
     children = _workers(live)
     os.killpg(live.pid, signal.SIGINT)  # as a terminal does: to all processes
     printed = live.communicate(timeout=120)[0]
@@ -89,7 +89,7 @@ def test_ctrl_c_and_on(live, file, expected, figures_of, command):
     assert figures_of(root) == expected
 
 
-def test_the_processes_end_with_a_killed_parent_and_the_study_goes_on(live, file, expected, figures_of, until):
+def test_the_processes_end_with_a_killed_parent_and_the_study_goes_on(expected, live, file, figures_of, until):
     children = _workers(live)
     live.kill()
     live.wait()

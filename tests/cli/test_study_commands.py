@@ -1,0 +1,167 @@
+"""Commands on studies: tables that fit the terminal, status, resume, check, and messages that name a command."""
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from rich.console import Console
+from studies import InlineCrew, small_study
+
+from cfl_ray.cli import main
+from cfl_ray.cli.study_progress import show_tables, show_trials
+from cfl_ray.runtime.study import run
+from cfl_ray.runtime.study.ranking import RankedTrial, best_of
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "Crew", InlineCrew)
+    monkeypatch.setattr(InlineCrew, "done", [])
+    monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *_: None)
+    for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return ended.value.code or 0, printed.out, printed.err
+
+
+def write(name: str = "study.yaml", **changes) -> str:
+    keys = small_study(Path("runs"), **changes).model_dump(mode="json", by_alias=True)
+    Path(name).write_text(yaml.safe_dump(keys))
+    return name
+
+
+def test_a_study_from_check_to_resume(capsys):
+    file = write(seeds=[0], settings={"a": {}, "b": {"local": {"lr": 0.5}}})
+    status, printed, _ = call(capsys, "check", file)
+    assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seeds" in printed
+    assert printed.splitlines()[-1] == "The study is valid. Run it with: cfl-ray compare study.yaml"
+    assert call(capsys, "compare", "--dry-run", file)[1].splitlines()[-1] == f"4 runs; folder: {Path.cwd()}/runs/small"
+    assert not Path("runs").exists()
+    status, printed, _ = call(capsys, "compare", file, "--method", "two")
+    assert status == 0 and "2 runs, " in printed and len(InlineCrew.done) == 2
+    dry = call(capsys, "compare", "--dry-run", file)[1].splitlines()
+    assert "a, two, seed 0: finished" in dry and "a, fedavg, seed 0" in dry
+    status, printed, _ = call(capsys, "status", "runs/small")
+    assert "2 of 4 finished, 2 left" in printed and "cfl-ray resume runs/small" in printed
+    status, printed, _ = call(capsys, "resume", "runs/small")
+    assert status == 0 and "4 runs, 2 finished before" in printed and len(InlineCrew.done) == 4
+    assert re.search(r"method .*a .*b ", printed) and "results.csv and table.md" in printed
+    found = json.loads(call(capsys, "status", "--json", "runs/small")[1])
+    assert (found["state"], found["runs"], found["finished"], found["next"]) == ("finished", 4, 4, None)
+    assert "| method | a | b |" in call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+
+
+def test_the_right_command_is_named(capsys):
+    study, search = write(seeds=[0]), write("search.yaml", sweep={"parameters": {"local.lr": [0.1]}})
+    Path("plain.yaml").write_text("rounds: 2\n")
+    for command, file, expected in (
+        ("compare", "plain.yaml", "an experiment alone is run by `cfl-ray run`"),
+        ("run", study, "is a study, no experiment; run it with: cfl-ray compare study.yaml"),
+        ("prepare", search, "is a study, no experiment; run it with: cfl-ray sweep search.yaml"),
+        ("compare", search, "search.yaml is a sweep; run it with: cfl-ray sweep search.yaml"),
+        ("sweep", study, "study.yaml has no `sweep`; run it with: cfl-ray compare study.yaml"),
+        ("compare", "gone.yaml", "there is no config file gone.yaml"),
+    ):
+        status, _, message = call(capsys, command, file)
+        assert status == 2 and expected in message and "Traceback" not in message, message
+    assert call(capsys, "compare", study)[0] == 0
+    for command in (["stop", "runs/small"], ["export", "runs/small", "-o", "model.pt"]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and "is the folder of a study; name one of its runs" in message
+
+
+def test_invalid_studies_are_one_message(capsys):
+    for changes, expected in (
+        ({"experiment": {"model": "lenet6"}}, "all, fedavg, seed 0: unknown model 'lenet6'"),
+        ({"settings": {"a": {"rounds": 0}}}, "small, a: rounds: Input should be greater than or equal to 1"),
+        ({"experiment": {"model": {"options": {"hiden": 3}}}}, "all, fedavg, seed 0: "),
+    ):
+        status, _, message = call(capsys, "check", write(**changes))
+        assert status == 2 and expected in message and "Traceback" not in message, message
+    status, _, message = call(capsys, "compare", write(), "seeds=[3]")
+    assert status == 2 and "seeds is a key of the study" in message
+
+
+def test_a_failed_run_is_listed_and_the_status_is_1(capsys):
+    settings = {"bad": {"model": {"options": {"hidden": "many"}}}, "good": {}}
+    status, printed, message = call(capsys, "compare", write(seeds=[0], settings=settings))
+    assert status == 1 and "2 of the runs are not finished; the same command tries them again" in message
+    assert "failed: bad, fedavg, seed 0: " in printed and "good" in printed
+    shown = call(capsys, "status", "runs/small")[1]
+    assert "bad, fedavg, seed 0: " in shown and "2 of 4 finished, 2 left" in shown
+
+
+def test_a_sweep_ends_with_overrides_that_can_be_pasted(capsys):
+    sweep = {"parameters": {"local.lr": [0.001, 0.3], "methods.two.num_clusters": [2, 3]}}
+    experiment = {"methods": [{"ifca": {"label": "two", "num_clusters": 2}}]}
+    file = write(seeds=[0], sweep=sweep, experiment=experiment)
+    status, printed, _ = call(capsys, "sweep", file)
+    assert status == 0 and "best for two: accuracy" in printed and "trials.csv" in printed
+    overrides = shlex.split(printed[printed.index("best for two") :].splitlines()[1])
+    assert [one.partition("=")[0] for one in overrides] == list(sweep["parameters"])
+    best = pd.read_csv("runs/small/artifacts/trials.csv").iloc[0]
+    assert overrides == [
+        f"local.lr={best['local.lr']:g}",
+        f"methods.two.num_clusters={best['methods.two.num_clusters']}",
+    ]
+    Path("plain.yaml").write_text(yaml.safe_dump({"methods": experiment["methods"], "rounds": 1}))
+    assert call(capsys, "check", "plain.yaml", *overrides)[0] == 0
+
+
+def test_results_of_a_job_are_not_in_its_working_directory(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    printed = call(capsys, "compare", "--dry-run", write())[1]
+    assert f"folder: {tmp_path}/home/runs/small" in printed
+    printed = call(capsys, "compare", "--dry-run", write(), "--folder", "mine")[1]
+    assert f"folder: {tmp_path}/home/mine" in printed
+
+
+# ---- tables that fit
+
+
+def table(settings: int, methods: int) -> pd.DataFrame:
+    rows = [(f"setting-{s}", f"method-{m}", 3, 0.5, 0.01) for s in range(settings) for m in range(methods)]
+    return pd.DataFrame(rows, columns=["experiment", "method", "runs", "accuracy", "accuracy_std"])
+
+
+def text_of(width: int, show) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("settings, methods", [(2, 3), (7, 3), (3, 12), (9, 12)])
+def test_nothing_is_cut_off(width, settings, methods):
+    printed = text_of(width, lambda console: show_tables(table(settings, methods), ["accuracy"], console))
+    assert "…" not in printed and " ".join(printed.split()).count("0.500 ± 0.010") == settings * methods
+    names = [*(f"setting-{number}" for number in range(settings)), *(f"method-{number}" for number in range(methods))]
+    assert all(name in printed for name in names)
+
+
+def test_many_settings_are_rows():
+    printed = text_of(80, lambda console: show_tables(table(7, 3), ["accuracy"], console))
+    assert re.search(r"setting .*method-0 .*method-1 .*method-2", printed)
+    printed = text_of(80, lambda console: show_tables(table(3, 7), ["accuracy"], console))
+    assert re.search(r"method .*setting-0 .*setting-1 .*setting-2", printed)
+
+
+def test_trials_in_a_narrow_terminal():
+    key = "methods.stocfl.a_very_long_option_of_some_method"
+    ranked = [RankedTrial("a", "stocfl", {key: 0.1 * n, "local.lr": 1}, [0.5]) for n in range(40)]
+    for width in (30, 80):
+        printed = text_of(width, lambda console: show_trials(ranked, best_of(ranked), "accuracy", console))
+        assert "…" not in printed and "and 10 more, in artifacts/trials.csv" in printed
+        assert f"{key}=0.0 local.lr=1" in printed and "best for stocfl in a: accuracy 0.500 over 1 run, with" in printed
