@@ -120,6 +120,15 @@ def test_yaml_block_loads():
     assert (experiment.rounds, experiment.local.lr, experiment.data.source) == (10, 0.1, "mnist")
 
 
+def test_published_tables_of_the_report_page_load():
+    from cfl_ray.config.published import load_published
+
+    (text,) = blocks("yaml", (ROOT / "docs" / "report.md").read_text())
+    Path("paper.yaml").write_text(text)
+    table = load_published("paper.yaml").table("table1")
+    assert table.number("fedavg", "svhn").misprint and table.number("ifca", "cifar10").std == 0.9
+
+
 def test_every_command_of_the_table_exists(capsys):
     lines = re.findall(r"`(cfl-ray [a-z][^`]*)`", README) + re.findall(r"^(cfl-ray [a-z].*)$", README, re.M)
     shown = {line.split()[1] for line in lines}
