@@ -105,10 +105,10 @@ class StudyDisplay(StudyWatcher):
 
     def finish(self, results: StudyResults) -> None:
         """Prints the tables, where results are, and what failed."""
-        files = "results.csv and table.md"
+        files = "report.html, results.csv and table.md"
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
-            files = "results.csv, trials.csv and table.md"
+            files = "report.html, results.csv, trials.csv and table.md"
         elif found := results.figures.found:
             show_tables(table_of(found), results.study.metrics, self.console)
         for outcome in results.failed:

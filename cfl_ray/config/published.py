@@ -38,6 +38,11 @@ class PaperConfig(ConfigSection):
     venue: str = Field(description="where and when it was published")
     url: str = Field(description="where it can be read")
 
+    @property
+    def reference(self) -> str:
+        """The paper on one line."""
+        return ", ".join([self.authors, self.title, self.venue, self.url])
+
 
 class PublishedRowConfig(ConfigSection):
     """The numbers of one method."""

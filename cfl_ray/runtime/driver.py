@@ -187,7 +187,7 @@ class Driver:
 
     def _write_report(self, directory: Path, results: dict[str, MethodResult]) -> None:
         """Writes the page of the run. A failure to draw it ends no run."""
-        if not self.experiment.tracking.report:
+        if not self.experiment.tracking.report or self.study is not None:  # a study has one page for all its runs
             return
         try:
             run = FoundRun(directory, self.experiment, Results(results, directory))

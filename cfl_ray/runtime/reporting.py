@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from cfl_ray.config import Experiment
 from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables, load_published
 from cfl_ray.config.sections import EventConfig
+from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.methods import full_label, resolve
@@ -68,8 +69,7 @@ def write_report(
     if against is None:
         return write_report_of(runs, output)
     published = load_published(against)
-    paper = ", ".join([published.paper.authors, published.paper.title, published.paper.venue, published.paper.url])
-    return write_report_of(runs, output, compare_with(runs, published, column), paper)
+    return write_report_of(runs, output, compare_with(runs, published, column), published.paper.reference)
 
 
 def write_report_of(
@@ -356,18 +356,19 @@ def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
 def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
     """Our numbers beside those of the tables, for each method that has a row there.
 
-    A run of a study belongs to the column of its setting, another one to `column`, or to the only one there is. Raises
-    ConfigError where that is not known, and where nothing of ours is in the tables.
+    A run of a study belongs to the column of its setting in the tables that the study repeats, another one to `column`,
+    or to the only one there is. Raises ConfigError where that is not known, and where nothing of ours is in the tables.
     """
+    tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
     found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
     for run in runs:
         for label, result in run.methods.items():
             of_seeds = found.setdefault((run.setting or column or _only_column(published), label), {})
             of_seeds[run.experiment.seed] = result
     compared = [
-        _compared(name, table, row, column, number, found[column, row])
-        for name, table in published.tables.items()
-        for row, column, number in table.cells()
+        _compared(name, published.tables[name], row, column, number, found[column, row])
+        for name in tables
+        for row, column, number in published.tables[name].cells()
         if (column, row) in found and number.mean is not None
     ]
     compared.sort(key=lambda one: (one.table, one.column))  # rows stay in their order
@@ -380,6 +381,12 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
             f"{', '.join(columns)}; the runs have {'; '.join(f'{label}, {column}' for column, label in found)}"
         )
     return comparisons
+
+
+def _tables_of(runs: Sequence[FoundRun]) -> list[str]:
+    """The published tables that the studies of these runs repeat."""
+    studies = dict.fromkeys(run.study for run in runs if run.study is not None)
+    return [name for study in studies for name in load_study(study / STUDY).tables]
 
 
 def _only_column(published: PublishedTables) -> str:

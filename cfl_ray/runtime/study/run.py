@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config import Experiment
+from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
@@ -23,6 +24,7 @@ from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
+from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
@@ -46,6 +48,8 @@ from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, score_metri
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from cfl_ray.report.material import Comparison
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
 _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
@@ -290,6 +294,7 @@ class _Launch:
             self.watcher.warn(f"the table has the usual metrics: {error}")
             table = table_of(figures.found)
         write_text(folder / "table.md", format_table(table, "md") + "\n")
+        self._write_report(folder / REPORT)
         names = [name for name in table.columns if name in METRICS or name in self.of_task]
         return {
             f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
@@ -297,6 +302,27 @@ class _Launch:
             for name in names
             if row[name] == row[name]
         }
+
+    def _write_report(self, path: Path) -> None:
+        """Writes the page of all runs, beside the published numbers where the study names their file."""
+        if not self.experiment.tracking.report:
+            return
+        try:
+            runs = find_runs([self.root], trust=True)  # they are of this process
+            write_report_of(runs, path, *self._published(runs))
+        except Exception as error:  # a page must not cost the results of hours
+            again = command("report", self.root)
+            self.watcher.warn(f"the report was not written: {type(error).__name__}: {error}; {again} tries it again")
+
+    def _published(self, runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
+        """The published numbers beside ours, and the paper; none where nothing of ours is in the study's tables."""
+        if self.study.published is None:
+            return (), ""
+        published = load_published(self.study.published)
+        try:
+            return compare_with(runs, published), published.paper.reference
+        except ConfigError:  # a part of the study that no table has
+            return (), ""
 
     def _tracker(self) -> Tracker:
         if self.uri is None:
