@@ -210,3 +210,20 @@ def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
         with pytest.raises(ConfigError, match=message):
             write_report([runs], tmp_path / "page.html", file)
     write_report([runs], tmp_path / "page.html", file, column="digits")
+
+
+def test_a_study_is_compared_with_the_tables_that_it_repeats(tmp_path):
+    """Other tables of the paper have the same methods and settings, under another partition."""
+    study = tmp_path / "study"
+    folder = study / "slow" / "fedavg" / "seed-0"
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), folder)
+    row = "{fedavg: {values: {slow: 50.0}}}"
+    table = f"{{caption: one, study: mine.yaml, columns: [slow], rows: {row}}}"
+    published = tmp_path / "published.yaml"
+    published.write_text(
+        f"paper: {{title: T, authors: A, venue: V, url: U}}\ntables: {{table1: {table}, table2: {table}}}\n"
+    )
+    text = "name: study\nexperiment: {methods: [fedavg]}\nsettings: {slow: {}}\n"
+    for tables, expected in (("[table2]", ["table2"]), ("[]", ["table1", "table2"])):
+        (study / "study.yaml").write_text(f"{text}published: {published}\ntables: {tables}\n")
+        assert [one.table for one in compare_with(find_runs([study]), load_published(published))] == expected
