@@ -92,7 +92,7 @@ def test_the_page_on_studies_shows_what_runs(capsys):
     for name, content in re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page, re.S):
         Path(name).write_text(content)
     printed = ""
-    for line in "\n".join(blocks("bash", page)).splitlines():
+    for line in filter(None, "\n".join(blocks("bash", page)).splitlines()):
         printed += command(shlex.split(line, comments=True)[1:], capsys)
     assert "12 runs; folder" in printed and "best for stocfl: accuracy" in printed and "12 of 12 finished" in printed
     assert len(list(Path("runs/search").glob("*/stocfl/seed-0/end.json"))) == 3

@@ -128,7 +128,9 @@ def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> 
         options = dict(options or {})
         options.pop("label", None)
         if own := options.pop("local", None):
-            values["local"] = values.get("local", {}) | own  # as `changed_local` does
+            shared = values.get("local") or {}
+            if isinstance(shared, dict):  # otherwise it is refused below
+                values["local"] = shared | own  # as `changed_local` does
         entry = {name: options} if options else name
     experiment = study.paths_of(Experiment(**values | {"methods": [entry]}))
     resolve(experiment.methods)

@@ -82,13 +82,18 @@ def test_trials_are_settings(study):
         ({"experiment": {"methods": ["fedavgg"]}}, "small, all: unknown method 'fedavgg' .did you mean 'fedavg'"),
         ({"experiment": {"methods": "fedavg"}}, r"small, all: methods: expected a list, write \[fedavg\]"),
         ({"settings": {"a": {"local": {"epoch": 1}}}}, "small, a: unknown key 'local.epoch' .did you mean 'epochs'"),
+        ({"experiment": {"output": 3}}, "small, all: output: Input should be a valid string, got 3"),
+        (
+            {"experiment": {"local": "x", "methods": [{"fedavg": {"local": {"epochs": 2}}}]}},
+            "small, all: local: Input should be a valid dictionary",
+        ),
         ({"seeds": [-1]}, "small, all: seed: Input should be greater than or equal to 0"),
         ({"experiment": {"methods": ["ifca", "ifca"]}}, "small, all: methods: 'ifca' is listed twice"),
     ],
 )
 def test_what_no_run_can_be_made_of(study, changes, message):
     with pytest.raises(ConfigError, match=message):
-        plan(study(**changes))
+        plan(study(**changes).located())
 
 
 def test_two_runs_with_one_folder(study):

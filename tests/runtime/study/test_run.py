@@ -256,4 +256,8 @@ def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path):
     assert parent.info.status == "FINISHED" and parent.data.metrics["all/fedavg/accuracy"] == pytest.approx(mean)
     points = client.get_metric_history(parent.info.run_id, "all/fedavg/accuracy")
     assert [point.step for point in points] == [2, 3], "the number of finished runs"
-    assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {"results.csv", "table.md", "report.html"}
+    assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {
+        "results.csv",
+        "table.md",
+        "report.html",
+    }
