@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,21 +20,29 @@ import sys, time
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:  # the name of a method of the head
+    getattr(cluster.head_node, line.strip())()
+    print("done", flush=True)
 """
 
 
 class OtherCluster:
     """A Ray cluster whose processes are all below one of this test."""
 
-    def __init__(self):
+    def __init__(self, **variables):
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment |= {"RAY_AUTH_MODE": "token"}
+        environment |= {"RAY_AUTH_MODE": "token"} | variables
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.address = self.process.stdout.readline().strip()
         self.environment = environment | {"RAY_ADDRESS": self.address}
+
+    def head(self, verb):
+        """Calls a method of the head's node."""
+        self.process.stdin.write(f"{verb}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
 
     def kill(self):
         """Ends head, hosts and server at once, as a power failure does."""
@@ -49,8 +59,8 @@ def end(process):
 def cluster():
     clusters = []
 
-    def start():
-        clusters.append(OtherCluster())
+    def start(**variables):
+        clusters.append(OtherCluster(**variables))
         return clusters[-1]
 
     yield start
@@ -64,6 +74,17 @@ def cfl_ray(on, log, *arguments, folder):
     return subprocess.Popen(command, env=on.environment, cwd=folder, stdout=log, stderr=log)
 
 
+def rounds_in(records):
+    return records.read_text().count("\n") if records.exists() else 0
+
+
+def wait_for_rounds(number, records, run, log):
+    deadline = time.monotonic() + 300
+    while rounds_in(records) < number:
+        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
 def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, figures, tmp_path):
     """From another folder, with other measurements of engines there: same engine, shards and figures."""
     first = cluster()
@@ -74,10 +95,8 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, fig
     (tmp_path / "here/mine.yaml").write_text(made.model_copy(update={"output": "out"}).to_yaml())
     run_dir, log = tmp_path / "here/out/run", (tmp_path / "log").open("a+")
     run = cfl_ray(first, log, "run", "mine.yaml", "--run-dir", "out/run", folder=tmp_path / "here")
-    records, deadline = run_dir / "ditto/metrics.jsonl", time.monotonic() + 300
-    while not records.exists() or records.read_text().count("\n") < 3:
-        assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-        time.sleep(0.05)
+    records = run_dir / "ditto/metrics.jsonl"
+    wait_for_rounds(3, records, run, tmp_path / "log")
     end(psutil.Process(run.pid))
     first.kill()
     run.wait()
@@ -99,3 +118,37 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, fig
     assert figures(load_run(run_dir)) == figures(expected)
     numbers = [json.loads(line)["round"] for line in records.read_text().splitlines()]
     assert numbers == list(range(1, 9))
+
+
+@pytest.fixture
+def redis(tmp_path):
+    """The address of a Redis server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield f"127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
+def test_the_run_goes_on_when_the_heads_store_is_restarted(cluster, redis, experiment, figures, tmp_path):
+    """With the state of Ray's head in Redis, its control store may die and come back during a run."""
+    on, log = cluster(RAY_REDIS_ADDRESS=redis), (tmp_path / "log").open("a+")
+    made = experiment(data={"source": "digits"}, local={"epochs": 30}, rounds=8)
+    (tmp_path / "mine.yaml").write_text(made.to_yaml())
+    run_dir = tmp_path / "run"
+    records = run_dir / "ditto/metrics.jsonl"
+    run = cfl_ray(on, log, "run", "mine.yaml", "--run-dir", "run", folder=tmp_path)
+    wait_for_rounds(3, records, run, tmp_path / "log")
+    on.head("kill_gcs_server")
+    time.sleep(3)
+    on.head("start_gcs_server")
+    assert run.wait(300) == 0, (tmp_path / "log").read_text()
+    assert figures(load_run(run_dir)) == figures(simulate(made))
