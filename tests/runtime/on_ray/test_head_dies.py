@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
+from pyarrow.fs import S3FileSystem, copy_files
 
 from cfl_ray import load_run, simulate
 
 pytestmark = pytest.mark.slow
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 CLUSTER = """
 import sys, time
@@ -120,21 +123,47 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, fig
     assert numbers == list(range(1, 9))
 
 
-@pytest.fixture
-def redis(tmp_path):
-    """The address of a Redis server."""
+@contextmanager
+def served(*command):
+    """The port of a server on this machine; the command ends with the port's number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while socket.socket().connect_ex(("127.0.0.1", port)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield f"127.0.0.1:{port}"
-    server.kill()
-    server.wait()
+    server = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline and server.poll() is None
+            time.sleep(0.05)
+        yield port
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def redis(tmp_path):
+    """The address of a Redis server."""
+    with served("redis-server", "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path), "--port") as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """Returns a function: a local folder -> the URI of its copy in a bucket of an S3 server."""
+    for name in KEYS:
+        monkeypatch.setenv(name, "test")
+    with served("moto_server", "-H", "127.0.0.1", "-p") as port:
+        place = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
+        # the server does not complete uploads of several parts as Arrow expects it
+        files = S3FileSystem(**place, allow_bucket_creation=True, allow_delayed_open=True)
+        files.create_dir("bucket")
+
+        def upload(folder):
+            copy_files(str(folder), "bucket/shards", destination_filesystem=files)
+            return "s3://bucket/shards?" + "&".join(f"{name}={value}" for name, value in place.items())
+
+        yield upload
 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server here")
@@ -152,3 +181,21 @@ def test_the_run_goes_on_when_the_heads_store_is_restarted(cluster, redis, exper
     on.head("start_gcs_server")
     assert run.wait(300) == 0, (tmp_path / "log").read_text()
     assert figures(load_run(run_dir)) == figures(simulate(made))
+
+
+@pytest.mark.skipif(shutil.which("moto_server") is None, reason="there is no moto_server (package moto[server]) here")
+def test_shards_in_s3_are_found_by_the_next_cluster(cluster, bucket, experiment, figures, tmp_path):
+    expected = simulate(experiment(data={"source": "digits"}, local={"epochs": 30}, rounds=8))
+    uri, log = bucket(tmp_path / "shards"), (tmp_path / "log").open("a+")
+    shutil.rmtree(tmp_path / "shards")
+    made = experiment(data={"source": "digits", "shards": uri}, local={"epochs": 30}, rounds=8)
+    (tmp_path / "mine.yaml").write_text(made.to_yaml())
+    first, records = cluster(), tmp_path / "run/ditto/metrics.jsonl"
+    run = cfl_ray(first, log, "run", "mine.yaml", "--run-dir", "run", folder=tmp_path)
+    wait_for_rounds(3, records, run, tmp_path / "log")
+    end(psutil.Process(run.pid))
+    first.kill()
+    run.wait()
+    resumed = cfl_ray(cluster(), log, "resume", str(tmp_path / "run"), folder="/")
+    assert resumed.wait(300) == 0, (tmp_path / "log").read_text()
+    assert figures(load_run(tmp_path / "run")) == figures(expected)
