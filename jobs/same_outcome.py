@@ -34,7 +34,7 @@ def chaos_experiment(methods: list[str], rounds: int, output: Path) -> Experimen
 
 
 def differences(experiment: Experiment, methods: Sequence[str], undisturbed: Path, disturbed: Path) -> list[str]:
-    """What differs between two runs, one line each: METHOD: WHAT. MLflow must have every round of the disturbed one."""
+    """The differences between two runs, each METHOD: WHAT. MLflow must have every round of the disturbed one."""
     found = []
     for method in methods:
         expected, there = outcome(undisturbed, method, experiment), outcome(disturbed, method, experiment)
