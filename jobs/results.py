@@ -182,7 +182,7 @@ class Compared:
 
 def compared(folder: Path = STUDIES) -> list[Compared]:
     """Every published cell."""
-    reasons = yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
+    reasons = read_reasons()
     cells = []
     for file in sorted((folder / "published").glob("*.yaml")):
         for name, table in load_published(file).tables.items():
@@ -192,6 +192,11 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
                 because = _reason(reasons, file.stem, name, row, column)
                 cells.append(Compared(file.stem, name, row, column, number, at, because))
     return cells
+
+
+def read_reasons() -> dict[str, Any]:
+    """Why cells differ, by paper, table and ROW/COLUMN; * stands for every row or column."""
+    return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
 
 
 def _runs_of(table: PublishedTable) -> pd.DataFrame:

@@ -1,0 +1,113 @@
+"""The page of results: made from the figures of runs and the published numbers, and up to date."""
+
+import importlib.util
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from cfl_ray.config.published import PublishedNumber
+from cfl_ray.config.study import load_study
+from cfl_ray.runtime.study.run import run_study
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results():
+    spec = importlib.util.spec_from_file_location("results", ROOT / "jobs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compared(results, mean, runs, unit="percent", metric="accuracy", because=""):
+    number = PublishedNumber(metric, unit, mean, None, "")
+    return results.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), because)
+
+
+def test_the_page_is_that_of_the_figures(results):
+    assert (ROOT / "docs" / "results.md").read_text() == results.page(results.compared()), "jobs/results.py write"
+
+
+def test_every_published_cell_is_counted_once(results):
+    cells = results.compared()
+    assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
+    head, rule, *rows = results._count(cells)
+    counts = [[int(one) for one in row.strip("| ").split(" | ")[1:]] for row in rows]
+    assert counts[-1] == [sum(column) for column in zip(*counts[:-1], strict=True)] and counts[-1][0] == len(cells)
+    for published, run, close, explained, still, missing in counts:
+        assert run == close + explained + still and published == run + missing
+
+
+@pytest.mark.parametrize(
+    ("mean", "runs", "unit", "state"),
+    [
+        (50.0, [{"accuracy": 0.48}], "percent", "within 2 points"),
+        (50.0, [{"accuracy": 0.479}], "percent", "open"),
+        (50.0, [{"accuracy": 0.46}, {"accuracy": 0.50}], "percent", "within 2 points"),
+        (50.0, [], "percent", "not run"),
+        (50.0, [{"ari": 1.0}], "percent", "not run"),
+        (100.0, [{"accuracy": 98.0}], "rounds", "within 2 points"),
+        (10.0, [{"accuracy": 10.3}], "rounds", "open"),
+        (None, [{"ari": 1.0}], "rounds", "within 2 points"),  # the target is reached in neither
+        (10.0, [{"ari": 1.0}], "rounds", "open"),  # not reached here
+        (None, [{"accuracy": 10.0}], "rounds", "open"),
+    ],
+)
+def test_state_of_a_cell(results, mean, runs, unit, state):
+    assert compared(results, mean, runs, unit).state == state
+    explained = "explained" if state == "open" else state
+    assert compared(results, mean, runs, unit, because="the paper says so").state == explained
+
+
+def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results):
+    reasons = {"paper": {"table1": {"fedavg/here": "cell", "fedavg/*": "row", "*/there": "column", "*/*": "table"}}}
+    found = [
+        results._reason(reasons, "paper", "table1", row, column)
+        for row, column in (("fedavg", "here"), ("fedavg", "there"), ("ifca", "there"), ("ifca", "here"))
+    ]
+    assert found == ["cell", "row", "column", "table"]
+    assert results._reason(reasons, "paper", "table2", "fedavg", "here") == ""
+
+
+def test_every_reason_is_of_a_published_cell(results):
+    """A reason that names nothing would never be shown."""
+    reasons = results.read_reasons()
+    known = {(cell.paper, cell.table) for cell in results.compared()}
+    names = {(cell.paper, cell.table, name) for cell in results.compared() for name in (cell.row, cell.column, "*")}
+    for paper, tables in reasons.items():
+        for table, cells in tables.items():
+            assert (paper, table) in known
+            for key, because in cells.items():
+                row, column = key.split("/")
+                assert {(paper, table, row), (paper, table, column)} <= names, key
+                assert because.strip().endswith(".")
+
+
+def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(results, tmp_path, monkeypatch):
+    recipe = tmp_path / "paper" / "table1.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "name: collected\nexperiment:\n  rounds: 3\n  methods: [fedavg, local]\n  tracking: {enabled: false}\n"
+        "  data: {partition: {clients: 4, samples: 20}}\n  model: {options: {hidden: 4}}\n"
+        "  runtime: {engine: sequential}\nsettings: {here: {}}\n"
+    )
+    monkeypatch.setattr(results, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(results, "STUDIES", tmp_path)
+    study = load_study(recipe, ["rounds=1", f"output={tmp_path / 'runs'}", "tracking.report=false"])
+    done = run_study(study, at_once=1)
+    file = results.collect(done.root, None)
+    assert file == tmp_path / "figures" / "paper-table1.csv"
+    found = pd.read_csv(file)
+    assert found["method"].tolist() == ["fedavg", "local"] and set(found["changed"]) == {"rounds=1"}
+    assert found["accuracy"].tolist() == pytest.approx(
+        [done.figures.value("here", m, 0, "accuracy") for m in found.method]
+    )
+    results.collect(done.root, recipe)
+    assert len(pd.read_csv(file)) == 2, "a run that is collected again replaces its row"
+
+
+def test_a_folder_of_no_recipe(results, tmp_path):
+    with pytest.raises(results.UserError, match="is the folder of no study in .*; name its recipe with --recipe"):
+        results.find_recipe(tmp_path)
