@@ -236,9 +236,9 @@ class Study(ConfigSection):
         before = self.model_dump(mode="json", by_alias=True)
         values = _beside(before, here)
         written = paths_as_written(values, before) | self._written
-        values["experiment"]["output"] = str(
-            (base or here) / Path(values["experiment"].get("output") or "runs").expanduser()
-        )
+        output = values["experiment"].get("output") or "runs"
+        if isinstance(output, str):  # otherwise it is refused with the experiment
+            values["experiment"]["output"] = str((base or here) / Path(output).expanduser())
         return Study(**values)._with_written(written)
 
     def paths_of(self, experiment: Experiment) -> Experiment:
