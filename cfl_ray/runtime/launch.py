@@ -104,7 +104,7 @@ def resume(
 def _on_cluster_of_now(experiment: Experiment, watcher: Watcher) -> Experiment:
     """The experiment on the cluster that RAY_ADDRESS names: the one that its record names may be gone."""
     recorded, now = experiment.runtime.address, os.environ.get("RAY_ADDRESS")
-    if not recorded or not now or recorded == now:
+    if recorded in (None, "auto", "local", now) or not now:  # these are not one cluster's
         return experiment
     watcher.warn(f"resumed on the cluster at {now} (RAY_ADDRESS); runtime.address of the run is {recorded}")
     return experiment.model_copy(update={"runtime": experiment.runtime.model_copy(update={"address": now})})

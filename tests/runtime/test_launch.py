@@ -7,6 +7,7 @@ from cfl_ray.config import load
 from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.journal import Journal, JournalEvent
+from cfl_ray.runtime.launch import _on_cluster_of_now
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 
@@ -111,3 +112,19 @@ def test_a_run_with_files_of_its_own_goes_on_from_any_folder(tmp_path, monkeypat
     assert (start / "run/config.yaml").read_text() == before
     there = f'# run directory "{elsewhere}/again"'
     assert (elsewhere / "again/config.yaml").read_text() == before.replace(f'# run directory "{start}/run"', there)
+
+
+def test_a_resumed_run_goes_to_the_cluster_of_now(experiment, monkeypatch):
+    """(runtime.address of the run, RAY_ADDRESS) -> the address that is used; clusters of a name stay."""
+    for recorded, now, used in (
+        ("10.0.0.1:6379", "10.0.0.2:6379", "10.0.0.2:6379"),
+        ("10.0.0.1:6379", None, "10.0.0.1:6379"),
+        (None, "10.0.0.2:6379", None),
+        ("auto", "10.0.0.2:6379", "auto"),
+        ("local", "10.0.0.2:6379", "local"),
+    ):
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        if now:
+            monkeypatch.setenv("RAY_ADDRESS", now)
+        made = experiment(runtime={"address": recorded})
+        assert _on_cluster_of_now(made, Watcher()).runtime.address == used
