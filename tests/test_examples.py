@@ -124,7 +124,7 @@ def test_an_own_method_places_newcomers_by_their_loss():
 
 def test_an_own_aggregation_withstands_attackers():
     found = accuracies("own_aggregation.yaml")
-    assert set(found) == {"fedavg", "fedavg-aggregation=-own_aggregation.py-GeometricMedian-steps-8-"}
+    assert set(found) == {"fedavg", "fedavg-aggregation.own_aggregation.py-GeometricMedian.steps=8"}
     plain, geometric = found["fedavg"], max(found.values())
     assert plain < 0.3 and geometric > 0.65
 

@@ -26,7 +26,7 @@ from cfl_ray.runtime.checkpoint.manifest import _digest
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.checkpoint.writer import Writer
 from cfl_ray.runtime.journal import Journal, JournalEvent
-from cfl_ray.runtime.launch import _hash_of
+from cfl_ray.runtime.launch import recorded_hash
 from cfl_ray.runtime.prepare import engine_choice, prepare
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
@@ -103,7 +103,7 @@ def _read_record(folder: Path) -> None:
     run_dir = folder / "run"
     live_client.status(run_dir)
     trust.load_record(run_dir)
-    _hash_of(run_dir / CONFIG)
+    recorded_hash(run_dir / CONFIG)
 
 
 def _other_record(content: bytes, draw: random.Random) -> bytes:
@@ -137,7 +137,7 @@ def _resigned(content: bytes, draw: random.Random) -> bytes:
 
 
 def _read_checkpoints(folder: Path) -> None:
-    store = CheckpointStore(folder / "run/ditto", _hash_of(folder / "run" / CONFIG))
+    store = CheckpointStore(folder / "run/ditto", recorded_hash(folder / "run" / CONFIG))
     checkpoint = store.load()
     for _, state in checkpoint.client_states() if checkpoint is not None else ():
         state.tensor()

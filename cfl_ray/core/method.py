@@ -27,7 +27,8 @@ from cfl_ray.core.state import UNASSIGNED, State
 S = TypeVar("S", bound=State)  # the state of a method
 
 AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
-SHARED_OPTIONS = (*AVERAGING_OPTIONS, "local", "label")  # of every method
+RUN_OPTIONS = ("local", "label")  # of every method in a run: its training and its name
+SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")  # it names a folder
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 

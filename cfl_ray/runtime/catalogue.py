@@ -19,7 +19,7 @@ from cfl_ray.config import (
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.core.aggregation import AGGREGATION
 from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.method import Method
+from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.core.optimizers import OPTIMIZERS
 from cfl_ray.core.registry import Registry
@@ -82,7 +82,8 @@ class PartKind:
         if isinstance(part, BuiltinKind):
             return ", ".join(f"{key}: {self._default(key)}" if self._default(key) else key for key in part.keys)
         if isinstance(part, type) and issubclass(part, Method):
-            return ", ".join(f"{option['name']}: {as_yaml(option['default'])}" for option in part.options())
+            own = [option for option in part.options() if option["name"] not in RUN_OPTIONS]
+            return ", ".join(f"{option['name']}: {as_yaml(option['default'])}" for option in own)
         if isinstance(part, Task | Metric):  # an object, ready for use
             return ""
         if dataclasses.is_dataclass(part):

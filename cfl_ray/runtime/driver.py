@@ -15,7 +15,7 @@ from typing import Any
 
 from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.core.errors import DataError, RunStopped
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import drafted, write_text
 from cfl_ray.methods import full_label
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.export import save_models
@@ -268,7 +268,8 @@ class Driver:
         moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
         write_figures(directory / ARTIFACTS, {label: records})
         if (directory / DIAGNOSTICS).exists():
-            shutil.copyfile(directory / DIAGNOSTICS, directory / ARTIFACTS / DIAGNOSTICS)
+            with drafted(directory / ARTIFACTS / DIAGNOSTICS) as draft:
+                shutil.copyfile(directory / DIAGNOSTICS, draft)
         if (directory / EVENTS).exists():  # who joined and left on request
             write_text(directory / ARTIFACTS / EVENTS, redact((directory / EVENTS).read_text()))
         write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))

@@ -269,7 +269,7 @@ class _Launch:
             for line in before.changes(now):
                 self.watcher.warn(line)
             return
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_numerics(directory, now)
 
     def _begin_directory(self, directory: Path, setup: Setup) -> None:

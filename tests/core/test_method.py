@@ -83,7 +83,7 @@ def test_options_describe_themselves(cls):
         "choices": None,
     }
     assert [item["type"] for item in cls.options()][:4] == ["float", "int", "int | None", "str"]
-    assert [item["name"] for item in cls.options()][4:] == ["aggregation", "server_optimizer"], (
+    assert [item["name"] for item in cls.options()][4:] == ["aggregation", "server_optimizer", "local", "label"], (
         "options of all methods come last"
     )
 

@@ -172,7 +172,7 @@ class _Launch:
 
     def run(self) -> StudyResults:
         self._check_folder()
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self.root / LOCK
         lock.touch()
         with hold_run(lock), _sigterm_interrupts():
@@ -283,7 +283,7 @@ class _Launch:
         if not figures.found:
             return {}
         folder = self.root / ARTIFACTS
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         write_text(folder / "results.csv", figures.to_frame().to_csv(index=False))
         if self.study.sweep is not None:
             ranked = to_frame(self._ranked(figures), self.study.sweep.metric)

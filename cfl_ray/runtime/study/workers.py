@@ -232,7 +232,7 @@ def _run(cell: Cell, root: Path, hosts: int | None) -> tuple[Status, float, str,
 def write_failure(folder: Path, reason: str, details: str = "") -> None:
     """Writes why a run failed into its folder."""
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_text(folder / FAILURE, f"{reason}\n{details}")
 
 
