@@ -8,8 +8,8 @@
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes
 the page from these files, the estimates of `costs`, the published numbers (jobs/experiments/published) and
-docs/results/explanations.yaml, which says in one sentence each why a cell differs by more than two points. No number of
-the page is typed by hand.
+docs/results/explanations.yaml, which says in one sentence each why a cell differs by more than two points; {METRIC} in
+it stands for that of the runs. No number of the page is typed by hand.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.comparison import read_study, run_folders
 from cfl_ray.runtime.study.cells import plan
-from cfl_ray.tracking import flatten, read_info
+from cfl_ray.tracking import flatten, read_info, read_records
 
 ROOT = Path(__file__).parent.parent
 STUDIES, PAGE, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results.md", ROOT / "docs" / "results"
@@ -62,7 +62,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
         expected = planned.get((setting, method, seed))
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
         info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
-        kept = {name: values[name] for name in _KEPT if name in values}
+        kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run)
         rows.append(
             {"setting": setting, "method": method, "seed": seed, "rounds": experiment.rounds, "changed": changed}
             | {name: float(f"{value:.6g}") for name, value in kept.items()}
@@ -76,6 +76,14 @@ def collect(folder: Path, recipe: Path | None) -> Path:
     FIGURES.mkdir(exist_ok=True)
     frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
     return file
+
+
+def _last_quarter(run: Path) -> dict[str, float]:
+    """Least and greatest P-server accuracy of a run in the last quarter of its rounds."""
+    records = [record for log in run.glob("*/metrics.jsonl") for record in read_records(log.parent)]
+    last = max((record.round for record in records), default=0)
+    found = [one.metrics["accuracy"] for one in records if one.round > 0.75 * last and "accuracy" in one.metrics]
+    return {"accuracy_low": min(found), "accuracy_high": max(found)} if found else {}
 
 
 def find_recipe(folder: Path) -> Path:
@@ -320,12 +328,19 @@ def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]
         reasons: dict[str, list[str]] = {}
         for cell in run:
             if cell.state == "explained":
-                reasons.setdefault(cell.because, []).append(cell.row)
+                reasons.setdefault(_with_figures(cell), []).append(cell.row)
         lines += [f"- {', '.join(rows)}: {because}" for because, rows in reasons.items()]
         if still := [cell.row for cell in run if cell.state == "open"]:
             lines.append(f"- open: {', '.join(still)}")
         lines += [""] if lines[-1] else []
     return lines
+
+
+def _with_figures(cell: Compared) -> str:
+    """The reason why a cell differs, with {METRIC} replaced by that of its runs, in percent."""
+    numbers = cell.runs.select_dtypes("number").mean()
+    percent = {name: f"{100 * value:.1f}" for name, value in numbers.items() if 0 <= value <= 1}
+    return cell.because.format(**{name: f"{value:.4g}" for name, value in numbers.items()} | percent)
 
 
 def _shortened(cells: list[Compared]) -> str:

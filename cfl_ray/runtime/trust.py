@@ -27,6 +27,7 @@ from cfl_ray.runtime.study.folder import STUDY
 SIGNATURE = "signature.json"
 _PURPOSE = "names in the record of a run"
 _ROOT = 0
+_CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
 
 
 class UntrustedError(ConfigError):
@@ -42,7 +43,7 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     experiment = config.load(run_dir / CONFIG)
     names = [] if trust else _code_in(experiment) + (_servers_in(experiment) if connects else [])
     signed = _signed_in(run_dir) if names else []
-    if unknown := [name for name in names if name not in signed]:
+    if unknown := [name for name in _not_of_user(names) if name not in signed]:
         raise UntrustedError(
             f"{run_dir} was not made by you on this machine, and its {CONFIG} names {', '.join(unknown)}; what it "
             "names is imported or connected to: look at it, and say --trust (trust=True in Python) if you trust it"
@@ -55,7 +56,7 @@ def load_study_record(folder: Path, trust: bool = False) -> Study:
     study = load_study(folder / STUDY)
     names = [] if trust else _names_in(study)
     signed = _signed_in(folder) if names else []
-    if unknown := [name for name in names if name not in signed]:
+    if unknown := [name for name in _not_of_user(names) if name not in signed]:
         raise UntrustedError(
             f"{folder} was not made by you on this machine, and its {STUDY} names {', '.join(unknown)}; what it names "
             "is imported or connected to: look at it, and say --trust if you trust it"
@@ -97,8 +98,18 @@ def _code_in(experiment: Experiment) -> list[str]:
 
 
 def _servers_in(experiment: Experiment) -> list[str]:
+    """The cluster and the MLflow server that the record names, without credentials."""
     uri = experiment.tracking.uri if experiment.tracking.uses_mlflow else None
     return _servers(experiment.runtime.address, uri)
+
+
+def _not_of_user(names: list[str]) -> list[str]:
+    """The names without those that the user's environment makes the user's own: a cluster in place of any that a
+    record names, and an MLflow server.
+    """
+    own = f"{_MLFLOW}{redact(os.environ.get('MLFLOW_TRACKING_URI') or '-')}"
+    has_cluster = bool(os.environ.get("RAY_ADDRESS"))
+    return [name for name in names if name != own and not (has_cluster and name.startswith(_CLUSTER))]
 
 
 def _names_in(study: Study) -> list[str]:
@@ -112,10 +123,8 @@ def _names_in(study: Study) -> list[str]:
 
 
 def _servers(address: Any, uri: Any) -> list[str]:
-    """The cluster and the MLflow server, without credentials; those of the environment are the user's own."""
-    own_cluster, own_server = os.environ.get("RAY_ADDRESS"), redact(os.environ.get("MLFLOW_TRACKING_URI") or "")
-    servers = [f"the Ray cluster {redact(str(address))}"] if address and address != own_cluster else []
-    return servers + ([f"MLflow at {redact(str(uri))}"] if uri and redact(str(uri)) != own_server else [])
+    cluster = [f"{_CLUSTER}{redact(str(address))}"] if address else []
+    return cluster + ([f"{_MLFLOW}{redact(str(uri))}"] if uri else [])
 
 
 def _files_in(values: Any) -> list[Path]:

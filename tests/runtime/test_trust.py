@@ -8,7 +8,7 @@ import pytest
 
 from cfl_ray import compare_runs, load_run, resume, simulate
 from cfl_ray.cli import main
-from cfl_ray.config import load
+from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError
@@ -213,3 +213,26 @@ class TestStudies:
         remember_credentials(study.model_dump(mode="json", by_alias=True))
         (tmp_path / "study.yaml").write_text(study.to_record())
         assert load_study(tmp_path / "study.yaml").experiment["tracking"] == study.experiment["tracking"]
+
+
+def test_a_run_is_signed_with_servers_that_the_environment_names_too(own, monkeypatch):
+    """Later, or on another cluster, the environment is another one."""
+    named = load(own / "config.yaml").model_copy(
+        update={"runtime": RuntimeConfig(address="head:6379"), "tracking": TrackingConfig(uri="https://mlflow.example")}
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example")
+    trust.sign_record(own, named)
+    (own / "config.yaml").write_text(named.to_record())
+    for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name)
+    assert load_record(own).runtime.address == "head:6379"
+
+
+def test_a_cluster_of_the_environment_takes_the_place_of_that_of_a_record(own, monkeypatch):
+    named = load(own / "config.yaml").model_copy(update={"runtime": RuntimeConfig(address="elsewhere:6379")})
+    (own / "config.yaml").write_text(named.to_record())
+    with pytest.raises(UntrustedError, match="the Ray cluster elsewhere:6379"):
+        load_record(own)
+    monkeypatch.setenv("RAY_ADDRESS", "mine:6379")
+    assert load_record(own).runtime.address == "elsewhere:6379", "it is not connected to"
