@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jinja2
 
-from cfl_ray.core.files import write_text
+from cfl_ray.core.files import PRIVATE, write_text
 from cfl_ray.report.against import against_figures
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
@@ -80,9 +80,9 @@ _PUBLISHED_HEADINGS = [
 ]
 
 
-def write_page(report: Report, path: str | Path) -> None:
-    """Writes the page, replacing what is there."""
-    write_text(Path(path), render(report))
+def write_page(report: Report, path: str | Path, mode: int = PRIVATE) -> None:
+    """Writes the page, replacing what is there. mode: SHARED for one that is made for others."""
+    write_text(Path(path), render(report), mode)
 
 
 def render(report: Report) -> str:

@@ -17,6 +17,7 @@ from cfl_ray.config.sections import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
 from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.files import PRIVATE, SHARED
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
@@ -67,19 +68,24 @@ def write_report(
     """
     runs = find_runs(paths, trust)
     if against is None:
-        return write_report_of(runs, output)
+        return write_report_of(runs, output, mode=SHARED)
     published = load_published(against)
-    return write_report_of(runs, output, compare_with(runs, published, column), published.paper.reference)
+    comparisons = compare_with(runs, published, column)
+    return write_report_of(runs, output, comparisons, published.paper.reference, SHARED)
 
 
 def write_report_of(
-    runs: Sequence[FoundRun], output: str | Path, comparisons: Sequence[Comparison] = (), paper: str = ""
+    runs: Sequence[FoundRun],
+    output: str | Path,
+    comparisons: Sequence[Comparison] = (),
+    paper: str = "",
+    mode: int = PRIVATE,
 ) -> Path:
-    """Writes the page of runs that are open."""
+    """Writes the page of runs that are open. mode: as in `report.page.write_page`."""
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
-    write_page(report_of(runs, comparisons, paper), path)
+    write_page(report_of(runs, comparisons, paper), path, mode)
     return path
 
 

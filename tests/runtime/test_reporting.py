@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 
@@ -227,3 +228,12 @@ def test_a_study_is_compared_with_the_tables_that_it_repeats(tmp_path):
     for tables, expected in (("[table2]", ["table2"]), ("[]", ["table1", "table2"])):
         (study / "study.yaml").write_text(f"{text}published: {published}\ntables: {tables}\n")
         assert [one.table for one in compare_with(find_runs([study]), load_published(published))] == expected
+
+
+def test_a_page_that_is_asked_for_is_made_for_others(runs, tmp_path):
+    """Those of runs themselves are for their user alone (tests/test_security.py)."""
+    before = os.umask(0o022)
+    try:
+        assert write_report([runs], tmp_path / "page.html").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
