@@ -6,7 +6,8 @@
     python jobs/results.py write                           writes the page
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
-the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one). `write` makes
+the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one, which is not
+compared with published accuracies where it has less than a quarter of the rounds). `write` makes
 the page from these files, the estimates of `costs`, the published numbers (jobs/experiments/published) and
 docs/results/explanations.yaml, which says in one sentence each why a cell differs by more than two points; {METRIC} in
 it stands for that of the runs. No number of the page is typed by hand.
@@ -34,6 +35,7 @@ from cfl_ray.tracking import flatten, read_info, read_records
 
 ROOT = Path(__file__).parent.parent
 STUDIES, PAGE, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results.md", ROOT / "docs" / "results"
+FEWEST_ROUNDS = 0.25  # of a recipe, from which on a shortened run repeats a published accuracy
 CLOSE = 2.0  # points, or percent of a number of rounds or Mbit
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # keys that change no result, or are the row
 _KEPT = (
@@ -63,8 +65,9 @@ def collect(folder: Path, recipe: Path | None) -> Path:
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
         info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
         kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run)
+        rounds = {"rounds": experiment.rounds, "of_rounds": (expected or experiment).rounds}
         rows.append(
-            {"setting": setting, "method": method, "seed": seed, "rounds": experiment.rounds, "changed": changed}
+            {"setting": setting, "method": method, "seed": seed, **rounds, "changed": changed}
             | {name: float(f"{value:.6g}") for name, value in kept.items()}
             | {"config_hash": experiment.config_hash, "commit": info.tags.get("git_commit", "")[:10]}
         )
@@ -197,6 +200,8 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
             runs = _runs_of(table)
             for row, column, number in table.cells():
                 at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
+                if len(at) and number.unit == "percent":
+                    at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]
                 because = _reason(reasons, file.stem, name, row, column)
                 cells.append(Compared(file.stem, name, row, column, number, at, because))
     return cells
