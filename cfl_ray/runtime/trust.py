@@ -41,27 +41,27 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`.
     """
     experiment = config.load(run_dir / CONFIG)
-    names = [] if trust else _code_in(experiment) + (_servers_in(experiment) if connects else [])
-    signed = _signed_in(run_dir) if names else []
-    if unknown := [name for name in _not_of_user(names) if name not in signed]:
-        raise UntrustedError(
-            f"{run_dir} was not made by you on this machine, and its {CONFIG} names {', '.join(unknown)}; what it "
-            "names is imported or connected to: look at it, and say --trust (trust=True in Python) if you trust it"
-        )
+    if not trust:
+        _require_signed(run_dir, CONFIG, _code_in(experiment) + (_connected_to(experiment) if connects else []))
     return experiment
 
 
 def load_study_record(folder: Path, trust: bool = False) -> Study:
     """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
     study = load_study(folder / STUDY)
-    names = [] if trust else _names_in(study)
-    signed = _signed_in(folder) if names else []
-    if unknown := [name for name in _not_of_user(names) if name not in signed]:
-        raise UntrustedError(
-            f"{folder} was not made by you on this machine, and its {STUDY} names {', '.join(unknown)}; what it names "
-            "is imported or connected to: look at it, and say --trust if you trust it"
-        )
+    if not trust:
+        _require_signed(folder, STUDY, _names_in(study))
     return study
+
+
+def _require_signed(folder: Path, record: str, names: list[str]) -> None:
+    """Raises UntrustedError for names that this user has neither signed here nor put into the environment."""
+    known = [*_of_environment(), *(_signed_in(folder) if names else [])]
+    if unknown := [name for name in names if name not in known]:
+        raise UntrustedError(
+            f"{folder} was not made by you on this machine, and its {record} names {', '.join(unknown)}; what it "
+            "names is imported or connected to: look at it, and say --trust (trust=True in Python) if you trust it"
+        )
 
 
 def sign_record(run_dir: Path, experiment: Experiment) -> None:
@@ -103,13 +103,15 @@ def _servers_in(experiment: Experiment) -> list[str]:
     return _servers(experiment.runtime.address, uri)
 
 
-def _not_of_user(names: list[str]) -> list[str]:
-    """The names without those that the user's environment makes the user's own: a cluster in place of any that a
-    record names, and an MLflow server.
-    """
-    own = f"{_MLFLOW}{redact(os.environ.get('MLFLOW_TRACKING_URI') or '-')}"
-    has_cluster = bool(os.environ.get("RAY_ADDRESS"))
-    return [name for name in names if name != own and not (has_cluster and name.startswith(_CLUSTER))]
+def _connected_to(experiment: Experiment) -> list[str]:
+    """The servers to which a resumed run connects: a cluster of the environment takes the place of the recorded one."""
+    replaced = bool(os.environ.get("RAY_ADDRESS"))
+    return [name for name in _servers_in(experiment) if not (replaced and name.startswith(_CLUSTER))]
+
+
+def _of_environment() -> list[str]:
+    """The cluster and the MLflow server that the user's environment names."""
+    return _servers(os.environ.get("RAY_ADDRESS"), os.environ.get("MLFLOW_TRACKING_URI"))
 
 
 def _names_in(study: Study) -> list[str]:
@@ -119,6 +121,9 @@ def _names_in(study: Study) -> list[str]:
         sections = [values.get(name) for name in ("runtime", "tracking")]
         runtime, tracking = (section if isinstance(section, dict) else {} for section in sections)
         names += _servers(runtime.get("address"), tracking.get("uri"))
+    for key, choices in (study.sweep.parameters if study.sweep is not None else {}).items():
+        if key.partition(".")[0] in ("runtime", "tracking") and isinstance(choices, list):  # may hold servers
+            names += [f"{key} {redact(str(choice))}" for choice in choices]
     return list(dict.fromkeys(names))
 
 

@@ -59,7 +59,7 @@ def test_machines_reach_each_other_as_their_links_allow(tmp_path):
             return float(done.stdout or "inf")
 
         deadline = time.monotonic() + 60
-        while seconds(1) == float("inf"):  # nobody listens yet
+        while seconds(1) == float("inf"):  # the receiver has not started
             assert time.monotonic() < deadline
         two.link.latency = 0.1
         assert seconds(1) >= 4 * 0.1, "one round trip to connect, one for the answer"

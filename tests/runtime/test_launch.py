@@ -1,4 +1,4 @@
-"""What a run directory may be used for; all of this is decided before Ray starts."""
+"""Checks of the run directory, which are made before Ray starts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What figures depend on to the last bit is kept with a run: the engine stays, and other changes are said."""
+"""The conditions of bitwise equal figures are recorded: a resumed run keeps the engine and warns about the others."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Run directories that somebody else may have made: nothing they name is imported or connected to unless asked for."""
+"""Run directories of other users: nothing that they name is imported or connected to without trust."""
 
 import os
 import shutil
@@ -195,6 +195,18 @@ class TestStudies:
         assert cli("resume", study) == 2 and "--trust" in capsys.readouterr().err
         assert not imports(), "a file of an untrusted study was imported"
         assert load_study_record(study, trust=True).name == "one"
+
+    def test_a_cluster_of_the_environment_does_not_take_the_place_of_theirs(self, study, monkeypatch):
+        """A study connects to the cluster that it names, unlike a run that is resumed."""
+        monkeypatch.setenv("RAY_ADDRESS", "mine:6379")
+        with pytest.raises(UntrustedError, match="the Ray cluster ray://elsewhere:10001"):
+            load_study_record(study)
+
+    def test_servers_among_the_values_of_a_sweep_need_trust_too(self, study):
+        with (study / "study.yaml").open("a") as file:
+            file.write("sweep: {parameters: {runtime.address: ['ray://swept:1'], local.lr: [0.1]}}\n")
+        with pytest.raises(UntrustedError, match=r"runtime\.address ray://swept:1; what it"):
+            load_study_record(study)
 
     def test_of_this_user_are_signed(self, study, tmp_path):
         sign_study(study, load_study(study / "study.yaml"))

@@ -166,7 +166,7 @@ def test_hosts_that_the_config_asks_for_are_asked_for_without_room(made, fake):
 
 
 def test_the_autoscaler_knows_of_a_host_that_waits_for_room(cluster, experiment, until):
-    """What Ray hands to its autoscaler: the demand of an actor that fits on no node, withdrawn with the actor."""
+    """Ray hands the demand of an actor that fits on no node to its autoscaler, and withdraws it with the actor."""
     from ray._raylet import GcsClient
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
