@@ -3,6 +3,7 @@
     python jobs/benchmark.py                    speed: the ratio on W1, W2 and W3 (about five minutes on two cores)
     python jobs/benchmark.py memory             peak memory of server and hosts as the cohort and N grow
     python jobs/benchmark.py scale              server time and traffic of a round at up to 1,000 hosts, simulated
+    python jobs/benchmark.py nodes W2           one node against two, and the speedup of up to eight, simulated
     python jobs/benchmark.py speed W2 --rounds 5
 
 The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
@@ -139,7 +140,7 @@ def memory(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["speed", "memory", "scale"], default="speed")
+    parser.add_argument("what", nargs="?", choices=["speed", "memory", "scale", "nodes"], default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
     arguments = parser.parse_args()
@@ -154,6 +155,10 @@ def main() -> None:
             import benchmark_scale
 
             benchmark_scale.scale()
+        case "nodes":
+            import benchmark_nodes
+
+            benchmark_nodes.nodes(arguments.workloads, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -240,11 +240,15 @@ class ClusterMoves:
 
     @property
     def rounds(self) -> list[int]:
-        """Rounds in which a client changed from one cluster to another; its first cluster is no change."""
+        """Rounds in which a client changed from one cluster to another.
+
+        The first cluster of a client is no change, except where a method forms clusters after rounds without any.
+        """
         placed: set[int] = set()
         found = []
         for round, moved in self.rows:
-            if any(client in placed and cluster >= 0 for client, cluster in moved):
+            divided = not placed and round > 1 and any(cluster >= 0 for _, cluster in moved)
+            if divided or any(client in placed and cluster >= 0 for client, cluster in moved):
                 found.append(round)
             placed |= {client for client, cluster in moved if cluster >= 0}
             placed -= {client for client, cluster in moved if cluster < 0}

@@ -49,7 +49,7 @@ RUN_METRICS = {
     "mbit_to_target": "mbit_down + mbit_up at that round",
     "rounds_to_target_local": "rounds until `accuracy_local` first reached evaluation.target",
     "mbit_to_target_local": "mbit_down + mbit_up at that round",
-    "rounds_to_stable_clusters": "the last round in which a client changed from one cluster to another; 0: none did",
+    "rounds_to_stable_clusters": "the last round in which a client changed its cluster, or clusters were first formed",
     "newcomer_accuracy": "mean P-server accuracy of the clients that joined after the start, 0..1",
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }

@@ -15,7 +15,7 @@ def summarise(
     """Returns the RUN_METRICS that apply, for `Tracker.finish`. A target that was not reached has no metrics.
 
     target: of the metric `score` and, by itself, of its P-local; None: no target.
-    change_rounds: rounds in which a client changed from one cluster to another, or None for a method without clusters.
+    change_rounds: rounds in which clients changed their clusters, or None for a method without clusters.
     """
     summary: dict[str, float] = {}
     records = list(records)

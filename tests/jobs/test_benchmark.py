@@ -62,3 +62,19 @@ class TestScale:
     def test_smaller_ones_come_with_the_results(self, simulate_round):
         found = simulate_round(20, 1000, 1, 1000)
         assert found.traffic.received["node 0"] == found.calls * 1000 * 16 <= 8 << 20
+
+
+class TestNodes:
+    """The speedup by nodes, with simulated hosts."""
+
+    @pytest.fixture(scope="class")
+    def speedup(self, load_job):
+        return load_job("benchmark_nodes").speedup
+
+    def test_two_nodes_are_nearly_twice_as_fast_with_a_large_cohort(self, speedup):
+        times, best = speedup(2, 2_000, 0, 10_000)
+        assert 1.8 < times <= best == 2
+
+    def test_more_hosts_than_clients_are_of_no_use(self, speedup):
+        times, best = speedup(8, 20, 1, 10_000)
+        assert times < 2 and best < 2

@@ -21,6 +21,14 @@ def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
     assert moves.rounds == [3]
 
 
+def test_clusters_that_are_formed_after_rounds_without_any_are_a_change():
+    """AutoCFL and FL+HC train one model first: the round of their clustering counts, those of newcomers do not."""
+    moves = ClusterMoves(None)
+    for round, moved in ((5, ((0, 0), (1, 1))), (8, ((2, 1),))):
+        moves.add(RoundReport(None, round, moved=moved))
+    assert moves.rounds == [5]
+
+
 def test_moves_of_other_types_are_damage(tmp_path):
     for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
         (tmp_path / "moves.jsonl").write_text(line + "\n")

@@ -1,0 +1,131 @@
+"""How a round gets faster with nodes: `python jobs/benchmark.py nodes`.
+
+Measured: the same rounds on one and on two Ray nodes of this machine, in turn. A node is a raylet of its own with one
+host, held to one core; driver and server are on a third node without hosts, on whatever core is free. So two nodes need
+two cores and take the server's work from them, which one node has a core for; where there are fewer cores, the measured
+part is left out. Simulated: the real code of the server with hosts in virtual time (benchmark_scale.py), its own time
+and the time of the busiest link added.
+"""
+
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import psutil
+from benchmark import experiment_of
+from benchmark_scale import HOSTS_PER_NODE, simulate_round
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+
+from benchmarks.workloads import WORKLOADS, samples_of
+from cfl_ray import Experiment
+from cfl_ray.data import federation_from_arrays
+
+NODES = (1, 2, 4, 8)
+
+
+# ---- measured
+
+
+@contextmanager
+def cluster_of(nodes: int) -> Iterator[str]:
+    """Address of a Ray cluster with so many nodes for one host each, node i held to the i-th core of this process."""
+    from ray.cluster_utils import Cluster
+
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < nodes:
+        raise ValueError(f"{nodes} nodes of one core each need {nodes} cores, this process has {len(cores)}")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for core in cores[:nodes]:
+            node = cluster.add_node(num_cpus=1)
+            for started in node.all_processes.get("raylet", ()):
+                raylet = psutil.Process(started.process.pid)
+                for process in (raylet, *raylet.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        process.cpu_affinity([core])  # workers that are started later inherit it
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def seconds_of_rounds(experiment: Experiment, rounds: int) -> list[float]:
+    """Seconds of each round after the first."""
+    from cfl_ray.runtime.on_ray.session import RaySession
+    from cfl_ray.runtime.prepare import prepare
+
+    session = RaySession(prepare(experiment), None)
+    try:
+        session.begin("fedavg")
+        return [session.advance().metrics["round_seconds"] for _ in range(rounds + 1)][1:]
+    finally:
+        session.close()
+
+
+def measure(names: list[str], rounds: int) -> None:
+    """Prints seconds a round on one and on two nodes, and their ratio."""
+    import ray
+
+    if len(os.sched_getaffinity(0)) < 2:
+        print("not measured: two nodes need two cores")
+        return
+    print(f"measured: nodes of one host on one core each, median of {rounds} rounds, one and two nodes in turn, twice")
+    for name in names:
+        work = WORKLOADS[name]
+        found: dict[int, list[float]] = {1: [], 2: []}
+        with tempfile.TemporaryDirectory() as output:
+            federation = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
+            for nodes in (1, 2, 1, 2):
+                with cluster_of(nodes) as address:
+                    changes = {"address": address, "hosts": nodes, "engine": "auto", "checkpoint_every": 10_000}
+                    experiment = experiment_of(work, output, rounds + 2, data=federation, runtime=changes)
+                    found[nodes] += seconds_of_rounds(experiment, rounds)
+                    ray.shutdown()
+        one, two = (statistics.median(found[nodes]) for nodes in (1, 2))
+        spread = ", ".join(f"{nodes}: {min(found[nodes]):.2f} to {max(found[nodes]):.2f} s" for nodes in (1, 2))
+        print(f"{name} ({work.description}): {one:.2f} s, {two:.2f} s, {one / two:.2f} times; {spread}", flush=True)
+
+
+# ---- simulated
+
+
+def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 10) -> tuple[float, float]:
+    """How many times faster a round is than on one node, and how many times with ideal schedules on both.
+
+    The time of a round is that of the hosts, of the server and of the busiest link. A client takes 1 s on average,
+    drawn log-normally with this sigma; HOSTS_PER_NODE hosts a node, four clusters. An ideal schedule takes the mean
+    work of a host, or the time of the longest client.
+    """
+    seconds_M = np.random.default_rng(1).lognormal(-(sigma**2) / 2, sigma, cohort)
+
+    def seconds(count: int) -> tuple[float, float]:
+        hosts = count * HOSTS_PER_NODE
+        found = simulate_round(hosts, cohort, 4, columns, seconds_M)
+        working = float(seconds_M.sum()) / (hosts * found.busy)  # until the last host ends
+        least = max(float(seconds_M.sum()) / hosts, float(seconds_M.max()))
+        return working + found.server_seconds + found.traffic.seconds(gbit), least
+
+    (one, least_one), (several, least) = seconds(1), seconds(nodes)
+    return one / several, least_one / least
+
+
+def simulate() -> None:
+    """Prints the speedup by nodes, cohort, spread of the clients' times and size of the model."""
+    print(
+        f"\nsimulated: times faster than one node, in brackets with ideal schedules; {HOSTS_PER_NODE} hosts a node, "
+        "clients of 1 s on average\n(all alike, or log-normal with sigma 1), four clusters, 10 Gbit/s"
+    )
+    print(f"{'cohort':>9}{'sigma':>7}{'P':>8}" + "".join(f"{f'{nodes} nodes':>15}" for nodes in NODES[1:]))
+    for cohort, sigma, columns in itertools.product((100, 1_000, 10_000), (0, 1), (10**5, 11 * 10**6)):
+        found = [speedup(nodes, cohort, sigma, columns) for nodes in NODES[1:]]
+        values = "".join(f"{f'{times:.2f} ({best:.2f})':>15}" for times, best in found)
+        print(f"{cohort:>9,}{sigma:>7}{f'{columns / 1e6:g} M':>8}{values}", flush=True)
+
+
+def nodes(names: list[str], rounds: int) -> None:
+    measure(names, rounds)
+    simulate()
