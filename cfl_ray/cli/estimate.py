@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -33,6 +32,7 @@ from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Wor
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.runtime.study.cells import Cell
@@ -216,7 +216,7 @@ def check_machine(setup: Setup) -> None:
         return
     from cfl_ray.runtime.on_ray.placement import host_count  # imports ray
 
-    cpus = max(runtime.hosts or 0, len(os.sched_getaffinity(0)))
+    cpus = max(runtime.hosts or 0, usable_cpus())
     host_count(setup, {"CPU": cpus, "GPU": torch.cuda.device_count()})
     compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))
 
@@ -230,7 +230,7 @@ def show(found: Estimate, console: Console) -> None:
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
-    hosts = experiment.runtime.hosts or len(os.sched_getaffinity(0))
+    hosts = experiment.runtime.hosts or usable_cpus()
     _print(
         console,
         f"memory is for one server and each of {hosts} hosts; "

@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.engine.failure import ClientFailure, may_be_machine
+from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.runtime.session_file import cluster_address
 
@@ -31,7 +32,7 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
         return False
     address = cluster_address(address)
     if address is None:
-        cpus = max(hosts or 0, len(os.sched_getaffinity(0)))
+        cpus = max(hosts or 0, usable_cpus())
         with _loopback_only(), host_environment(instructions):
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
         return True

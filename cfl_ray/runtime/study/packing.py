@@ -3,9 +3,8 @@
 import os
 from dataclasses import dataclass
 
-import psutil
-
 from cfl_ray.config import RuntimeConfig
+from cfl_ray.runtime.machine import available_memory, usable_cpus
 from cfl_ray.runtime.session_file import cluster_address
 
 _MOST_AT_ONCE = 64
@@ -40,7 +39,7 @@ def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Pack
     at_once: at most so many at a time; None: as many as there is room for.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
-    memory = int(psutil.virtual_memory().available / _CELL_BYTES)
+    memory = int(available_memory() / _CELL_BYTES)
     limit = max(1, min(at_once or _MOST_AT_ONCE, cells, memory))
     if address is None:
         gpus = _gpus() if runtime.device != "cpu" else ()
@@ -57,7 +56,7 @@ def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Pack
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
     """Cells by the CPUs and GPUs of this machine; one on each GPU where `gpus_per_host` does not say how many."""
-    by_cpus = len(os.sched_getaffinity(0)) / runtime.cpus_per_host
+    by_cpus = usable_cpus() / runtime.cpus_per_host
     by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
     return int(min(by_cpus, by_gpus) + 1e-9)
 

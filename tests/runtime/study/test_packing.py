@@ -1,7 +1,5 @@
 """How many runs of a study work at the same time."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from cfl_ray.config import RuntimeConfig
@@ -14,9 +12,9 @@ def machine(monkeypatch):
     """Sets the CPUs, GPUs and available GB of this machine, and the hosts that a cluster has room for."""
 
     def of(cpus: int, gpus: int = 0, gb: float = 1000, cluster: int = 0):
-        monkeypatch.setattr(packing.os, "sched_getaffinity", lambda _: set(range(cpus)))
+        monkeypatch.setattr(packing, "usable_cpus", lambda: cpus)
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-        monkeypatch.setattr(packing.psutil, "virtual_memory", lambda: SimpleNamespace(available=gb * 1e9))
+        monkeypatch.setattr(packing, "available_memory", lambda: gb * 1e9)
         monkeypatch.setattr(packing, "_room_of_cluster", lambda runtime, address: cluster)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

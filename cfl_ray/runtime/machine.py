@@ -1,0 +1,69 @@
+"""CPUs and memory that this process may use: those of the machine, or of its container, cgroup or Slurm job."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_MEMBERSHIP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def usable_cpus() -> int:
+    """Number of CPUs by affinity and by the quotas of all cgroups of this process, rounded up."""
+    groups = _cgroups("cpu", _MEMBERSHIP, _CGROUPS)
+    quotas = [math.ceil(quota) for group in groups if (quota := _quota(group)) is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
+
+
+def available_memory() -> int:
+    """Bytes of memory that are available on the machine and within the limits of all cgroups of this process."""
+    groups = _cgroups("memory", _MEMBERSHIP, _CGROUPS)
+    return min([psutil.virtual_memory().available, *(left for group in groups if (left := _left(group)) is not None)])
+
+
+def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
+    """The cgroups that the process is in, from its own up to the root, of version 2 and of a controller of version 1.
+
+    A container may see its own cgroup as the root, whatever `membership` says.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in lines:
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controller if controllers else root
+        own = top / path.lstrip("/")
+        yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """CPUs that one cgroup may use; None where it has no limit."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:  # version 1
+            quota, period = ((cgroup / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _left(cgroup: Path) -> int | None:
+    """Bytes between use and limit of one cgroup, without page cache that is given back; None where it has no limit."""
+    try:
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        if (cgroup / "memory.max").exists():
+            limit, use, cache = (cgroup / "memory.max").read_text().strip(), cgroup / "memory.current", "inactive_file"
+        else:  # version 1, whose limit is a very large number where there is none
+            limit, use, cache = (
+                (cgroup / "memory.limit_in_bytes").read_text().strip(),
+                cgroup / "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        return None if limit == "max" else max(0, int(limit) - int(use.read_text()) + int(statistics.get(cache, 0)))
+    except (OSError, ValueError):
+        return None
