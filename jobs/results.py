@@ -27,10 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
-from cfl_ray.config.study import load_study
+from cfl_ray.config.study import Study, load_study
 from cfl_ray.core.errors import DataError
 from cfl_ray.runtime.comparison import read_study, run_folders
-from cfl_ray.runtime.study.cells import plan
+from cfl_ray.runtime.study.cells import Cell, plan
 from cfl_ray.tracking import flatten, read_info, read_records
 
 ROOT = Path(__file__).parent.parent
@@ -46,13 +46,19 @@ _KEPT = (
 )  # fmt: skip
 
 
+def cells_of(study: Study) -> list[Cell]:
+    """All runs of a study; of a sweep, those that do not depend on results."""
+    trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
+    return plan(study, trials=trials)
+
+
 # ---- collect: from folders of runs to docs/results/STUDY.csv
 
 
 def collect(folder: Path, recipe: Path | None) -> Path:
     """Writes the figures of the finished runs of a study; runs that are in the file already are kept or replaced."""
     record = recipe or find_recipe(folder)
-    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in plan(load_study(record))}
+    planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
     rows = []
     figures = read_study(folder)
     for setting, method, run in run_folders(folder):
@@ -118,8 +124,7 @@ def costs() -> Path:
         if file.parent.name == "published":
             continue
         study = load_study(file)
-        trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
-        cells = plan(study, trials=trials)
+        cells = cells_of(study)
         for setting in dict.fromkeys(cell.setting for cell in cells):
             of_setting = [cell for cell in cells if cell.setting == setting]
             amount = _operations(of_setting[0].experiment)
@@ -251,11 +256,61 @@ def page(cells: list[Compared]) -> str:
             of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
             if any(cell.is_run for cell in of_table):
                 lines += _table(table_name, table, of_table)
+        lines += _figures(name)
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
             lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
     lines += _missing(cells)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _figures(paper: str) -> list[str]:
+    """The runs of the studies of a paper that repeat a figure, or answer a question of our own: no published cells."""
+    lines = []
+    for file in sorted((STUDIES / paper).glob("*.yaml")):
+        study, figures = load_study(file), FIGURES / f"{paper}-{file.stem}.csv"
+        if study.published or not figures.is_file():
+            continue
+        runs = pd.read_csv(figures, dtype={"changed": str})
+        several = runs["method"].nunique() > 1
+        metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
+        verb = "sweep" if study.sweep is not None else "compare"
+        changes = runs["changed"].dropna().unique()
+        lines += [f"### {_title(file.stem)}", "", f"`cfl-ray {verb} jobs/experiments/{paper}/{file.name}`", ""]
+        lines += [f"Shortened: {'; '.join(sorted(changes))}.", ""] if len(changes) else []
+        lines += [f"Expected: {expected}", ""] if (expected := _expected(file)) else []
+        head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
+        groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
+        for (setting, method), own in groups:
+            values = [
+                _number(*_mean_and_std(own[name]), _unit(name)) if own[name].notna().all() else "-" for name in metrics
+            ]
+            lines.append(f"| {' | '.join([setting, *([method] if several else []), *values, str(len(own))])} |")
+        lines.append("")
+    return lines
+
+
+def _expected(recipe: Path) -> str:
+    """What the header of a recipe says to expect."""
+    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+    start = next((i for i, line in enumerate(header) if line.startswith("Expected:")), None)
+    if start is None:
+        return ""
+    end = next(i for i, line in enumerate([*header, "Cost"]) if i > start and line.startswith(("Cost", "Assumed")))
+    return " ".join(header[start:end]).removeprefix("Expected:").strip()
+
+
+def _unit(metric: str) -> str:
+    if metric.startswith(("num_", "correct_", "rounds_")):
+        return "count"
+    return "share" if metric in ("ari", "nmi", "purity") else "percent"
+
+
+def _mean_and_std(values: pd.Series) -> tuple[float, float]:
+    scale = 100 if _unit(str(values.name)) == "percent" else 1
+    return float(values.mean()) * scale, float(values.std(ddof=1)) * scale
 
 
 def _missing(cells: list[Compared]) -> list[str]:
@@ -360,7 +415,7 @@ def _title(name: str) -> str:
 def _number(mean: float | None, std: float | None, unit: str) -> str:
     if mean is None:
         return "not reached"
-    digits = 0 if unit in ("rounds", "clients", "count") else 1
+    digits = {"rounds": 0, "clients": 0, "count": 0, "share": 2}.get(unit, 1)
     return f"{mean:.{digits}f}" + ("" if std is None or math.isnan(std) else f" ± {std:.{digits}f}")
 
 

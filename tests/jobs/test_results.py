@@ -111,3 +111,24 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(resu
 def test_a_folder_of_no_recipe(results, tmp_path):
     with pytest.raises(results.UserError, match="is the folder of no study in .*; name its recipe with --recipe"):
         results.find_recipe(tmp_path)
+
+
+def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FIGURES", tmp_path)
+    columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters"]
+    rows = [
+        ("fashion_mnist,threshold=2", "fedclust", 0, None, 0.5, 1),
+        ("fashion_mnist,threshold=0.5", "fedclust", 0, "rounds=9", 0.91, 40),
+        ("fashion_mnist,threshold=0.5", "fedclust", 1, "rounds=9", 0.93, 42),
+    ]
+    pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "fedclust-figure4.csv", index=False)
+    lines = results._figures("fedclust")
+    assert lines[:4] == ["### Fig. 4", "", "`cfl-ray sweep jobs/experiments/fedclust/figure4.yaml`", ""]
+    assert "Shortened: rounds=9." in lines and lines[6].startswith("Expected: the best `accuracy` with one cluster")
+    assert lines[-5:] == [
+        "| setting | accuracy | num_clusters | seeds |",
+        "|---|---|---|---|",
+        "| fashion_mnist,threshold=0.5 | 92.0 ± 1.4 | 41 ± 1 | 2 |",
+        "| fashion_mnist,threshold=2 | 50.0 | 1 | 1 |",
+        "",
+    ]
