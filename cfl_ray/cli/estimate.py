@@ -36,6 +36,7 @@ from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.runtime.study.cells import Cell
+from cfl_ray.runtime.study.metrics import metric_warnings
 from cfl_ray.runtime.study.packing import pack
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
@@ -252,6 +253,8 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, root: Path,
         for warning in of_setting[0][0].experiment.data.warnings:
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(sizes, by_method, rounds), console)
+    for warning in metric_warnings(study, [cell for cell, _ in found]):
+        _print(console, f"warning: {warning}")
     runs, seeds = len(found) * len(study.seeds), len(study.seeds)
     if study.sweep is not None and study.sweep.sampler == "tpe":
         ends, trials = 2, study.sweep.trials or 0

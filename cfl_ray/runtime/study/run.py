@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isnan
@@ -22,12 +22,12 @@ from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
-from cfl_ray.core.tasks import resolve_task
 from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
 from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
+from cfl_ray.runtime.study.metrics import metric_warnings, scores_of
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
@@ -44,7 +44,7 @@ from cfl_ray.tracking import (
     redact,
     resolve_uri,
 )
-from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord, score_metrics_of
+from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,12 +150,14 @@ class _Launch:
             raise ConfigError(f"study {study.name} has no run that is selected")
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
-        self.of_task = frozenset(name for cell in first for name in _scores_of(cell.experiment))
+        self.of_task = frozenset(name for cell in first for name in scores_of(cell.experiment))
         self.failed: list[CellOutcome] = []
         _check_runtime(first)
         self.uri = self._uri()
-        if study.published is not None and not Path(study.published).is_file():
-            raise ConfigError(f"published: there is no file {study.published}")
+        if study.published is not None:
+            if not Path(study.published).is_file():
+                raise ConfigError(f"published: there is no file {study.published}")
+            _check_tables(study, load_published(study.published).tables)
 
     def _uri(self) -> str | None:
         """The destination of results in MLflow; None: files only."""
@@ -172,6 +174,8 @@ class _Launch:
 
     def run(self) -> StudyResults:
         self._check_folder()
+        for warning in metric_warnings(self.study, self.cells):
+            self.watcher.warn(warning)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self.root / LOCK
         lock.touch()
@@ -335,6 +339,13 @@ class _Launch:
         return RunInfo(self.study.name, "", tags, flatten(self.study.model_dump(mode="json", by_alias=True)))
 
 
+def _check_tables(study: Study, published: Collection[str]) -> None:
+    """Raises ConfigError for a table that the published numbers do not have."""
+    for name in study.tables:
+        if name not in published:
+            raise ConfigError(f"tables: {study.published} has no table {name!r}{did_you_mean(name, published)}")
+
+
 def _check_runtime(cells: Sequence[Cell]) -> None:
     """Raises ConfigError where settings differ in what decides how many runs there is room for."""
     first = cells[0]
@@ -346,12 +357,6 @@ def _check_runtime(cells: Sequence[Cell]) -> None:
                     f"runtime.{key} is the same in all runs of a study, got {others!r} in {first.setting} and {mine!r} "
                     f"in {cell.setting}"
                 )
-
-
-def _scores_of(experiment: Experiment) -> set[str]:
-    """Names of the metrics of the experiment's task."""
-    task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
-    return score_metrics_of([metric.name for metric in task.metrics])
 
 
 def _plain(name: str) -> str:

@@ -11,10 +11,12 @@ from cfl_ray.core.errors import ConfigError, Interrupted, RunError
 from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.runtime.run_lock import hold_run
 from cfl_ray.runtime.study import run, workers
-from cfl_ray.runtime.study.cells import Selection
+from cfl_ray.runtime.study.cells import Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
+from cfl_ray.runtime.study.metrics import metric_warnings
 from cfl_ray.runtime.study.run import StudyWatcher, run_study
 
+EXPERIMENTS = Path(__file__).parents[3] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
 
 
@@ -226,6 +228,10 @@ def test_own_files_of_a_study_that_is_resumed_elsewhere(tmp_path, monkeypatch, i
         ),
         ({"published": "/nowhere/numbers.yaml"}, "published: there is no file /nowhere/numbers.yaml"),
         (
+            {"published": str(EXPERIMENTS / "published" / "fedclust.yaml"), "tables": ["table1", "tabel4"]},
+            "tables: .*fedclust.yaml has no table 'tabel4' .did you mean 'table4'",
+        ),
+        (
             {"experiment": {"tracking": {"uri": "http://***@host"}}},
             r"tracking.uri: http://\*\*\*@host lacks its credentials: .* give tracking.uri=... with them",
         ),
@@ -235,6 +241,16 @@ def test_studies_that_cannot_start(study, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run_study(study(**changes))
     assert not (tmp_path / "small").exists()
+
+
+def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
+    told = Notes()
+    run_study(study(metrics=["accuracy", "mbit", "acuracy", "cluster_accuracy"], seeds=[0]), watcher=told)
+    assert told.warnings[0].startswith("metrics: 'acuracy' is no metric of all methods (did you mean 'accuracy'?); ")
+    assert told.warnings[1].startswith("the table has the usual metrics: no run has the metric 'acuracy'")
+    rates = {"parameters": {"local.lr": [0.1, 0.2]}, "metric": "omega_score"}
+    (warning,) = metric_warnings(small := study(sweep=rates), plan(small, trials=[{"local.lr": 0.1}]))
+    assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 
 def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path):
