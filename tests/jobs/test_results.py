@@ -1,6 +1,5 @@
 """The page of results: made from the figures of runs and the published numbers, and up to date."""
 
-import importlib.util
 from pathlib import Path
 
 import pandas as pd
@@ -14,26 +13,30 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def results():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "jobs" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def results(load_job):
+    return load_job("results")
 
 
-def compared(results, mean, runs, unit="percent", metric="accuracy", because=""):
+@pytest.fixture(scope="module")
+def results_page(load_job):
+    return load_job("results_page")
+
+
+def compared(results_page, mean, runs, unit="percent", metric="accuracy", because=""):
     number = PublishedNumber(metric, unit, mean, None, "")
-    return results.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), because)
+    return results_page.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), because)
 
 
-def test_the_page_is_that_of_the_figures(results):
-    assert (ROOT / "docs" / "results.md").read_text() == results.page(results.compared()), "jobs/results.py write"
+def test_the_page_is_that_of_the_figures(results_page):
+    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_page.compared()), (
+        "jobs/results.py write"
+    )
 
 
-def test_every_published_cell_is_counted_once(results):
-    cells = results.compared()
+def test_every_published_cell_is_counted_once(results_page):
+    cells = results_page.compared()
     assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
-    head, rule, *rows = results._count(cells)
+    head, rule, *rows = results_page._count(cells)
     counts = [[int(one) for one in row.strip("| ").split(" | ")[1:]] for row in rows]
     assert counts[-1] == [sum(column) for column in zip(*counts[:-1], strict=True)] and counts[-1][0] == len(cells)
     for published, run, close, explained, still, missing in counts:
@@ -55,27 +58,29 @@ def test_every_published_cell_is_counted_once(results):
         (None, [{"accuracy": 10.0}], "rounds", "open"),
     ],
 )
-def test_state_of_a_cell(results, mean, runs, unit, state):
-    assert compared(results, mean, runs, unit).state == state
+def test_state_of_a_cell(results_page, mean, runs, unit, state):
+    assert compared(results_page, mean, runs, unit).state == state
     explained = "explained" if state == "open" else state
-    assert compared(results, mean, runs, unit, because="the paper says so").state == explained
+    assert compared(results_page, mean, runs, unit, because="the paper says so").state == explained
 
 
-def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results):
+def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_page):
     reasons = {"paper": {"table1": {"fedavg/here": "cell", "fedavg/*": "row", "*/there": "column", "*/*": "table"}}}
     found = [
-        results._reason(reasons, "paper", "table1", row, column)
+        results_page._reason(reasons, "paper", "table1", row, column)
         for row, column in (("fedavg", "here"), ("fedavg", "there"), ("ifca", "there"), ("ifca", "here"))
     ]
     assert found == ["cell", "row", "column", "table"]
-    assert results._reason(reasons, "paper", "table2", "fedavg", "here") == ""
+    assert results_page._reason(reasons, "paper", "table2", "fedavg", "here") == ""
 
 
-def test_every_reason_is_of_a_published_cell(results):
+def test_every_reason_is_of_a_published_cell(results_page):
     """A reason that names nothing would never be shown."""
-    reasons = results.read_reasons()
-    known = {(cell.paper, cell.table) for cell in results.compared()}
-    names = {(cell.paper, cell.table, name) for cell in results.compared() for name in (cell.row, cell.column, "*")}
+    reasons = results_page.read_reasons()
+    known = {(cell.paper, cell.table) for cell in results_page.compared()}
+    names = {
+        (cell.paper, cell.table, name) for cell in results_page.compared() for name in (cell.row, cell.column, "*")
+    }
     for paper, tables in reasons.items():
         for table, cells in tables.items():
             assert (paper, table) in known
@@ -113,8 +118,8 @@ def test_a_folder_of_no_recipe(results, tmp_path):
         results.find_recipe(tmp_path)
 
 
-def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "FIGURES", tmp_path)
+def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_page, tmp_path, monkeypatch):
+    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters"]
     rows = [
         ("fashion_mnist,threshold=2", "fedclust", 0, None, 0.5, 1),
@@ -122,7 +127,7 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results, tmp
         ("fashion_mnist,threshold=0.5", "fedclust", 1, "rounds=9", 0.93, 42),
     ]
     pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "fedclust-figure4.csv", index=False)
-    lines = results._figures("fedclust")
+    lines = results_page._figures("fedclust")
     assert lines[:4] == ["### Fig. 4", "", "`cfl-ray sweep jobs/experiments/fedclust/figure4.yaml`", ""]
     assert "Shortened: rounds=9." in lines and lines[6].startswith("Expected: the best `accuracy` with one cluster")
     assert lines[-5:] == [
@@ -130,5 +135,27 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results, tmp
         "|---|---|---|---|",
         "| fashion_mnist,threshold=0.5 | 92.0 ± 1.4 | 41 ± 1 | 2 |",
         "| fashion_mnist,threshold=2 | 50.0 | 1 | 1 |",
+        "",
+    ]
+
+
+def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
+    runs = [{"accuracy": 0.4, "rounds": 9, "of_rounds": 20, "changed": "rounds=9 evaluation.every=3 local.lr=0.1"}]
+    because = "it reaches {accuracy} only"
+    cells = [
+        compared(results_page, mean, runs if mean else [], because=because if mean == 50 else "")
+        for mean in (50, 60, 0)
+    ]
+    table = results_page.load_published(ROOT / "jobs/experiments/published/autocfl.yaml").tables["table1"]
+    table = table.model_copy(update={"columns": ["here"]})
+    assert results_page._table("table1", table, cells)[4:] == [
+        "| setting | method | published | here | difference | seeds | rounds | notes |",
+        "|---|---|---|---|---|---|---|---|",
+        "| here | fedavg | 50.0 | 40.0 | -10.0 | 1 | 9 of 20 | 1, 2 |",
+        "| here | fedavg | 60.0 | 40.0 | -20.0 | 1 | 9 of 20 | 3, 2 |",
+        "",
+        "1. it reaches 40.0 only",
+        "2. With local.lr=0.1.",
+        "3. Not explained yet.",
         "",
     ]

@@ -1,0 +1,316 @@
+"""The text of docs/results.md: published cells, the runs that repeat them, and what others would cost."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
+from cfl_ray.config.study import Study, load_study
+from cfl_ray.runtime.study.cells import Cell, plan
+
+ROOT = Path(__file__).parent.parent
+STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
+FEWEST_ROUNDS = 0.25  # of a recipe, from which on a shortened run repeats a published accuracy
+CLOSE = 2.0  # points, or percent of a number of rounds or Mbit
+_PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
+
+
+def cells_of(study: Study) -> list[Cell]:
+    """All runs of a study; of a sweep, those that do not depend on results."""
+    trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
+    return plan(study, trials=trials)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published cell and the runs that repeat it."""
+
+    paper: str
+    table: str
+    row: str  # label of the method
+    column: str  # setting
+    number: PublishedNumber
+    runs: pd.DataFrame  # of this cell
+    because: str  # why it differs
+
+    @property
+    def is_run(self) -> bool:
+        return self.here is not None or (len(self.runs) > 0 and self.number.unit in ("rounds", "mbit"))
+
+    @property
+    def here(self) -> float | None:
+        """Mean over the seeds, in the unit of the table; None where no run has it."""
+        metric = self.number.metric
+        if not len(self.runs) or metric not in self.runs or self.runs[metric].isna().any():
+            return None
+        return float(self.runs[metric].mean()) * self.number.scale
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is within two points of the published value, or both are not reached."""
+        published = self.number.mean
+        if self.here is None or published is None:
+            return self.is_run and self.here is None and published is None
+        scale = 1 if self.number.unit in ("percent", "clients", "count") else 100 / max(abs(published), 1e-9)
+        return abs(self.here - published) * scale <= CLOSE + 1e-9
+
+    @property
+    def state(self) -> str:
+        """One of: not run, within 2 points, explained, open."""
+        if not self.is_run:
+            return "not run"
+        return "within 2 points" if self.is_close else "explained" if self.because else "open"
+
+
+def compared(folder: Path = STUDIES) -> list[Compared]:
+    """Every published cell."""
+    reasons = read_reasons()
+    cells = []
+    for file in sorted((folder / "published").glob("*.yaml")):
+        for name, table in load_published(file).tables.items():
+            runs = _runs_of(table)
+            for row, column, number in table.cells():
+                at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
+                if len(at) and number.unit == "percent":
+                    at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]
+                because = _reason(reasons, file.stem, name, row, column)
+                cells.append(Compared(file.stem, name, row, column, number, at, because))
+    return cells
+
+
+def read_reasons() -> dict[str, Any]:
+    """Why cells differ, by paper, table and ROW/COLUMN; * stands for every row or column."""
+    return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
+
+
+def _runs_of(table: PublishedTable) -> pd.DataFrame:
+    file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
+    return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
+
+
+def _reason(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> str:
+    """The explanation of a cell: that of the cell itself, or of its row, column or table (`*`)."""
+    of_table = (reasons.get(paper) or {}).get(table) or {}
+    for key in (f"{row}/{column}", f"{row}/*", f"*/{column}", "*/*"):
+        if key in of_table:
+            return str(of_table[key]).strip()
+    return ""
+
+
+def page(cells: list[Compared]) -> str:
+    """The Markdown of the page."""
+    lines = [
+        "# Results of the published experiments",
+        "",
+        "[jobs/results.py](../jobs/results.py) writes this page from the figures of the runs in `docs/results` and",
+        "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
+        "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the",
+        "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
+        "of the published cell stands beside P-server, which is the same for every method.",
+        "",
+        "## Count",
+        "",
+        *_count(cells),
+        "",
+    ]
+    papers = {}
+    for file in sorted((STUDIES / "published").glob("*.yaml")):
+        papers[file.stem] = load_published(file)
+    for name, published in papers.items():
+        lines += [f"## {published.paper.title}", "", f"{published.paper.authors}, {published.paper.venue}", ""]
+        for table_name, table in published.tables.items():
+            of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
+            if any(cell.is_run for cell in of_table):
+                lines += _table(table_name, table, of_table)
+        lines += _figures(name)
+        missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
+        if missing:
+            lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
+    lines += _missing(cells)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _figures(paper: str) -> list[str]:
+    """The runs of the studies of a paper that repeat a figure, or answer a question of our own: no published cells."""
+    lines = []
+    for file in sorted((STUDIES / paper).glob("*.yaml")):
+        study, figures = load_study(file), FIGURES / f"{paper}-{file.stem}.csv"
+        if study.published or not figures.is_file():
+            continue
+        runs = pd.read_csv(figures, dtype={"changed": str})
+        several = runs["method"].nunique() > 1
+        metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
+        verb = "sweep" if study.sweep is not None else "compare"
+        changes = runs["changed"].dropna().unique()
+        lines += [f"### {_title(file.stem)}", "", f"`cfl-ray {verb} jobs/experiments/{paper}/{file.name}`", ""]
+        lines += [f"Shortened: {'; '.join(sorted(changes))}.", ""] if len(changes) else []
+        lines += [f"Expected: {expected}", ""] if (expected := _expected(file)) else []
+        head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
+        groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
+        for (setting, method), own in groups:
+            values = [
+                _number(*_mean_and_std(own[name]), _unit(name)) if own[name].notna().all() else "-" for name in metrics
+            ]
+            lines.append(f"| {' | '.join([setting, *([method] if several else []), *values, str(len(own))])} |")
+        lines.append("")
+    return lines
+
+
+def _expected(recipe: Path) -> str:
+    """What the header of a recipe says to expect."""
+    header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
+    start = next((i for i, line in enumerate(header) if line.startswith("Expected:")), None)
+    if start is None:
+        return ""
+    end = next(i for i, line in enumerate([*header, "Cost"]) if i > start and line.startswith(("Cost", "Assumed")))
+    return " ".join(header[start:end]).removeprefix("Expected:").strip()
+
+
+def _unit(metric: str) -> str:
+    if metric.startswith(("num_", "correct_", "rounds_")):
+        return "count"
+    return "share" if metric in ("ari", "nmi", "purity") else "percent"
+
+
+def _mean_and_std(values: pd.Series) -> tuple[float, float]:
+    scale = 100 if _unit(str(values.name)) == "percent" else 1
+    return float(values.mean()) * scale, float(values.std(ddof=1)) * scale
+
+
+def _missing(cells: list[Compared]) -> list[str]:
+    """The studies that were not run, and the time that they would take at the rate of those that were."""
+    file = FIGURES / "costs.csv"
+    if not file.is_file():
+        return []
+    table, rate = pd.read_csv(file), _rate(pd.read_csv(file))
+    lines = [
+        "## The cost of what was not run",
+        "",
+        f"Core hours of federated averaging, at {rate:.0f} GFLOP/s of one core, which the runs above reached, by",
+        "`python jobs/results.py costs`; methods that train two models in each client take twice as long. A setting",
+        "without a figure needs data that were not at hand.",
+        "",
+        "| study | setting | runs | of which run | core hours of the rest |",
+        "|---|---|---|---|---|",
+    ]
+    for row in table.itertuples():
+        done_file = FIGURES / f"{row.study}.csv"
+        done = pd.read_csv(done_file) if done_file.is_file() else pd.DataFrame({"setting": []})
+        count = int((done["setting"] == row.setting).sum())
+        hours = "" if math.isnan(row.gigaflop) else f"{(row.runs - count) * row.gigaflop / rate / 3600:.2g}"
+        if count < row.runs:
+            lines.append(f"| {row.study} | {row.setting} | {row.runs} | {count} | {hours} |")
+    return lines
+
+
+def _rate(table: pd.DataFrame) -> float:
+    """Gigaflop per second of all runs of FedAvg that are on record with the rounds of their recipe; 20 without any."""
+    amount, seconds = 0.0, 0.0
+    for row in table.itertuples():
+        file = FIGURES / f"{row.study}.csv"
+        if file.is_file() and not math.isnan(row.gigaflop):
+            done = pd.read_csv(file)
+            done = done[(done["setting"] == row.setting) & (done["method"] == "fedavg") & done["changed"].isna()]
+            amount, seconds = amount + row.gigaflop * len(done), seconds + float(done["seconds"].sum())
+    return amount / seconds if seconds else 20.0
+
+
+def _count(cells: list[Compared]) -> list[str]:
+    states = ("within 2 points", "explained", "open", "not run")
+    lines = [f"| paper | published cells | run | {' | '.join(states)} |", "|---" * (3 + len(states)) + "|"]
+    for paper in [*dict.fromkeys(cell.paper for cell in cells), None]:
+        own = [cell for cell in cells if paper in (None, cell.paper)]
+        run = sum(cell.is_run for cell in own)
+        counts = [sum(cell.state == state for cell in own) for state in states]
+        lines.append(f"| {paper or 'all'} | {len(own)} | {run} | {' | '.join(map(str, counts))} |")
+    return lines
+
+
+def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]:
+    """A row for each cell that was run; reasons and misprints are notes below, by number."""
+    run = [cell for column in table.columns for cell in cells if cell.column == column and cell.is_run]
+    metrics = {cell.number.metric for cell in run}
+    honest = table.unit == "percent" and metrics != {"accuracy"} and any("accuracy" in cell.runs for cell in run)
+    head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or honest else [])]
+    head += [*(["P-server here"] if honest else []), "difference", "seeds", "rounds", "notes"]
+    lines = [f"### {_title(name)}: {table.caption}", "", f"`cfl-ray compare jobs/experiments/{table.study}`", ""]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    notes: dict[str, int] = {}
+    for cell in run:
+        number, numbers = cell.number, []
+        for note in _notes(cell):
+            numbers.append(str(notes.setdefault(note, len(notes) + 1)))
+        values = {
+            "setting": cell.column,
+            "method": cell.row,
+            "published": _number(number.mean, number.std, number.unit),
+            "here": _ours(cell, number.metric),
+            "protocol": _PROTOCOLS.get(number.metric, number.metric),
+            "P-server here": _ours(cell, "accuracy"),
+            "difference": _difference(cell),
+            "seeds": str(len(cell.runs)),
+            "rounds": _rounds(cell),
+            "notes": ", ".join(numbers),
+        }
+        lines.append(f"| {' | '.join(values[name] for name in head)} |")
+    return [*lines, "", *(f"{number}. {note}" for note, number in notes.items()), *([""] if notes else [])]
+
+
+def _notes(cell: Compared) -> list[str]:
+    """Why a cell differs, what may be misprinted, and in which settings its runs differ from the recipe."""
+    notes = [f"A misprint? {cell.number.misprint}"] if cell.number.misprint else []
+    if cell.state in ("explained", "open"):
+        notes.append(_with_figures(cell) if cell.state == "explained" else "Not explained yet.")
+    changes = {change for run in cell.runs["changed"].dropna() for change in run.split()}
+    by_target = "to_target" in cell.number.metric
+    shown_elsewhere = ("rounds=",) if by_target else ("rounds=", "evaluation.every=")  # every: when a target is noticed
+    if others := sorted(change for change in changes if not change.startswith(shown_elsewhere)):
+        notes.append(f"With {' '.join(others)}.")
+    return notes
+
+
+def _rounds(cell: Compared) -> str:
+    """Rounds of the runs: N, or N of those of the recipe."""
+    shown = {
+        f"{run.rounds}" if run.rounds == run.of_rounds else f"{run.rounds} of {run.of_rounds}"
+        for run in cell.runs.itertuples()
+    }
+    return ", ".join(sorted(shown))
+
+
+def _with_figures(cell: Compared) -> str:
+    """The reason why a cell differs, with {METRIC} replaced by that of its runs, in percent."""
+    numbers = cell.runs.select_dtypes("number").mean()
+    percent = {name: f"{100 * value:.1f}" for name, value in numbers.items() if 0 <= value <= 1}
+    return cell.because.format(**{name: f"{value:.4g}" for name, value in numbers.items()} | percent)
+
+
+def _title(name: str) -> str:
+    return name.replace("table", "Table ").replace("figure", "Fig. ").replace("_", " ").strip()
+
+
+def _number(mean: float | None, std: float | None, unit: str) -> str:
+    if mean is None:
+        return "not reached"
+    digits = {"rounds": 0, "clients": 0, "count": 0, "share": 2}.get(unit, 1)
+    return f"{mean:.{digits}f}" + ("" if std is None or math.isnan(std) else f" ± {std:.{digits}f}")
+
+
+def _ours(cell: Compared, metric: str) -> str:
+    number = cell.number
+    if metric not in cell.runs or cell.runs[metric].isna().all():
+        return "not reached" if number.unit in ("rounds", "mbit") else "-"
+    of_runs = cell.runs[metric] * number.scale
+    return _number(of_runs.mean(), of_runs.std(ddof=1), number.unit)
+
+
+def _difference(cell: Compared) -> str:
+    if cell.here is None or cell.number.mean is None:
+        return ""
+    return f"{cell.here - cell.number.mean:+.1f}"
