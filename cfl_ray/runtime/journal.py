@@ -16,13 +16,15 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from cfl_ray.config.paths import moves_of
 from cfl_ray.core.credentials import redact_values, remember_credentials, with_known_credentials
 from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line, open_private, private_folder, read_file, sync
+from cfl_ray.core.files import append_line, open_private, private_folder, read_file, read_text, sync
 from cfl_ray.core.population import PopulationChange
 from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
+from cfl_ray.runtime.run_lock import CONFIG
 
 EVENTS = "events.jsonl"
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -79,7 +81,10 @@ _EVENT = TypeAdapter(JournalEvent)
 
 
 class Journal:
-    """The events of one method of one run, oldest first. directory: None keeps them in memory only."""
+    """The events of one method of one run, oldest first. directory: None keeps them in memory only.
+
+    Where the run directory has moved, shards that are not where they were are looked for beside its new place.
+    """
 
     def __init__(self, directory: Path | None):
         self.file = Path(directory) / EVENTS if directory else None
@@ -92,6 +97,8 @@ class Journal:
                 f"{self.file} is damaged ({error.errors()[0]['msg']}); restore it: the run cannot go on without "
                 "knowing which clients joined and left"
             ) from error
+        if self.file is not None:
+            self.events = _beside(self.events, self.file.parent.parent)
 
     def add(self, *events: JournalEvent) -> None:
         """Appends events; they are on disk when this returns."""
@@ -119,6 +126,18 @@ class Journal:
         """
         last = next((event for event in reversed(self.events) if event.stop), None)
         return last.round if last is not None and (last.stop == session or last.round > saved) else None
+
+
+def _beside(events: list[JournalEvent], run_dir: Path) -> list[JournalEvent]:
+    """The events with the shards of newcomers as seen from where the run directory is now."""
+    uris = [event.shards.uri for event in events if event.shards]
+    moved = moves_of(uris, read_text(run_dir / CONFIG) or "", run_dir) if uris else {}
+    return [
+        replace(event, shards=replace(event.shards, uri=moved[event.shards.uri]))
+        if event.shards is not None and event.shards.uri in moved
+        else event
+        for event in events
+    ]
 
 
 def grown_by(federation: Federation, events: Iterable[JournalEvent]) -> Federation:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cfl_ray.config import DataConfig
+from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.errors import DataError
 from cfl_ray.core.population import Population
 from cfl_ray.data import build, open_shards
@@ -32,6 +33,21 @@ def test_a_copy_has_no_stop(tmp_path):
     Journal(tmp_path / "run").add(JOIN, LEAVE, STOP)
     assert copy_events(tmp_path / "run", tmp_path / "again") == 2
     assert Journal(tmp_path / "again").events == [JOIN, LEAVE]
+
+
+def test_shards_of_newcomers_are_found_beside_a_run_that_has_moved(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    joins = [
+        JournalEvent(round, join=(round,), shards=JoinedShards(uri, "abc"))
+        for round, uri in ((2, f"{old}/late"), (3, "s3://there/late"), (4, "/nowhere/late"))
+    ]
+    Journal(old / "run" / "fedavg").add(*joins)
+    (old / "run" / "config.yaml").write_text(recorded_in(old / "run") + "rounds: 9\n")
+    (old / "late").mkdir()
+    assert Journal(old / "run" / "fedavg").events == joins
+    old.rename(new)
+    found = Journal(new / "run" / "fedavg").events
+    assert [event.shards.uri for event in found] == [f"{new}/late", "s3://there/late", "/nowhere/late"]
 
 
 def test_a_torn_line_is_ignored_by_readers_and_removed_by_the_next_writer(tmp_path):
