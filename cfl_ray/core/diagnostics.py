@@ -17,7 +17,6 @@ from cfl_ray.core.own_parts import call_own, described
 from cfl_ray.core.rng import stream
 
 CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
-LABEL_COUNTS = "label_counts"  # (clients, classes): of the clients in matrices of clients by clients, by the run itself
 MOST_PAIRED = 1_000  # clients of a matrix whose other axis is clients or clusters too
 MOST_PAIRED_CLUSTERS = 256  # clusters of such a matrix: it may change in every round
 MOST_LABELLED = 10_000  # clients or clusters otherwise

@@ -15,7 +15,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables, load_published
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.config.study import load_study
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, LABEL_COUNTS, Diagnostic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import PRIVATE, SHARED
 from cfl_ray.methods import full_label, resolve
@@ -29,7 +29,7 @@ from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
-from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 from cfl_ray.tracking.tracker import INFO
 
 REPORT = "report.html"

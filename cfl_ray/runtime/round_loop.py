@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, LABEL_COUNTS, Diagnostic, Diagnostics, ReportedDiagnostic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
 from cfl_ray.core.errors import RunError, RunStopped, UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
@@ -55,7 +55,7 @@ from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
-from cfl_ray.tracking.record import cluster_diagnostics_of, taken_names
+from cfl_ray.tracking.record import LABEL_COUNTS, cluster_diagnostics_of, taken_names
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors in a checkpoint
