@@ -28,13 +28,14 @@ def clustered(seed: int, end: float) -> MethodRun:
     first = [[client, 0 if client < 9 else 7] for client in range(CLIENTS)]
     ids = np.arange(CLIENTS)
     signatures = np.eye(GROUPS)[ids % GROUPS].astype(np.float32)
+    labels = 10 * signatures  # each group has a label of its own
     return MethodRun(
         seed=seed,
         records=records(end, clusters=2),
         moves=[(1, first), (3, [[0, 7], [1, 7], [2, 7]])],
         scores={"client": ids, "accuracy": np.linspace(end - 0.1, end + 0.1, CLIENTS)},
         matrices={
-            "similarity": RecordedMatrix(4, ids, signatures @ signatures.T, of_pairs=True),
+            "similarity": RecordedMatrix(4, ids, signatures @ signatures.T, of_pairs=True, label_counts_SC=labels),
             "signatures": RecordedMatrix(4, ids, signatures, of_pairs=False),
         },
     )

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cfl_ray.clustering.agglomerative import centre_distances
+from cfl_ray.clustering.agglomerative import centre_distances, distances
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.diagnostics import MOST_PAIRED, sample_of
 
@@ -26,6 +26,12 @@ def record_similarity(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor)
     """Reports `similarity` (clients, clients): the cosines of the signatures."""
     at = sample_of(ids_S, MOST_PAIRED, clients.seed)
     clients.record("similarity", lambda: cosines(signature_SF[at]), ("clients", "clients"), ids=ids_S[at])
+
+
+def record_distance(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
+    """Reports `distance` (clients, clients): the Euclidean distances of the signatures."""
+    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
+    clients.record("distance", lambda: distances(signature_SF[at], "l2"), ("clients", "clients"), ids=ids_S[at])
 
 
 def record_centre_distances(

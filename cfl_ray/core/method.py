@@ -224,6 +224,9 @@ class Method(ABC, Generic[S]):
         """Whether clients choose the model that they predict with by their training loss (`Clients.losses`)."""
         return False
 
+    def check_model(self, spec: ParamSpec) -> None:
+        """Raises ConfigError for an option that does not fit the model; called before a run. By default all fit."""
+
     @abstractmethod
     def init(self, start: Start) -> S:
         """The state before round 1."""

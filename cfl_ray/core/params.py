@@ -118,6 +118,14 @@ class ParamSpec:
         upper = set(self.layers[len(self.layers) - count :])
         return self._ranges(lambda name: name.rpartition(".")[0] not in upper)
 
+    def layer(self, number: int) -> Columns:
+        """Columns of one layer, weights and bias, counted from 1 in the order of `layers`; the last one is the head."""
+        if not 1 <= number <= len(self.layers):
+            raise ValueError(f"the model has layers 1 .. {len(self.layers)}, got {number}")
+        if number == len(self.layers):
+            return self.head
+        return self._ranges(lambda name: name.rpartition(".")[0] == self.layers[number - 1])
+
     @cached_property
     def head(self) -> Columns:
         """The last layer, weights and bias."""

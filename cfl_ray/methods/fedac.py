@@ -43,7 +43,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering.agglomerative import nearest_centre
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
-from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
+from cfl_ray.clustering.signature_diagnostics import record_distance, record_signatures, record_similarity
 from cfl_ray.clustering.signatures import SignatureState, sketch_option
 from cfl_ray.clustering.significance import significant_parts
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Proximal, UpdateFeatures, Updates
@@ -184,7 +184,8 @@ class FedAC(Method[FedACState], name="fedac"):
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
         if had_no_clusters or clients.round % self.pca_every == 0 or self.adapts_in(clients.round):
-            record_similarity(clients, state.seen_S, state.z(state.signature_SF))
+            record = record_similarity if self.by_cosine else record_distance
+            record(clients, state.seen_S, state.z(state.signature_SF))
             record_signatures(clients, state.seen_S, state.z(state.signature_SF))
         # CNT
         return self.adapt(state, clients, updates, rng) if self.adapts_in(clients.round) else state

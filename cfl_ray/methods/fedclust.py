@@ -13,6 +13,7 @@ cannot be reached in it is a newcomer later.
 Departures: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
 the largest mean silhouette; where none is above 0.25, all clients are one cluster. The first round counts as a round,
 with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained heads.
+`layer` takes another layer than the final one as s_i, to show what the choice does (Fig. 1).
 
 Clusters and adjusted Rand index by the default cut (with its mean silhouette), and by half the median distance (`cut:
 median`), with LeNet-5 on Fashion-MNIST, 1 to 3 local epochs of batch 10 (3,000 images: 50), eta 0.01, momentum 0.5:
@@ -46,7 +47,9 @@ from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
 from cfl_ray.clustering.tree_cut import TreeCut
 from cfl_ray.core.clients import Clients
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
@@ -70,7 +73,25 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         source="paper",
         choices=("join", "found"),
     )
+    layer: int | None = option(
+        None,
+        "layer whose weights and biases clients are compared by: 1 is the first one of the model with trained "
+        "parameters (a normalisation counts); null: the last one",
+        source="paper; others: Fig. 1",
+        low=1,
+    )
     weights: str = weights_option()
+
+    def check_model(self, spec: ParamSpec) -> None:
+        if self.layer is not None and self.layer > len(spec.layers):
+            raise ConfigError(
+                f"{self.name}.layer must be in 1 .. {len(spec.layers)}, the layers of this model with trained "
+                f"parameters, got {self.layer}"
+            )
+
+    def compared(self, spec: ParamSpec) -> Columns:
+        """The columns of s_i."""
+        return spec.head if self.layer is None else spec.layer(self.layer)
 
     def init(self, start: Start) -> FedClustState:
         first_KP = start.new_model(0)[None]
@@ -89,18 +110,18 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         return fedavg_per_cluster(state, clients, self.weights)
 
     def cluster(self, state: FedClustState, clients: Clients) -> FedClustState:
-        """The state with clusters by the clients' final layers, all with the model w_0."""
+        """The state with clusters by the clients' final layers, or `layer`, all with the model w_0."""
         # s_i <- final layer of SGD_i(w_0)
-        updates = clients.train(clients.send(state.start_KP), features=clients.spec.head)
-        ids_M, head_MF = clients.ids_M[updates.valid_M], updates.valid_features_MF
+        updates = clients.train(clients.send(state.start_KP), features=self.compared(clients.spec))
+        ids_M, layer_MF = clients.ids_M[updates.valid_M], updates.valid_features_MF
         if not len(ids_M):
             return state
         # agglomerate until the next merge is higher than lambda
-        distance = distances(head_MF, "l2")
+        distance = distances(layer_MF, "l2")
         clients.record("distance", distance, ("clients", "clients"), ids=ids_M)
-        record_signatures(clients, ids_M, head_MF)
+        record_signatures(clients, ids_M, layer_MF)
         cluster_M = self.clusters(distance, len(ids_M))
-        centre_KF, _ = cluster_means(head_MF, cluster_M, cluster_M.max() + 1)
+        centre_KF, _ = cluster_means(layer_MF, cluster_M, cluster_M.max() + 1)
         return state.advance(
             models_KP=state.start_KP.repeat(len(centre_KF), 1),
             assign_N=state.place(ids_M, cluster_M),
@@ -113,7 +134,7 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         if state.phase == "cluster":
             return state
         within = math.inf if self.newcomers == "join" or state.height is None else state.height
-        return place_by_training(state, clients, clients.spec.head, "l2", within=within)
+        return place_by_training(state, clients, self.compared(clients.spec), "l2", within=within)
 
     def serve(self, state: FedClustState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.start_KP)

@@ -4,6 +4,7 @@ import numpy as np
 
 from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
 from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, number, percent
+from cfl_ray.report.label_divergence import against_labels
 from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
@@ -19,9 +20,16 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         run = next((run for run in runs if run.matrices), None)
         if run is None:
             continue
-        for name, matrix in run.matrices.items():
-            draw = _ordered if matrix.of_pairs else _map
-            figures.append(draw(experiment, label, name.replace("_", " "), run, matrix, len(runs) > 1))
+        several = len(runs) > 1
+        for key, matrix in run.matrices.items():
+            name = key.replace("_", " ")
+            if not matrix.of_pairs:
+                figures.append(_map(experiment, label, name, run, matrix, several))
+                continue
+            figures.append(_ordered(experiment, label, name, run, matrix, several))
+            heading = _heading(label, f"{name} of the clients, against their labels", matrix, run, several)
+            if against := against_labels(heading, label, name, matrix, experiment.group_of):
+                figures.append(against)
     return figures
 
 

@@ -14,6 +14,7 @@ class RecordedMatrix:
     client_S: np.ndarray
     values: np.ndarray  # (S, S) of pairs; (S, F) of signatures
     of_pairs: bool  # whether it is a similarity or distance of clients
+    label_counts_SC: np.ndarray | None = None  # training samples of each class; NaN: not recorded; None: of no client
 
 
 def snapshots(

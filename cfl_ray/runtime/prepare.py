@@ -26,6 +26,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
 from cfl_ray.core.own_parts import with_options
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
 from cfl_ray.core.registry import Registry
 from cfl_ray.core.rng import stream
@@ -171,6 +172,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     outputs = () if shape.targets == "class" else shape.outputs
     recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs)
     task.check(shape.outputs, shape.target_shape)
+    _check_models(methods, recipe)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
     setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
@@ -229,6 +231,14 @@ def _check_method(label: str, method: Method[Any], task: Task, learning: Learnin
             f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "
             f"{local.momentum:g}: {reason}"
         )
+
+
+def _check_models(methods: dict[str, Method[Any]], recipe: ModelRecipe) -> None:
+    """Raises ConfigError for a method with an option that does not fit the model."""
+    with torch.random.fork_rng(devices=[]):
+        spec = ParamSpec.of(recipe())
+    for method in methods.values():
+        method.check_model(spec)
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

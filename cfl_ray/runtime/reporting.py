@@ -15,7 +15,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables, load_published
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.config.study import load_study
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
 from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import PRIVATE, SHARED
 from cfl_ray.methods import full_label, resolve
@@ -29,7 +29,7 @@ from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
-from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 from cfl_ray.tracking.tracker import INFO
 
 REPORT = "report.html"
@@ -224,13 +224,27 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
 
 def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
     """The last diagnostic of each name that has a row for each client: of pairs, or of at least two numbers each."""
-    found = {}
-    for name, by_round in result.diagnostics.items():
+    found, diagnostics = {}, result.diagnostics
+    counts = list(diagnostics.pop(LABEL_COUNTS, {}).values())
+    for name, by_round in diagnostics.items():
         round, last = max(by_round.items())
         if last.axes[:1] != (CLIENTS,) or len(last.axes) != 2 or last.axes[1] == CLUSTERS or min(last.value.shape) < 2:
             continue
-        found[name] = RecordedMatrix(round, last.labels[0], last.value, of_pairs=last.axes[1] == CLIENTS)
+        of_pairs = last.axes[1] == CLIENTS
+        label_counts_SC = _label_counts(counts, last.labels[0]) if of_pairs else None
+        found[name] = RecordedMatrix(round, last.labels[0], last.value, of_pairs, label_counts_SC)
     return found
+
+
+def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.ndarray | None:
+    """The last label counts (S, C) of these clients; NaN for a client without any, None where no client has some."""
+    of_client = {
+        client: counts for one in recorded for client, counts in zip(one.labels[0].tolist(), one.value, strict=True)
+    }
+    if of_client.keys().isdisjoint(client_S.tolist()):
+        return None
+    unknown_C = np.full(recorded[-1].value.shape[1], np.nan, np.float32)
+    return np.array([of_client.get(client, unknown_C) for client in client_S.tolist()])
 
 
 def _moves(path: Path) -> Moves:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.diagnostics import CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
 from cfl_ray.core.errors import RunError, RunStopped, UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
@@ -35,6 +35,7 @@ from cfl_ray.runtime.evaluation import (
     score_metrics,
 )
 from cfl_ray.runtime.journal import Journal
+from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
 from cfl_ray.runtime.lifecycle import (
     Broken,
     Done,
@@ -54,7 +55,7 @@ from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.tracking import read_records
-from cfl_ray.tracking.record import cluster_diagnostics_of, taken_names
+from cfl_ray.tracking.record import LABEL_COUNTS, cluster_diagnostics_of, taken_names
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors in a checkpoint
@@ -165,6 +166,7 @@ class RoundLoop:
         self.taken = taken_names([metric.name for metric in self.task.metrics])
         self.diagnostics: dict[str, ReportedDiagnostic] = {}  # arrays since the evaluated round before, by name
         self.deferred: dict[str, tuple[int, Diagnostics]] = {}  # those that are not made yet: (round, found there)
+        self.label_counts = LabelCounts(self.federation.shape.num_classes)
         self.report = RoundReport(self.now, 0)
 
     # ---- the loop
@@ -446,6 +448,9 @@ class RoundLoop:
         self._take_diagnostics(round, stats.diagnostics)
         self._take_diagnostics(round, self._of_clusters(online, scores))
         self._resolve_diagnostics()
+        if self.task.targets == "class":
+            self._take_diagnostics(round, self._labels_of_compared(round, stats))
+            self._resolve_diagnostics()
 
     # ---- diagnostics of the method
 
@@ -474,6 +479,18 @@ class RoundLoop:
         if vectors := cluster_vectors(self.state, online, scores):
             for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
                 found.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
+        return found
+
+    def _labels_of_compared(self, round: int, stats: RoundStats) -> Diagnostics:
+        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
+        found = Diagnostics(self.label, seed=self.experiment.seed)
+        ids = compared_clients(self.diagnostics.values())
+        ids = ids[self.population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
+        ids = self.label_counts.bounded(ids, self.experiment.seed)
+        clients = replace(self.clients_of(ids, round, stats=stats), evaluated=True)
+        counted, counts_MC = self.label_counts.of(clients, self.present)
+        if len(counted):
+            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
         return found
 
     def _local_metrics(self, clients: Clients) -> dict[str, float]:

@@ -12,6 +12,7 @@ from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.files import parse_json
 from cfl_ray.core.redaction import redact
 
+LABEL_COUNTS = "label_counts"  # diagnostic of a run, (clients, classes): of clients in matrices of clients by clients
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 ROUND_METRICS = {
@@ -73,7 +74,7 @@ def cluster_diagnostics_of(score: str) -> tuple[str, str]:
 
 def taken_names(names: Sequence[str]) -> frozenset[str]:
     """Names that no diagnostic of a method can have, with the metrics `names` of the task."""
-    return frozenset({*METRICS, *_COLUMNS, *score_metrics_of(names), *cluster_diagnostics_of(names[0])})
+    return frozenset({*METRICS, *_COLUMNS, *score_metrics_of(names), *cluster_diagnostics_of(names[0]), LABEL_COUNTS})
 
 
 def check_score_name(name: str) -> None:

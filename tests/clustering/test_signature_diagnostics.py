@@ -12,6 +12,7 @@ from torch import nn
 from cfl_ray.clustering.signature_diagnostics import (
     principal_components,
     record_centre_distances,
+    record_distance,
     record_signatures,
     record_similarity,
 )
@@ -30,11 +31,13 @@ def test_as_defined(clients):
     ids, signature_SF, centre_KF = np.array([4, 0, 9]), signatures(3), signatures(2)
     record_signatures(clients, ids, signature_SF)
     record_similarity(clients, ids, signature_SF)
+    record_distance(clients, ids, signature_SF)
     record_centre_distances(clients, ids, signature_SF, centre_KF, "l2")
     found = {name: clients.stats.diagnostics.array(name) for name in clients.stats.diagnostics.names}
     assert all(one.labels[0].tolist() == [4, 0, 9] for one in found.values())
     expected = 1 - squareform(pdist(signature_SF.double(), "cosine"))
     assert np.allclose(found["similarity"].value, expected, atol=1e-6)
+    assert np.allclose(found["distance"].value, squareform(pdist(signature_SF.double())), atol=1e-6)
     distances = cdist(signature_SF.double(), centre_KF.double())
     assert np.allclose(found["centre_distance"].value, distances, atol=1e-5)
     assert found["centre_distance"].axes == ("clients", "clusters")

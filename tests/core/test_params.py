@@ -54,6 +54,22 @@ def test_the_head_is_the_last_layer_and_the_base_is_the_rest_with_its_buffers():
     assert SPEC.head.count + SPEC.base.count == SPEC.size
 
 
+def test_a_layer_has_the_columns_of_one_module():
+    """In the order of the model's parameters; those of a normalisation include its statistics."""
+    assert SPEC.layers == ("", "conv", "norm", "head")
+    assert [SPEC.layer(number) for number in (1, 2, 3)] == [
+        Columns(((0, 1),)),
+        Columns(((1, 5),)),
+        Columns(((5, 9), (18, 22))),
+    ]
+    assert SPEC.layer(4) == SPEC.head
+    alone = ParamSpec.of(nn.Linear(2, 3))
+    assert alone.layer(1) == alone.head == alone.all
+    for number in (0, -1, 5):
+        with pytest.raises(ValueError, match=f"the model has layers 1 .. 4, got {number}"):
+            SPEC.layer(number)
+
+
 def test_columns_by_prefix_join_neighbours():
     assert SPEC.columns(["conv."]) == Columns(((1, 5),))
     assert SPEC.columns(["conv.", "norm."]) == Columns(((1, 9), (18, 22)))

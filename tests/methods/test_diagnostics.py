@@ -83,6 +83,18 @@ def test_arrays_of_a_method(name):
         assert np.array_equal(value, value.T)
 
 
+def test_fedac_reports_what_it_compares_uploads_by():
+    """Cosines of z, or Euclidean distances of whole uploads."""
+    _, _, state, found, _ = played("fedac", {"num_clusters": 2, "similarity": "l2", "pca_every": 1})
+    round, distance = found["distance"]
+    assert round == ROUNDS and "similarity" not in found
+    assert np.array_equal(distance.labels[0], state.seen_S)
+    assert np.allclose(distance.value, squareform(pdist(state.signature_SF.double())), atol=1e-5)
+    _, _, state, found, _ = played("fedac", {"num_clusters": 2, "pca_every": 1})
+    cosine_SS = 1 - squareform(pdist(state.z(state.signature_SF).double(), "cosine"))
+    assert np.allclose(found["similarity"][1].value, cosine_SS, atol=1e-5) and "distance" not in found
+
+
 def test_other_methods_report_none():
     for name in REGISTRY.keys() - ARRAYS.keys():
         assert not played(name, {})[3], name

@@ -7,15 +7,19 @@ import pytest
 import torch
 from federations import Stage, uneven
 from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, mean, sgd
-from oneshot import CLIENTS, HEAD, OneShot, P, stage
+from oneshot import CLIENTS, HEAD, INPUTS, OneShot, P, assert_same, stage
+from scipy.spatial.distance import pdist, squareform
 from torch import nn
 
 from cfl_ray import Experiment
 from cfl_ray.clustering.agreement import agreement
+from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
 from cfl_ray.data.from_config import build
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.methods.fedclust import FedClust
+from cfl_ray.methods.fedclust import FedClust, FedClustState
 from cfl_ray.models import recipe
 
 RHO = 0.5
@@ -74,6 +78,63 @@ class TestTwoClients:
         clients = two.clients()
         whole = clients.train(clients.send(two.model()[None]), features=clients.spec.all).features_MF
         assert torch.equal(state.centre_KF, whole[:, -15:])
+
+
+class TestLayer:
+    """`layer` chooses the weights by which clients are compared."""
+
+    def played(self, **options) -> tuple[Stage, FedClustState, np.ndarray]:
+        """(stage, state, distances on record) after the clustering."""
+        one = stage()
+        method = FedClust(**options)
+        state = method.init(one.start())
+        clients = one.clients()
+        state = method.round(state, clients, Draws(one.seed, 1))
+        return one, state, clients.stats.diagnostics.array("distance").value
+
+    def test_the_last_layer_is_the_default_bit_for_bit(self):
+        one, default, distance = self.played()
+        _, last, of_last = self.played(layer=2)
+        assert_same(default, last)
+        assert np.array_equal(distance, of_last)
+        methods = (FedClust(), FedClust(layer=2))
+        joined = [method.join(method.leave(default, np.array([5])), one.clients([5], 2)).assign_N for method in methods]
+        assert np.array_equal(*joined)
+
+    def test_the_first_layer_has_other_distances_those_of_its_weights(self):
+        one, state, distance = self.played(layer=1)
+        clients = one.clients()
+        trained_MP = clients.train(clients.send(one.model()[None]), features=clients.spec.all).features_MF
+        first = INPUTS * 16 + 16  # weights and biases
+        assert np.allclose(distance, squareform(pdist(trained_MP[:, :first].double())), rtol=1e-6)
+        assert not np.allclose(distance, self.played()[2])
+        assert state.centre_KF.shape[1] == first
+
+    def test_newcomers_are_compared_by_the_same_layer(self):
+        """The centre of one cluster is what the newcomer's first layer becomes."""
+        one, state, _ = self.played(layer=1, num_clusters=2)
+        newcomer = one.clients([5], 2)
+        updates = newcomer.train(newcomer.send(state.start_KP), features=newcomer.spec.layer(1))
+        for k in (0, 1):
+            centre_KF = state.centre_KF.clone()
+            centre_KF[k], centre_KF[1 - k] = updates.features_MF[0], updates.features_MF[0] + 1
+            method = FedClust(layer=1, num_clusters=2)
+            left = method.leave(state, np.array([5])).advance(centre_KF=centre_KF)
+            assert method.join(left, one.clients([5], 2)).assign_N[5] == k
+            assert one.floats()[1] == INPUTS * 16 + 16
+
+    def test_a_layer_that_the_model_does_not_have(self):
+        spec = ParamSpec.of(recipe("vgg16", {}, (3, 32, 32), 10)())
+        for number in (1, 7, 14, 16):  # those of Fig. 1
+            FedClust(layer=number).check_model(spec)
+        with pytest.raises(
+            ConfigError,
+            match=r"fedclust.layer must be in 1 .. 16, the layers of this model with trained parameters, got 17",
+        ):
+            FedClust(layer=17).check_model(spec)
+        for number in (0, -1, 1.5, True):
+            with pytest.raises(ValueError, match=r"fedclust.layer must be"):
+                FedClust(layer=number)
 
 
 class TestNewcomers:

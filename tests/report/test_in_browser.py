@@ -25,7 +25,7 @@ def page(tmp_path_factory):
 
 def test_all_figures_are_drawn_without_a_complaint_or_a_request(browser, page):
     browser.open(page)
-    assert browser.run("document.querySelectorAll('.plot').length") == 13
+    assert browser.run("document.querySelectorAll('.plot').length") == 14
     browser.wait("[...document.querySelectorAll('.plot')].every(one => one.querySelector('svg .trace, svg .hm image'))")
     assert browser.complaints() == []
     assert browser.requests() == [page.as_uri()]

@@ -56,6 +56,7 @@ def test_every_figure_is_there_with_a_title_and_a_caption(page):
         "ifca: sizes of its clusters (seed 0)",
         "ifca: cluster of each client by round (seed 0)",
         "ifca: similarity of the clients, ordered by cluster (round 4, seed 0)",
+        "ifca: similarity of the clients, against their labels (round 4, seed 0)",
         "ifca: signatures of the clients (round 4, seed 0)",
     ]
     assert len(plots(page)) == len(captions(page))
@@ -87,6 +88,10 @@ def test_captions_state_the_numbers_of_the_records(page):
     assert (
         f"{same_group[pairs & inside].mean():.3f} within clusters and {same_group[pairs & ~inside].mean():.3f} between"
         in found["ifca: similarity of the clients, ordered by cluster (round 4, seed 0)"]
+    )
+    assert (  # 1 in a group, where the divergence is 0, and 0 between groups, where it is 1
+        "of the similarity and the divergence of labels is -1.000 over 66 pairs of 12 clients."
+        in found["ifca: similarity of the clients, against their labels (round 4, seed 0)"]
     )
     signatures = found["ifca: signatures of the clients (round 4, seed 0)"]
     assert "the plane holds 100 % of the variance" in signatures  # three corners of a triangle
@@ -155,7 +160,9 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     ids = np.arange(count)
     moves = [(1, [[client, client % 2] for client in range(count)])]
     records = [RoundRecord(round, {"accuracy": 0.5, "accuracy_std": 0.1}) for round in range(1, 1001)]
-    pairs = RecordedMatrix(1, ids[:1000], np.ones((1000, 1000), np.float32), of_pairs=True)
+    draw = np.random.default_rng(0)
+    values, labels = draw.normal(size=(1000, 1000)).astype(np.float32), draw.integers(1, 50, (1000, 62))
+    pairs = RecordedMatrix(1, ids[:1000], values, of_pairs=True, label_counts_SC=labels.astype(np.float32))
     signatures = RecordedMatrix(1, ids[:10_000], np.random.default_rng(0).normal(size=(10_000, 8)), of_pairs=False)
     run = MethodRun(
         0, records, moves, {"accuracy": np.full(count, 0.5)}, {"similarity": pairs, "signatures": signatures}
@@ -166,6 +173,7 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     text = " ".join(figure.caption for figure in figures)
     assert "150 of 100000 clients are drawn" in text
     assert "150 of 1000 clients are drawn" in text
+    assert "2,000 of 499,500 pairs are drawn" in text
     assert "600 of 10000 clients are drawn" in text
 
 

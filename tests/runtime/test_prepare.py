@@ -83,3 +83,12 @@ def test_a_run_trains_in_its_precision(experiment):
         losses.append(results["fedavg"].final["train_loss"])
     assert losses[0] == losses[1] != losses[2] == pytest.approx(losses[0], rel=0.05)
     assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+
+
+def test_an_option_that_does_not_fit_the_model_is_refused_before_any_method_trains(experiment):
+    """The default model has two layers; FedAvg would train before FedClust."""
+    message = r"fedclust.layer must be in 1 .. 2, the layers of this model with trained parameters, got 3"
+    for methods in (["fedavg", {"fedclust": {"layer": 3}}], [{"fedclust": {"layer": 3}}]):
+        with pytest.raises(ConfigError, match=message):
+            prepare(experiment(methods=methods))
+    prepare(experiment(methods=[{"fedclust": {"layer": 2}}]))

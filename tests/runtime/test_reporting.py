@@ -14,8 +14,11 @@ from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.runtime import driver
+from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.reporting import compare_with, find_runs, report_of, write_report
+from cfl_ray.runtime.round_loop import RoundReport
 
 
 def experiment(folder, **changes):
@@ -77,6 +80,23 @@ def test_seeds_are_one_experiment_with_the_numbers_of_its_runs(runs):
         "epochs 2, batch_size 10"
     )
     assert one.facts["seeds"] == "0, 1" and one.command.splitlines()[1] == "cfl-ray run experiment.yaml seed=1"
+
+
+def test_labels_of_compared_clients_are_on_record(runs, tmp_path):
+    """Of runs without them, there is no figure of them."""
+    title = "fedclust: distance of the clients, against their labels (round 1, seed 0)"
+    (one,) = report_of(find_runs([runs])).experiments
+    matrices = one.methods["fedclust"][0].matrices
+    assert matrices["distance"].label_counts_SC.sum(1).tolist() == [30] * 8  # samples of each client
+    assert matrices["signatures"].label_counts_SC is None
+    assert title in write_report([runs], tmp_path / "page.html").read_text()
+    shutil.copytree(runs / "run-0", tmp_path / "run")
+    folder = tmp_path / "run" / "fedclust"
+    reported = [one for one in read_diagnostics(folder / DIAGNOSTICS) if one.name != "label_counts"]
+    (folder / DIAGNOSTICS).unlink()
+    DiagnosticsLog(folder).add(RoundReport(None, 3, diagnostics=tuple(reported)))
+    text = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
+    assert "against their labels" not in text and "fedclust: distance of the clients, ordered by cluster" in text
 
 
 def test_the_same_seed_twice_is_refused(runs):
