@@ -1,17 +1,18 @@
 """How a round gets faster with nodes: `python jobs/benchmark.py nodes`.
 
 Measured: the same rounds on one and on two Ray nodes of this machine, in turn. A node is a raylet of its own with one
-host, held to one core; driver and server are on a third node without hosts, on whatever core is free. So two nodes need
-two cores and take the server's work from them, which one node has a core for; where there are fewer cores, the measured
-part is left out. Simulated: the real code of the server with hosts in virtual time (benchmark_scale.py), its own time
-and the time of the busiest link added.
+host, held to one core; driver and server are on a third node without hosts, on whatever core is free, which is one of
+the two on a machine with two cores. Where there are fewer, the measured part is left out. Simulated: the real code of
+the server with hosts in virtual time (benchmark_scale.py), its own time and the time of the busiest link added.
 """
 
 import itertools
+import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -22,7 +23,6 @@ from benchmark_scale import HOSTS_PER_NODE, simulate_round
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from benchmarks.workloads import WORKLOADS, samples_of
-from cfl_ray import Experiment
 from cfl_ray.data import federation_from_arrays
 
 NODES = (1, 2, 4, 8)
@@ -32,16 +32,13 @@ NODES = (1, 2, 4, 8)
 
 
 @contextmanager
-def cluster_of(nodes: int) -> Iterator[str]:
-    """Address of a Ray cluster with so many nodes for one host each, node i held to the i-th core of this process."""
+def cluster_of(cores: Sequence[int]) -> Iterator[str]:
+    """Address of a Ray cluster with a node for one host on each of the cores, and a head without hosts."""
     from ray.cluster_utils import Cluster
 
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < nodes:
-        raise ValueError(f"{nodes} nodes of one core each need {nodes} cores, this process has {len(cores)}")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        for core in cores[:nodes]:
+        for core in cores:
             node = cluster.add_node(num_cpus=1)
             for started in node.all_processes.get("raylet", ()):
                 raylet = psutil.Process(started.process.pid)
@@ -53,41 +50,53 @@ def cluster_of(nodes: int) -> Iterator[str]:
         cluster.shutdown()
 
 
-def seconds_of_rounds(experiment: Experiment, rounds: int) -> list[float]:
-    """Seconds of each round after the first."""
+def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[float]:
+    """Seconds of each round after the first of a workload, on a cluster of its own with a node on each of the cores."""
+    import ray
+
     from cfl_ray.runtime.on_ray.session import RaySession
     from cfl_ray.runtime.prepare import prepare
 
-    session = RaySession(prepare(experiment), None)
-    try:
-        session.begin("fedavg")
-        return [session.advance().metrics["round_seconds"] for _ in range(rounds + 1)][1:]
-    finally:
-        session.close()
+    work = WORKLOADS[name]
+    with tempfile.TemporaryDirectory() as output, cluster_of(cores) as address:
+        federation = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
+        changes = {"address": address, "hosts": len(cores), "checkpoint_every": 10_000}
+        session = RaySession(prepare(experiment_of(work, output, rounds + 2, data=federation, runtime=changes)), None)
+        try:
+            session.begin("fedavg")
+            return [session.advance().metrics["round_seconds"] for _ in range(rounds + 1)][1:]
+        finally:
+            session.close()
+            ray.shutdown()
 
 
 def measure(names: list[str], rounds: int) -> None:
-    """Prints seconds a round on one and on two nodes, and their ratio."""
-    import ray
+    """Prints seconds a round on one and on two nodes, their ratio, and the ratio that the cores allow.
 
-    if len(os.sched_getaffinity(0)) < 2:
+    Two processes slow each other down where they share memory bandwidth and caches: two clusters of one node at the
+    same time, each with all of the work, tell by how much.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
         print("not measured: two nodes need two cores")
         return
     print(f"measured: nodes of one host on one core each, median of {rounds} rounds, one and two nodes in turn, twice")
     for name in names:
-        work = WORKLOADS[name]
-        found: dict[int, list[float]] = {1: [], 2: []}
-        with tempfile.TemporaryDirectory() as output:
-            federation = federation_from_arrays(*samples_of(work), num_classes=work.classes, holdout=0.001)
-            for nodes in (1, 2, 1, 2):
-                with cluster_of(nodes) as address:
-                    changes = {"address": address, "hosts": nodes, "engine": "auto", "checkpoint_every": 10_000}
-                    experiment = experiment_of(work, output, rounds + 2, data=federation, runtime=changes)
-                    found[nodes] += seconds_of_rounds(experiment, rounds)
-                    ray.shutdown()
-        one, two = (statistics.median(found[nodes]) for nodes in (1, 2))
-        spread = ", ".join(f"{nodes}: {min(found[nodes]):.2f} to {max(found[nodes]):.2f} s" for nodes in (1, 2))
-        print(f"{name} ({work.description}): {one:.2f} s, {two:.2f} s, {one / two:.2f} times; {spread}", flush=True)
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+
+            def started(on: Sequence[int], name: str = name, processes: Executor = processes) -> Future[list[float]]:
+                return processes.submit(seconds_of_rounds, name, on, rounds)
+
+            found = [started(on).result() for on in (cores[:1], cores, cores[:1], cores)]
+            beside = [one.result() for one in [started([core]) for core in cores]]
+        one, two = statistics.median(found[0] + found[2]), statistics.median(found[1] + found[3])
+        allowed = 2 * one / statistics.median(beside[0] + beside[1])
+        spread = ", ".join(f"{min(a + b):.2f} to {max(a + b):.2f} s" for a, b in (found[::2], found[1::2]))
+        print(
+            f"{name} ({WORKLOADS[name].description}): {one:.2f} s, {two:.2f} s, {one / two:.2f} times ({spread}); two "
+            f"clusters of one node at the same time do {allowed:.2f} times the work of one",
+            flush=True,
+        )
 
 
 # ---- simulated
