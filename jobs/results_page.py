@@ -1,6 +1,7 @@
 """The text of docs/results.md: published cells, the runs that repeat them, and what others would cost."""
 
 import math
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ def page(cells: list[Compared]) -> str:
         "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
         "of the published cell stands beside P-server, which is the same for every method.",
         "",
+        "The commands of a table repeat its runs; `rounds=50` and the like shorten them. Each ends with a report of its",
+        "study beside the published numbers, `runs/STUDY/artifacts/report.html`. Minutes are those of one CPU core.",
+        "",
         "## Count",
         "",
         *_count(cells),
@@ -144,10 +148,7 @@ def _figures(paper: str) -> list[str]:
         runs = pd.read_csv(figures, dtype={"changed": str})
         several = runs["method"].nunique() > 1
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
-        verb = "sweep" if study.sweep is not None else "compare"
-        changes = runs["changed"].dropna().unique()
-        lines += [f"### {_title(file.stem)}", "", f"`cfl-ray {verb} jobs/experiments/{paper}/{file.name}`", ""]
-        lines += [f"Shortened: {'; '.join(sorted(changes))}.", ""] if len(changes) else []
+        lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _expected(file)) else []
         head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -239,7 +240,11 @@ def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]
     honest = table.unit == "percent" and metrics != {"accuracy"} and any("accuracy" in cell.runs for cell in run)
     head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or honest else [])]
     head += [*(["P-server here"] if honest else []), "difference", "seeds", "rounds", "notes"]
-    lines = [f"### {_title(name)}: {table.caption}", "", f"`cfl-ray compare jobs/experiments/{table.study}`", ""]
+    lines = [
+        f"### {_title(name)}: {table.caption}",
+        "",
+        *_commands(table.study, pd.concat([cell.runs for cell in run])),
+    ]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     notes: dict[str, int] = {}
     for cell in run:
@@ -260,6 +265,29 @@ def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]
         }
         lines.append(f"| {' | '.join(values[name] for name in head)} |")
     return [*lines, "", *(f"{number}. {note}" for note, number in notes.items()), *([""] if notes else [])]
+
+
+def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
+    """The commands that repeat these runs of a recipe, and the time that they took."""
+    study = load_study(STUDIES / recipe)
+    cells = cells_of(study)
+    everything = [list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("base", "method", "seed")]
+    selected: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[str]] = {}  # settings by changes, methods, seeds
+    of_setting = runs["setting"].map({cell.setting: cell.base for cell in cells})
+    for setting in (one for one in everything[0] if one in set(of_setting)):
+        for changed, group in runs[of_setting == setting].groupby(runs["changed"].fillna("")):
+            methods = tuple(one for one in everything[1] if one in set(group["method"]))
+            seeds = tuple(one for one in everything[2] if one in set(group["seed"]))
+            selected.setdefault((str(changed), methods, seeds), []).append(setting)
+    lines = ["```bash"]
+    for (changed, methods, seeds), settings in selected.items():
+        words = ["cfl-ray", "compare" if study.sweep is None else "sweep", f"jobs/experiments/{recipe}"]
+        for option, chosen, of_all in zip(("--setting", "--method", "--seed"), (settings, methods, seeds), everything):
+            if len(chosen) < len(of_all):
+                words += [word for one in chosen for word in (option, str(one))]
+        lines.append(" \\\n    ".join(textwrap.wrap(" ".join([*words, *changed.split()]), 110, break_long_words=False)))
+    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+    return [*lines, "```", "", f"{count}, {runs['seconds'].sum() / 60:.0f} core minutes.", ""]
 
 
 def _notes(cell: Compared) -> list[str]:

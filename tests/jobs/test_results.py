@@ -120,16 +120,21 @@ def test_a_folder_of_no_recipe(results, tmp_path):
 
 def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_page, tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "FIGURES", tmp_path)
-    columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters"]
+    columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters", "seconds"]
     rows = [
-        ("fashion_mnist,threshold=2", "fedclust", 0, None, 0.5, 1),
-        ("fashion_mnist,threshold=0.5", "fedclust", 0, "rounds=9", 0.91, 40),
-        ("fashion_mnist,threshold=0.5", "fedclust", 1, "rounds=9", 0.93, 42),
+        ("fashion_mnist,threshold=2", "fedclust", 0, None, 0.5, 1, 60),
+        ("fashion_mnist,threshold=0.5", "fedclust", 0, "rounds=9", 0.91, 40, 60),
+        ("fashion_mnist,threshold=0.5", "fedclust", 1, "rounds=9", 0.93, 42, 60),
     ]
     pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "fedclust-figure4.csv", index=False)
     lines = results_page._figures("fedclust")
-    assert lines[:4] == ["### Fig. 4", "", "`cfl-ray sweep jobs/experiments/fedclust/figure4.yaml`", ""]
-    assert "Shortened: rounds=9." in lines and lines[6].startswith("Expected: the best `accuracy` with one cluster")
+    command = "cfl-ray sweep jobs/experiments/fedclust/figure4.yaml --setting fashion_mnist"
+    assert lines[:9] == [
+        *("### Fig. 4", ""),
+        *("```bash", f"{command}", f"{command} rounds=9", "```", ""),
+        *("3 runs, 3 core minutes.", ""),
+    ]
+    assert lines[9].startswith("Expected: the best `accuracy` with one cluster")
     assert lines[-5:] == [
         "| setting | accuracy | num_clusters | seeds |",
         "|---|---|---|---|",
@@ -140,7 +145,9 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_page
 
 
 def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
-    runs = [{"accuracy": 0.4, "rounds": 9, "of_rounds": 20, "changed": "rounds=9 evaluation.every=3 local.lr=0.1"}]
+    changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
+    run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
+    runs = [run | changed | {"seconds": 90}]
     because = "it reaches {accuracy} only"
     cells = [
         compared(results_page, mean, runs if mean else [], because=because if mean == 50 else "")
@@ -148,7 +155,14 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
     ]
     table = results_page.load_published(ROOT / "jobs/experiments/published/autocfl.yaml").tables["table1"]
     table = table.model_copy(update={"columns": ["here"]})
-    assert results_page._table("table1", table, cells)[4:] == [
+    command, *lines = results_page._table("table1", table, cells)[3:]
+    selected = "cfl-ray compare jobs/experiments/autocfl/table1.yaml --setting cifar10_iid_b --method fedavg --seed 0"
+    assert command == f"{selected} rounds=9 \\\n    evaluation.every=3 local.lr=0.1"
+    assert lines == [
+        "```",
+        "",
+        "2 runs, 3 core minutes.",
+        "",
         "| setting | method | published | here | difference | seeds | rounds | notes |",
         "|---|---|---|---|---|---|---|---|",
         "| here | fedavg | 50.0 | 40.0 | -10.0 | 1 | 9 of 20 | 1, 2 |",
