@@ -114,7 +114,7 @@ def page(cells: list[Compared]) -> str:
         "of the published cell stands beside P-server, which is the same for every method.",
         "",
         "The commands of a table repeat its runs; `rounds=50` and the like shorten them. Each ends with a report of",
-        "its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Minutes are those of one CPU core.",
+        "its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Minutes are those of one core.",
         "",
         "## Count",
         "",
