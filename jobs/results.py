@@ -43,7 +43,7 @@ _KEPT = (
 
 
 def collect(folder: Path, recipe: Path | None) -> Path:
-    """Writes the figures of the finished runs of a study; runs that are in the file already are kept or replaced."""
+    """Writes the metrics of the finished runs of a study; runs that are in the file already are kept or replaced."""
     record = recipe or find_recipe(folder)
     planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
     rows = []
@@ -142,7 +142,7 @@ def _operations(experiment: Experiment) -> float | None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    collecting = verbs.add_parser("collect", help="keep the figures of finished runs")
+    collecting = verbs.add_parser("collect", help="keep the metrics of finished runs")
     collecting.add_argument("folders", nargs="+", type=Path, metavar="STUDY_FOLDER")
     collecting.add_argument("--recipe", type=Path, help="the study's YAML file; default: found by the folder's name")
     verbs.add_parser("costs", help="estimate what runs would take")

@@ -107,7 +107,7 @@ def page(cells: list[Compared]) -> str:
     lines = [
         "# Results of the published experiments",
         "",
-        "[jobs/results.py](../jobs/results.py) writes this page from the figures of the runs in `docs/results` and",
+        "[jobs/results.py](../jobs/results.py) writes this page from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
         "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the",
         "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
