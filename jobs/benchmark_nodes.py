@@ -1,9 +1,9 @@
-"""How a round gets faster with nodes: `python jobs/benchmark.py nodes`.
+"""Speedup of a round by the number of nodes: `python jobs/benchmark.py nodes`.
 
 Measured: the same rounds on one and on two Ray nodes of this machine, in turn. A node is a raylet of its own with one
-host, held to one core; driver and server are on a third node without hosts, on whatever core is free, which is one of
-the two on a machine with two cores. Where there are fewer, the measured part is left out. Simulated: the real code of
-the server with hosts in virtual time (benchmark_scale.py), its own time and the time of the busiest link added.
+host, pinned to one core. Driver and server are on a third node without hosts and not pinned; on a machine with two
+cores they share those of the hosts. With fewer than two cores the measured part is left out. Simulated: the real code
+of the server with hosts in virtual time (benchmark_scale.py), plus the server's own time and that of the busiest link.
 """
 
 import itertools
@@ -73,8 +73,8 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
 def measure(names: list[str], rounds: int) -> None:
     """Prints seconds a round on one and on two nodes, their ratio, and the ratio that the cores allow.
 
-    Two processes slow each other down where they share memory bandwidth and caches: two clusters of one node at the
-    same time, each with all of the work, tell by how much.
+    Two processes slow each other down where they share memory bandwidth and caches. Two clusters of one node that each
+    do all of the work at the same time show how much.
     """
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -103,7 +103,7 @@ def measure(names: list[str], rounds: int) -> None:
 
 
 def speedup(nodes: int, cohort: int, sigma: float, columns: int, gbit: float = 10) -> tuple[float, float]:
-    """How many times faster a round is than on one node, and how many times with ideal schedules on both.
+    """The speedup of a round over one node, and the speedup with ideal schedules on both.
 
     The time of a round is that of the hosts, of the server and of the busiest link. A client takes 1 s on average,
     drawn log-normally with this sigma; HOSTS_PER_NODE hosts a node, four clusters. An ideal schedule takes the mean

@@ -5,10 +5,10 @@
     python jobs/chaos.py --network partition node-vanishes     (no name: every scenario; see chaos_network.py)
 
 The run is `cfl-ray run` on a Ray cluster of two nodes, both on this machine: a head with the driver and the server, and
-a second node. Kills are SIGKILL. After a node is killed, a new one joins; after the driver is killed, `cfl-ray resume`
-continues. Compared are every metric of every round, every move of a client between clusters, and the sha256 of the
-models and client states of the last checkpoint; metrics.jsonl and MLflow must have every round once. Exit status 1 if
-anything differs.
+a second node. Processes are killed by SIGKILL. After a node is killed, a new one joins; after the driver is killed,
+`cfl-ray resume` continues the run. The script compares every metric of every round, every move of a client between
+clusters, and the sha256 of the models and client states of the last checkpoint; metrics.jsonl and MLflow must have
+every round once. Exit status 1 if anything differs.
 """
 
 import argparse

@@ -1,16 +1,16 @@
 """The page docs/results.md: results of the published experiments beside the published numbers.
 
-    cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs, for hours
-    python jobs/results.py collect runs/fedclust-table1    keeps their figures
-    python jobs/results.py costs                           estimates what runs would take
+    cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs a study, for hours
+    python jobs/results.py collect runs/fedclust-table1    keeps the metrics of its runs
+    python jobs/results.py costs                           estimates the cost of all runs
     python jobs/results.py write                           writes the page
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
-the last evaluation, seconds, and the settings in which the run differs from its recipe (a shortened one, which is not
-compared with published accuracies where it has less than a quarter of the rounds). `write` makes
-the page from these files, the estimates of `costs`, the published numbers (jobs/experiments/published) and
-docs/results/explanations.yaml, which says in one sentence each why a cell differs by more than two points; {METRIC} in
-it stands for that of the runs. No number of the page is typed by hand.
+the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
+the recipe's rounds is not compared with published accuracies. `write` makes the page from these files, the estimates of
+`costs`, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which explains cells
+that differ by more than two points; {METRIC} in it stands for the metric of the runs. No number of the page is typed by
+hand.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _KEPT = (
 
 
 def collect(folder: Path, recipe: Path | None) -> Path:
-    """Writes the figures of the finished runs of a study; runs that are in the file already are kept or replaced."""
+    """Writes the metrics of the finished runs of a study; runs that are in the file already are kept or replaced."""
     record = recipe or find_recipe(folder)
     planned = {(cell.setting, cell.method, cell.seed): cell.experiment for cell in cells_of(load_study(record))}
     rows = []
@@ -91,7 +91,7 @@ def find_recipe(folder: Path) -> Path:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The settings in which a run differs from its recipe: KEY=VALUE, joined by spaces."""
+    """The keys in which a run differs from its recipe: KEY=VALUE, joined by spaces."""
     here, there = (flatten({k: v for k, v in one.items() if k not in _NOT_COMPARED}) for one in (found, expected))
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key) and key != "data.root"]
     return " ".join(f"{key}={here.get(key)}" for key in keys)
@@ -142,7 +142,7 @@ def _operations(experiment: Experiment) -> float | None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    collecting = verbs.add_parser("collect", help="keep the figures of finished runs")
+    collecting = verbs.add_parser("collect", help="keep the metrics of finished runs")
     collecting.add_argument("folders", nargs="+", type=Path, metavar="STUDY_FOLDER")
     collecting.add_argument("--recipe", type=Path, help="the study's YAML file; default: found by the folder's name")
     verbs.add_parser("costs", help="estimate what runs would take")

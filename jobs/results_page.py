@@ -1,4 +1,4 @@
-"""The text of docs/results.md: published cells, the runs that repeat them, and what others would cost."""
+"""The text of docs/results.md: published numbers, the runs that repeat them, and the cost of the other runs."""
 
 import math
 import textwrap
@@ -15,8 +15,8 @@ from cfl_ray.runtime.study.cells import Cell, plan
 
 ROOT = Path(__file__).parent.parent
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
-FEWEST_ROUNDS = 0.25  # of a recipe, from which on a shortened run repeats a published accuracy
-CLOSE = 2.0  # points, or percent of a number of rounds or Mbit
+FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
+CLOSE = 2.0  # points, clients or clusters; percent of a number of rounds or Mbit
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
 
 
@@ -107,16 +107,20 @@ def page(cells: list[Compared]) -> str:
     lines = [
         "# Results of the published experiments",
         "",
-        "[jobs/results.py](../jobs/results.py) writes this page from the figures of the runs in `docs/results` and",
+        "[jobs/results.py](../jobs/results.py) writes this page from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
         "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the",
         "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
         "of the published cell stands beside P-server, which is the same for every method.",
         "",
-        "The commands of a table repeat its runs; `rounds=50` and the like shorten them. Each ends with a report of",
-        "its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Minutes are those of one core.",
+        "The commands above a table repeat its runs, shortened where they have `rounds=50` and the like. Each ends",
+        "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
+        "are missing, add `data.download=true`. Minutes are those of one core.",
         "",
-        "## Count",
+        "## Coverage",
+        "",
+        "A published cell is one method in one setting of a table. It is within 2 points (percentage points, clients",
+        "or clusters; 2 % of a number of rounds or Mbit), explained in a note below its table, open, or not run.",
         "",
         *_count(cells),
         "",
@@ -139,7 +143,7 @@ def page(cells: list[Compared]) -> str:
 
 
 def _figures(paper: str) -> list[str]:
-    """The runs of the studies of a paper that repeat a figure, or answer a question of our own: no published cells."""
+    """Tables of a paper's studies without published numbers: they repeat a figure, or answer a question of our own."""
     lines = []
     for file in sorted((STUDIES / paper).glob("*.yaml")):
         study, figures = load_study(file), FIGURES / f"{paper}-{file.stem}.csv"
@@ -164,7 +168,7 @@ def _figures(paper: str) -> list[str]:
 
 
 def _expected(recipe: Path) -> str:
-    """What the header of a recipe says to expect."""
+    """The expected results in the header of a recipe."""
     header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
     start = next((i for i, line in enumerate(header) if line.startswith("Expected:")), None)
     if start is None:
@@ -185,7 +189,7 @@ def _mean_and_std(values: pd.Series) -> tuple[float, float]:
 
 
 def _missing(cells: list[Compared]) -> list[str]:
-    """The studies that were not run, and the time that they would take at the rate of those that were."""
+    """The runs that were not made, and the time that they would take at the measured rate."""
     file = FIGURES / "costs.csv"
     if not file.is_file():
         return []
@@ -193,11 +197,13 @@ def _missing(cells: list[Compared]) -> list[str]:
     lines = [
         "## The cost of what was not run",
         "",
-        f"Core hours of federated averaging, at {rate:.0f} GFLOP/s of one core, which the runs above reached, by",
-        "`python jobs/results.py costs`; methods that train two models in each client take twice as long. A setting",
-        "without a figure needs data that were not at hand.",
+        f"Core hours of local training with federated averaging, by `python jobs/results.py costs`, at {rate:.0f}",
+        "GFLOP/s of one core: the rate of the FedAvg runs above that have all rounds of their recipe. It is a lower",
+        "limit: small networks reach a lower rate, evaluation is not counted, and methods that train two models in",
+        "each client take twice as long. The head of each study's file gives the time of one run. FEMNIST is counted",
+        "with the writers at hand; a setting without a figure needs data that were not at hand.",
         "",
-        "| study | setting | runs | of which run | core hours of the rest |",
+        "| study | setting | runs | done | core hours of the others |",
         "|---|---|---|---|---|",
     ]
     for row in table.itertuples():

@@ -82,12 +82,12 @@ def run(
     ] = None,
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="Run without Ray, in this process, for debugging; the results are the same."),
+        typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),
     ] = False,
     replay: Annotated[
         Path | None,
         typer.Option(
-            help="Another run of this config, whose requests to join and leave are repeated in the same rounds.",
+            help="Another run of this config; its requests to join and leave are repeated in the same rounds.",
             show_default=False,
         ),
     ] = None,
@@ -111,7 +111,7 @@ def run(
 def resume(run_dir: RunDir, trust: Trust = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
-    RUN may be the folder of a study: the runs that are not finished go on, and those that failed are tried again.
+    RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
     """
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime import launch
@@ -145,8 +145,8 @@ def status(
 ) -> None:
     """Show the progress of a run: round, accuracy, clusters, hosts, clients online and last fault.
 
-    For a run that is not live it also shows the command that resumes it. RUN may be the folder of a study: how many of
-    its runs are finished, live and left, and why others failed.
+    For a run that is not live it also shows the command that resumes it. RUN may be the folder of a study; then it
+    shows how many of its runs are finished and left, which are live, and why others failed.
     """
     import dataclasses
     import json
@@ -298,7 +298,7 @@ def list_parts(
         str | None, typer.Argument(help="A kind of part, e.g. models; default: all kinds.", show_default=False)
     ] = None,
 ) -> None:
-    """List the parts of one kind with their parameters and defaults, and how to bring one's own; or the kinds."""
+    """List the kinds of parts; or those of one kind with parameters, defaults, and how to bring your own."""
     from cfl_ray.cli import tables
     from cfl_ray.core.errors import did_you_mean
     from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
@@ -312,7 +312,9 @@ def list_parts(
         raise ConfigError(f"unknown kind {kind!r}{near}")
 
 
-StudyFile = Annotated[Path, typer.Argument(metavar="STUDY", help="Study as YAML.", show_default=False)]
+StudyFile = Annotated[
+    Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)
+]
 StudyOverrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -323,14 +325,14 @@ StudyOverrides = Annotated[
 ]
 StudyFolder = Annotated[
     Path | None,
-    typer.Option("--folder", help="Folder of all runs; default: the study's name below `output`.", show_default=False),
+    typer.Option("--folder", help="Folder of the study; default: its name below `output`.", show_default=False),
 ]
 AtOnce = Annotated[
     int | None,
     typer.Option(
         "--at-once",
         min=1,
-        help="Most runs at the same time; default: as many as there is room for.",
+        help="At most this many runs at the same time; default: as many as there is room for.",
         show_default=False,
     ),
 ]
@@ -351,10 +353,10 @@ def compare(
     seeds: OnlySeeds = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a study: every method in every setting with every seed, and print tables of mean and spread.
+    """Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
 
-    As many runs as the machine or the Ray cluster has room for work at the same time. What is finished in the folder is
-    not run again, what stopped goes on.
+    As many runs as the machine or the Ray cluster has room for are live at the same time. Finished runs in the folder
+    are not repeated, and stopped ones continue.
     """
     study = _study(file, overrides)
     if study.sweep is not None:
@@ -362,7 +364,7 @@ def compare(
     _run_study(study, folder, (settings, methods, seeds), at_once, dry_run)
 
 
-@app.command(short_help="Run a study over values of any keys.")
+@app.command(short_help="Run a study over values of any keys: grid, random or Optuna.")
 def sweep(
     file: StudyFile,
     overrides: StudyOverrides = None,
@@ -373,9 +375,9 @@ def sweep(
     seeds: OnlySeeds = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run a study over values of any keys: a grid, random values, or those that earlier results suggest (Optuna).
+    """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
 
-    Ends with the trials by their metric, the best first. Otherwise like `compare`.
+    It ends with the trials in the order of their metric, best first. Otherwise like `compare`.
     """
     study = _study(file, overrides)
     if study.sweep is None:
@@ -420,17 +422,20 @@ def _run_study(
 
 @app.command(short_help="Compare the methods of runs over seeds.")
 def table(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or studies.", show_default=False)
+    ],
     metric: Annotated[
         list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
     ] = None,
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
     trust: Trust = False,
 ) -> None:
-    """Print a table of the methods of some runs: mean and standard deviation over the seeds of equal experiments.
+    """Print a table of the methods of some runs: mean and standard deviation over the seeds of each experiment.
 
-    p is that of a paired t-test against the best method, from three seeds on. RUN may be the folder of a study, whose
-    settings are experiments. With one --metric and several experiments, these are the columns.
+    Runs whose settings differ in the seed alone are one experiment; each setting of a study is one. With a single
+    --metric, several experiments are the columns. p is that of a paired t-test against the best method, from three
+    seeds on.
     """
     from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
 
@@ -449,7 +454,7 @@ def table(
 def report(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs below them.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File of the page.")] = Path("report.html"),
     against: Annotated[
@@ -457,13 +462,16 @@ def report(
     ] = None,
     column: Annotated[
         str | None,
-        typer.Option(help="Column of the published tables that the runs belong to.", show_default=False),
+        typer.Option(
+            help="Column of the published tables for runs that are not of a study; not needed where there is only one.",
+            show_default=False,
+        ),
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write the report of some runs, or of a study: settings, a table and figures in one HTML page without links.
+    """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
 
-    Runs whose settings differ in the seed alone are one experiment: figures show the mean over its seeds.
+    Runs whose settings differ in the seed alone are one experiment: curves and the table show the mean over its seeds.
     """
     from cfl_ray.runtime.reporting import write_report
     from cfl_ray.runtime.run_lock import CONFIG
@@ -482,7 +490,7 @@ def export(
         Path, typer.Option("--output", "-o", help="File: .safetensors, .pt or .onnx.", show_default=False)
     ],
     method: Annotated[
-        str | None, typer.Option(help="Method of the run; not needed where there is one.", show_default=False)
+        str | None, typer.Option(help="Method of the run; not needed where it has only one.", show_default=False)
     ] = None,
     cluster: Annotated[
         int | None, typer.Option(help="Cluster whose model is written.", min=0, show_default=False)

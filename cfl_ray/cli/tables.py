@@ -126,8 +126,8 @@ def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: i
     if not choosing or limit is None or most <= limit:
         return None
     return (
-        f"{', '.join(choosing)}: models for the evaluation are chosen on the first {limit} training samples of each "
-        "client (evaluation.choice_samples)"
+        f"{', '.join(choosing)}: models for the evaluation are chosen on {limit} training samples of each client, the "
+        "same random ones in all rounds (evaluation.choice_samples)"
     )
 
 

@@ -152,10 +152,12 @@ class Study(ConfigSection):
     settings: dict[str, dict[str, Any]] = Field(
         {}, description="by name, keys in which runs differ, e.g. {cifar10: {data: {source: cifar10}}}"
     )
-    seeds: list[int] = Field([0], min_length=1, description="every method and setting runs once with each of them")
-    metrics: list[str] = Field([], description="metrics of the table at the end; empty: the usual ones")
-    published: str | None = Field(None, description="file of published numbers to compare with, beside this one")
-    tables: list[str] = Field([], description="tables of that file that this study repeats")
+    seeds: list[int] = Field([0], min_length=1, description="every method runs in every setting once with each seed")
+    metrics: list[str] = Field([], description="metrics of the tables at the end; empty: the usual ones")
+    published: str | None = Field(
+        None, description="file of published numbers to compare with; a relative path starts at this file's folder"
+    )
+    tables: list[str] = Field([], description="tables of the published numbers that this study repeats")
     sweep: SweepConfig | None = Field(None, description="values to try (cfl-ray sweep); null: none")
     _written: dict[str, str] = PrivateAttr(default_factory=dict)  # paths as written, by absolute ones
 

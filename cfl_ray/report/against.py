@@ -1,4 +1,4 @@
-"""Our numbers beside published ones."""
+"""Figures of our numbers beside published ones."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Clusters of one run over its rounds: their sizes, and the clients that go from one to another."""
+"""Clusters of one run over its rounds: their sizes, and the clients that move between them."""
 
 from collections import Counter
 from collections.abc import Sequence

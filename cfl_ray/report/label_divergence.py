@@ -1,8 +1,8 @@
-"""A matrix of clients by clients against the labels of the clients: do alike labels make alike clients?
+"""A matrix of clients by clients against the labels of the clients: are clients with similar labels similar?
 
-The divergence is that of Jensen and Shannon: defined where a client lacks a class, symmetric as the matrices are, and
-bounded. That of Kullback and Leibler is infinite between clients without the same classes, or depends on how their
-labels are smoothed.
+The divergence is the Jensen-Shannon divergence: defined where a client lacks a class, symmetric as the matrices are,
+and bounded. The Kullback-Leibler divergence is infinite between clients with different classes, or depends on the
+smoothing of their labels.
 """
 
 import math

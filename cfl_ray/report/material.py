@@ -1,4 +1,4 @@
-"""The records of runs as the page is drawn from them."""
+"""The records of runs from which the page is made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Matrices that methods report: the similarity of clients, and their signatures in the plane."""
+"""Matrices that methods report: the similarity of clients, and a map of their signatures."""
 
 import numpy as np
 
@@ -206,7 +206,7 @@ def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _purity(clusters: dict[int, int], groups: dict[int, int]) -> str:
-    """How many clusters have members of one true group only."""
+    """The number of clusters whose members have one true group, as text."""
     members: dict[int, set[int]] = {}
     for place, cluster in clusters.items():
         if cluster >= 0:

@@ -1,4 +1,4 @@
-"""The training labels of clients whose similarity a method has reported, for the report to hold the two together."""
+"""Label counts of the clients whose similarity a method has reported, so that the report can compare the two."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ class CountLabels:
 
 @dataclass
 class LabelCounts:
-    """Label counts by client; those of a client are asked for once, and again where its data have changed."""
+    """Label counts by client; a client is asked once, and again when its data have changed."""
 
     num_classes: int
     known: dict[tuple[int, Hashable], Tensor] = field(default_factory=dict)  # by client and version of its data
 
     def bounded(self, ids: np.ndarray, seed: int) -> np.ndarray:
-        """A sample of the clients whose counts are no more values than a diagnostic may have."""
+        """A sample of the clients, small enough that their counts fit into a diagnostic."""
         return ids[sample_of(ids, MOST_VALUES // self.num_classes, seed)]
 
     def of(self, clients: Clients, federation: Federation) -> tuple[np.ndarray, Tensor]:

@@ -53,7 +53,7 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def _left(cgroup: Path) -> int | None:
-    """Bytes between use and limit of one cgroup, without page cache that is given back; None where it has no limit."""
+    """Bytes between use and limit of one cgroup, not counting reclaimable page cache; None where it has no limit."""
     try:
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         if (cgroup / "memory.max").exists():

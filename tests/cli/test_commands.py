@@ -285,7 +285,7 @@ def test_check_shows_the_size_of_deferred_results(capsys):
 
 
 def test_check_says_on_what_models_are_chosen_for_the_evaluation(capsys):
-    limited = "ifca: models for the evaluation are chosen on the first 9 training samples of each client"
+    limited = "ifca: models for the evaluation are chosen on 9 training samples of each client, the same random ones"
     overrides = ["evaluation.choice_samples=9", "methods=[fedavg, ifca]"]
     assert limited in call(capsys, "check", *overrides)[1]
     for other in ("evaluation.choice_samples=null", "methods=[fedavg, {ifca: {select: test_accuracy}}]"):

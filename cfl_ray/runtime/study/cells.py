@@ -18,8 +18,8 @@ from cfl_ray.runtime.run_lock import CONFIG, is_live
 class Cell:
     """One method in one setting with one seed: a run of its own.
 
-    The experiment has this method alone, without its label, and in `local` what the method sets there. So a cell is the
-    same run in every study that has it.
+    The experiment has this method alone, without its label; keys of `local` that the method sets are in its section
+    `local`. So a cell is the same run in every study that has it.
     """
 
     setting: str
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells of a study; empty: all."""
+    """A part of a study's cells; an empty field selects all."""
 
     settings: Collection[str] = ()
     methods: Collection[str] = ()

@@ -1,4 +1,4 @@
-"""The folder of a study, read without torch: its runs are SETTING/METHOD/seed-SEED."""
+"""The folder of a study, whose runs are in SETTING/METHOD/seed-SEED; read without importing torch."""
 
 import pkgutil
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class StudyStatus:
     live: list[str] = field(default_factory=list)  # runs at work
     failed: dict[str, str] = field(default_factory=dict)  # runs and why they failed
     stopped: list[str] = field(default_factory=list)  # runs that were begun and are neither at work nor finished
-    next: str | None = None  # the command that goes on with the study
+    next: str | None = None  # the command that continues the study
 
     @property
     def left(self) -> int:

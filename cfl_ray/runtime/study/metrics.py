@@ -1,4 +1,4 @@
-"""Names of the metrics that the runs of a study will have."""
+"""Names of the metrics that a study's runs record, and warnings about others that it names."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def scores_of(experiment: Experiment) -> set[str]:
 
 
 def metric_warnings(study: Study, cells: Sequence[Cell]) -> list[str]:
-    """A sentence for each metric of the study that no run is known to have: misspelt, or a diagnostic of a method."""
+    """A sentence for each metric of the study that is not known: it is misspelt, or a diagnostic of a method."""
     known = {*METRICS, *_OF_TABLES}
     for cell in cells:
         known |= {*scores_of(cell.experiment), *cluster_diagnostics_of(_names_of(cell.experiment)[0])}

@@ -8,7 +8,7 @@ from cfl_ray.runtime.machine import available_memory, usable_cpus
 from cfl_ray.runtime.session_file import cluster_address
 
 _MOST_AT_ONCE = 64
-_CELL_BYTES = 1e9  # of this machine's memory that is left for each process: with torch it has 0.5 GB before any data
+_CELL_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB for torch before any data
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Packing:
         return f"{self.at_once} at a time, each with {self.hosts} client host{'s' * (self.hosts > 1)}"
 
     def gpu_of(self, process: int) -> str | None:
-        """The GPU of one of the processes, numbered from 0; None: it is not decided here."""
+        """The GPU of one of the processes, numbered from 0; None: left to Ray, or there is none."""
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
 def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Packing:
-    """The packing of so many cells onto this machine, or onto the cluster of `runtime.address` or RAY_ADDRESS.
+    """The packing of this number of cells onto this machine, or onto the cluster of `runtime.address` or RAY_ADDRESS.
 
-    A cell that has one host works as fast as it can: nothing is sent. So as many cells run as there is room for hosts;
-    where there is room for more, the cells share it. The processes of the cells are on this machine in any case, whose
-    available memory bounds their number.
+    A cell with one host is most efficient, as it exchanges nothing between processes. So as many cells run as there is
+    room for hosts; where there is room for more hosts than cells, the cells share it. The processes of the cells are on
+    this machine in any case, and its available memory limits their number.
 
     at_once: at most so many at a time; None: as many as there is room for.
     """

@@ -1,4 +1,4 @@
-"""The trials of a sweep in order: the best value of every key for each method in each setting."""
+"""The trials of a sweep, ranked by its metric for each method in each setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a study from start to end, and going on with one that stopped."""
+"""Runs a study from start to end, or continues one that stopped."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ def run_study(
     at_once: int | None = None,
     watcher: StudyWatcher | None = None,
 ) -> StudyResults:
-    """Runs what is not finished of a study, and writes its tables.
+    """Runs the unfinished runs of a study, and writes its tables.
 
     study: a `Study`, or its YAML file.
-    folder: of all its runs; None: the name of the study below `output` of its experiment. What is finished there is not
-        run again, and what stopped goes on.
+    folder: of all its runs; None: the name of the study below `output` of its experiment. Finished runs in it are not
+        repeated, and stopped ones continue.
     only: settings, methods and seeds to run; empty: all.
-    at_once: runs at the same time at most; None: as many as this machine, or the Ray cluster, has room for.
+    at_once: largest number of runs at the same time; None: as many as this machine, or the Ray cluster, has room for.
 
-    The runs are in processes of their own, which import the script that calls this: what it does belongs below
+    The runs are in processes of their own, which import the calling script: its statements belong below
     `if __name__ == "__main__":`. A run that fails does not end the others. Raises ConfigError for bad input,
     Interrupted on Ctrl-C.
 
@@ -131,7 +131,7 @@ def run_study(
 
 
 def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[Cell], Path]:
-    """The cells that `run_study` would run, and the folder of the study; of a sweep that learns, its range's ends."""
+    """The cells that `run_study` would run, and the folder of the study; of `tpe`, those at the ends of its ranges."""
     launch = _Launch(study, only, None, StudyWatcher(), folder)
     return launch.cells, launch.root
 

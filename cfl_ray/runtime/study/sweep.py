@@ -1,4 +1,4 @@
-"""The trials of a sweep: those of a grid, drawn at random, or suggested by the results of earlier ones (Optuna)."""
+"""The trials of a sweep: of a grid, drawn at random, or suggested by Optuna from the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LearningTrials(Trials):
     def _ask(self) -> dict[str, Any]:
         """Asks a sampler whose draws depend on the seed, the number of the trial, and the results so far alone.
 
-        So a sweep that was stopped goes on with other draws than those at its start.
+        So a sweep that was stopped and continues does not repeat the draws of its start.
         """
         number = len(self.study.get_trials(deepcopy=False))
         seed = int(np.random.default_rng([self.sweep.seed, number]).integers(2**31))

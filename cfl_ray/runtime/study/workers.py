@@ -1,4 +1,4 @@
-"""Processes that run the cells of a study, one cell at a time each."""
+"""Processes that run the cells of a study, each one cell at a time."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ class _Worker:
             self.connection.send((cell, root, hosts))
 
     def hear(self) -> CellOutcome | None:
-        """How its cell ended; None: it is ready for one. Raises EOFError where the process has died."""
+        """The outcome of its cell; None: the process has become ready. Raises EOFError where it has died."""
         try:
             said = self.connection.recv()
         except OSError as error:
@@ -133,10 +133,10 @@ class Crew:
     def run(
         self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
     ) -> Iterator[CellOutcome]:
-        """Runs the cells, so many at a time, and yields each as it ends.
+        """Runs the cells, `packing.at_once` at a time, and yields the outcome of each as it ends.
 
-        A cell whose process dies is run again, where it was saved last; the others go on. Where the crew is closed
-        before the end, the cells at work keep what they have saved, and no others are started.
+        A cell whose process dies continues from its last checkpoint in another process; the others go on. Where the
+        crew is closed before the end, the cells at work keep what they have saved, and no others are started.
 
         tick: called about once a second with the cells at work.
         """
@@ -165,7 +165,7 @@ class Crew:
                 tick([worker.cell for worker in workers if worker.cell is not None])
 
     def _after_death(self, worker: _Worker, waiting: list[Cell]) -> CellOutcome | None:
-        """Puts the cell of a process that has died first in the queue; its outcome where that is of no use."""
+        """Puts the cell of a process that has died first in the queue; after the last attempt returns its outcome."""
         if not worker.ready:
             worker.process.join()
             raise RunError(
@@ -208,7 +208,7 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
 
 
 def _run(cell: Cell, root: Path, hosts: int | None) -> tuple[Status, float, str, tuple[str, ...]]:
-    """Runs one cell, or goes on with it: its status, seconds, reason and warnings."""
+    """Runs or continues one cell, and returns its status, seconds, reason and warnings."""
     began, folder, notes = time.monotonic(), cell.folder(root), _Notes()
     status: Status = "finished"
     reason = details = ""
