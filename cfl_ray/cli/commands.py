@@ -21,6 +21,7 @@ from cfl_ray.core.redaction import redact
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.study import Study
+    from cfl_ray.runtime.study.cells import Selection
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 app = typer.Typer(
@@ -48,6 +49,11 @@ RunDir = Annotated[
 ]
 
 
+OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
+OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
+OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
+_SELECTING = ("--setting", "--method", "--seed")
+Selected = tuple[list[str] | None, list[str] | None, list[int] | None]  # settings, methods and seeds of a study
 Trust = Annotated[
     bool,
     typer.Option(
@@ -225,19 +231,25 @@ def check(
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
     trust: Annotated[bool, typer.Option("--trust", help="Import Python files of other users, too.")] = False,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
 ) -> None:
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
     Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
     (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once. FILE may be a study:
-    all its runs are validated, and sizes and traffic printed for every setting.
+    all its runs are validated, or those that --setting, --method and --seed select, and sizes and traffic printed for
+    every setting.
     """
     from cfl_ray.cli import estimate, tables
     from cfl_ray.config.study import is_study_file
 
     if file is not None and file.is_file() and is_study_file(file):
-        _check_study(file, overrides, as_yaml)
+        _check_study(_study(file, overrides), file, overrides, (settings, methods, seeds), as_yaml, trust)
         return
+    if settings or methods or seeds:
+        raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
     experiment = _load(file, overrides, asks=not trust)
     found = estimate.estimate(experiment)
     if as_yaml:
@@ -248,20 +260,26 @@ def check(
     _print(f"The config is valid. Run it with: {_command('run', file, *(overrides or ()))}")
 
 
-def _check_study(file: Path, overrides: list[str] | None, as_yaml: bool) -> None:
+def _check_study(
+    study: "Study", file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool
+) -> None:
     from cfl_ray.cli import estimate
     from cfl_ray.runtime.study.run import plan_study
+    from cfl_ray.runtime.trust import check_owners
     from cfl_ray.tracking import redact
 
-    study = _study(file, overrides)
-    cells, root = plan_study(study)
+    if not trust:
+        _is_trusted(lambda: check_owners(study))
+    cells, root = plan_study(study, only=_selection(only))
     found = estimate.estimate_study(cells)
     if as_yaml:
         _print(redact(study.to_yaml()).rstrip())
         return
-    estimate.show_study(found, study, root, out)
+    estimate.show_study(found, study, len({cell.seed for cell in cells}), root, out)
     verb = "sweep" if study.sweep else "compare"
-    _print(redact(f"The study is valid. Run it with: {_command(verb, file, *(overrides or ()))}"))
+    options = [(option, one) for option, chosen in zip(_SELECTING, only, strict=True) for one in chosen or ()]
+    selected = [str(word) for pair in options for word in pair]
+    _print(redact(f"The study is valid. Run it with: {_command(verb, file, *selected, *(overrides or ()))}"))
 
 
 @app.command(name="config", short_help="List the keys of an experiment, or explain one.")
@@ -336,9 +354,6 @@ AtOnce = Annotated[
         show_default=False,
     ),
 ]
-OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
-OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
-OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")]
 
 
@@ -391,20 +406,25 @@ def _study(file: Path, overrides: list[str] | None) -> "Study":
     return load_study(file, overrides or (), _base())
 
 
+def _selection(only: Selected) -> "Selection":
+    from cfl_ray.runtime.study.cells import Selection
+
+    settings, methods, seeds = only
+    return Selection(settings or (), methods or (), seeds or ())
+
+
 def _run_study(
     study: "Study",
     folder: Path | None,
-    only: tuple[list[str] | None, list[str] | None, list[int] | None],
+    only: Selected,
     at_once: int | None,
     dry_run: bool,
 ) -> None:
     from cfl_ray.cli.study_progress import StudyDisplay
-    from cfl_ray.runtime.study.cells import Selection
     from cfl_ray.runtime.study.run import plan_study, run_study
 
-    settings, methods, seeds = only
+    selection = _selection(only)
     folder = None if folder is None else (_base() or Path()) / folder
-    selection = Selection(settings or (), methods or (), seeds or ())
     if dry_run:
         cells, root = plan_study(study, folder, selection)
         for cell in cells:

@@ -242,8 +242,11 @@ def show(found: Estimate, console: Console) -> None:
         _print(console, line)
 
 
-def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, root: Path, console: Console) -> None:
-    """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic."""
+def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int, root: Path, console: Console) -> None:
+    """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic.
+
+    found: of the runs with the first of so many seeds.
+    """
     for setting, group in groupby(found, lambda one: one[0].setting):
         of_setting = list(group)
         sizes, rounds = of_setting[0][1].sizes, of_setting[0][0].experiment.rounds
@@ -255,7 +258,7 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, root: Path,
         print_table(_estimate_table(sizes, by_method, rounds), console)
     for warning in metric_warnings(study, [cell for cell, _ in found]):
         _print(console, f"warning: {warning}")
-    runs, seeds = len(found) * len(study.seeds), len(study.seeds)
+    runs = len(found) * seeds
     if study.sweep is not None and study.sweep.sampler == "tpe":
         ends, trials = 2, study.sweep.trials or 0
         _print(console, f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs")

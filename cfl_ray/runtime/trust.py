@@ -79,9 +79,10 @@ def _sign(folder: Path, names: list[str]) -> None:
         write_json(folder / SIGNATURE, {"names": names, "signature": signature})
 
 
-def check_owners(experiment: Experiment) -> None:
-    """Raises UntrustedError where a Python file that a config names belongs to another user."""
-    for file in _files_in(experiment.to_dict()):
+def check_owners(config: Experiment | Study) -> None:
+    """Raises UntrustedError where a Python file that a config or a study names belongs to another user."""
+    values = config.to_dict() if isinstance(config, Experiment) else config.model_dump(mode="json", by_alias=True)
+    for file in _files_in(values):
         owner = file.stat().st_uid
         if owner not in (os.geteuid(), _ROOT):
             raise UntrustedError(

@@ -62,6 +62,18 @@ def test_a_study_from_check_to_resume(capsys):
     assert "| method | a | b |" in call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
 
 
+def test_a_part_of_a_study_is_checked_alone(capsys):
+    """A setting whose data are not at hand does not stop the others."""
+    file = write(seeds=[0, 1], settings={"a": {}, "gone": {"data": {"source": "csv", "train_files": ["gone.csv"]}}})
+    assert call(capsys, "check", file)[0] == 2
+    status, printed, _ = call(capsys, "check", file, "--setting", "a", "--method", "two", "--seed", "1")
+    assert status == 0 and "1 runs: 1 with each of 1 seeds" in printed and "setting gone:" not in printed
+    assert printed.splitlines()[-1].endswith("cfl-ray compare study.yaml --setting a --method two --seed 1")
+    assert "the study has no setting 'b'" in call(capsys, "check", file, "--setting", "b")[2]
+    Path("plain.yaml").write_text("rounds: 2\n")
+    assert "an experiment is one run" in call(capsys, "check", "plain.yaml", "--seed", "1")[2]
+
+
 def test_the_right_command_is_named(capsys):
     study, search = write(seeds=[0]), write("search.yaml", sweep={"parameters": {"local.lr": [0.1]}})
     Path("plain.yaml").write_text("rounds: 2\n")

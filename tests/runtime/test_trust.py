@@ -171,6 +171,17 @@ class TestCheck:
             check_owners(load(None, options))
         assert cli("check", "--trust", *options) == 0 and imports()
 
+    def test_imports_no_file_of_another_user_that_a_study_names(self, tmp_path, imports, monkeypatch, capsys):
+        file = tmp_path / "foreign_of_trust.py"
+        file.write_text(CODE)
+        study = tmp_path / "study.yaml"
+        study.write_text(f"name: one\nexperiment: {{evaluation: {{metrics: ['{file}:score']}}, rounds: 1}}\n")
+        monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+        monkeypatch.setattr(trust, "_ROOT", -1)
+        assert cli("check", study) == 2 and not imports()
+        assert "foreign_of_trust.py belongs to another user" in capsys.readouterr().err
+        assert cli("check", study, "--trust") == 0 and imports()
+
 
 class TestStudies:
     """The folder of a study is trusted like that of a run."""
