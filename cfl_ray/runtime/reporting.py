@@ -85,6 +85,7 @@ def write_report_of(
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_page(report_of(runs, comparisons, paper), path, mode)
     return path
 
