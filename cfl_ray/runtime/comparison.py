@@ -20,12 +20,13 @@ from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("md", "csv", "latex", "html")
-# shown where a method has them; the first that occurs is the score that methods are compared by
+# shown where a method has them, after the score of the task, which methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
 _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
@@ -50,9 +51,10 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     best one. Methods that have no evaluation yet are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
-        which the last value counts; empty: those of `_SHOWN` that occur, or
-        else the first metrics of the task. trust: as of `load_run`. Raises ConfigError for a metric that no run has,
-        and for METRIC beside METRIC_std, whose column is that of the spread of METRIC.
+        which the last value counts; empty: the score of the task, those of P-local and of the worst decile, and those
+        of `_SHOWN` that occur. trust: as of `load_run`.
+    Raises ConfigError for a metric that no run has, and for METRIC beside METRIC_std, whose column is that of the
+    spread of METRIC.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
@@ -197,7 +199,9 @@ def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
     check_columns(metrics)
-    shown = list(dict.fromkeys(metrics)) or [name for name in _SHOWN if name in present] or present[:3]
+    scores = dict.fromkeys(primary_of(values) for seeds in found.values() for values in seeds.values())
+    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
+    shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
 
 

@@ -24,7 +24,7 @@ from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
 from cfl_ray.runtime.launch import check_hash_of_cell
-from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, write_report_of
+from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
@@ -357,6 +357,8 @@ class _Launch:
         if self.study.published is None:
             return (), ""
         published = load_published(self.study.published)
+        if unknown := unknown_metric(runs, published):
+            self.watcher.warn(f"the report has no published numbers: {self.study.published}: {unknown}")
         try:
             return compare_with(runs, published), published.paper.reference
         except ConfigError:  # a part of the study that no table has
