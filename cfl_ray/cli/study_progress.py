@@ -15,7 +15,7 @@ from rich.table import Column
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
-from cfl_ray.runtime.comparison import by_experiment, mean_and_spread, table_of
+from cfl_ray.runtime.comparison import by_experiment, mean_and_spread
 from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.runtime.study.packing import Packing
 from cfl_ray.runtime.study.ranking import RankedTrial
@@ -109,8 +109,8 @@ class StudyDisplay(StudyWatcher):
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
             files = "report.html, results.csv, trials.csv and table.md"
-        elif found := results.figures.found:
-            show_tables(table_of(found), results.study.metrics, self.console)
+        elif results.figures.found:
+            show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.cell.name}: {outcome.reason}")
         self._print(f"results: {results.root} ({files} in artifacts/)")
@@ -137,14 +137,14 @@ def _last_record(cell: Cell, root: Path) -> RoundRecord | None:
 def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console) -> None:
     """Prints a table for each metric: a row for each method and a column for each setting, or the other way round.
 
-    table: of `table_of`. metrics: empty: the score of the task, its P-local, and ARI, as far as the table has them.
+    table: of `table_of`. metrics: empty, or none in the table: the score of the task, its P-local, and ARI, as far as
+        the table has them.
     """
-    score = next(name for name in table.columns if f"{name}_std" in table.columns)
-    shown = metrics or [name for name in dict.fromkeys((score, f"{score}_local", "ari")) if name in table.columns]
-    for metric in shown:
-        if metric not in table.columns:
-            continue
-        wide = by_experiment(table, metric).set_index("method")
+    known = [name for name in table.columns if f"{name}_std" in table.columns]
+    usual = (known[0], f"{known[0]}_local", "ari")
+    for metric in [name for name in metrics if name in known] or [name for name in usual if name in known]:
+        wide = by_experiment(table, metric)
+        wide = wide.iloc[:, 1:].set_axis(wide.iloc[:, 0], axis="index")  # the first one has the methods
         first = "method"
         if len(wide.columns) > _MOST_COLUMNS:
             wide, first = wide.T, "setting"

@@ -6,13 +6,13 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 import yaml
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
@@ -25,7 +25,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
 ALL_SETTINGS = "all"  # the setting of a study that names none
 _LONGEST_NAME = 100
-_TAKEN = "artifacts"  # the folder of the tables
+_EXACT = ConfigDict(ser_json_inf_nan="constants")  # .inf as it is, rather than as null
+_TAKEN = (  # in the folder of a study: that of the tables, and files
+    *("artifacts", "study.yaml", "study.lock", "optuna.log"),
+    *("run.json", "metrics.jsonl", "end.json"),
+)
 # keys of an experiment that are the same in all runs of a study, and where they are given
 _OF_STUDY = {"seed": "decided by the study's `seeds`", "name": "decided by the study's `name`"}
 _OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a study, a key of its `experiment`")
@@ -62,6 +66,8 @@ class RangeConfig(ConfigSection):
 
 class SweepConfig(ConfigSection):
     """Values of keys to try: all combinations, random ones, or those that earlier results suggest."""
+
+    model_config = _EXACT
 
     parameters: dict[str, list[Any] | RangeConfig] = Field(
         min_length=1,
@@ -135,7 +141,7 @@ def _check_list(key: str, values: list[Any]) -> None:
 
 def _check_range(key: str, values: dict[str, Any]) -> None:
     try:
-        RangeConfig(**values)
+        RangeConfig(**{str(name): value for name, value in values.items()})
     except ValidationError as error:
         raise ValueError(f"{key}: {explain(error, RangeConfig).removeprefix('config: ')}") from None
 
@@ -147,7 +153,13 @@ def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
 class Study(ConfigSection):
     """Methods x settings x seeds of one experiment; with `sweep`, also over values of its keys."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the study, of its folder and run")
+    model_config = _EXACT
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=_LONGEST_NAME,
+        description="name of the study, of its folder and run",
+    )
     experiment: dict[str, Any] = Field(description="keys of the experiment that all runs share (cfl-ray config)")
     settings: dict[str, dict[str, Any]] = Field(
         {}, description="by name, keys in which runs differ, e.g. {cifar10: {data: {source: cifar10}}}"
@@ -173,10 +185,10 @@ class Study(ConfigSection):
         if not isinstance(settings, dict):
             return {} if settings is None else settings
         for name, values in settings.items():
-            if not _NAME.fullmatch(str(name)) or len(str(name)) > _LONGEST_NAME or name == _TAKEN:
+            if not _NAME.fullmatch(str(name)) or len(str(name)) > _LONGEST_NAME or str(name) in _TAKEN:
                 raise ValueError(
                     f"a setting names a folder: at most {_LONGEST_NAME} letters, digits and _ . = , + -, and not "
-                    f"{_TAKEN!r}; got {name!r}"
+                    f"{_TAKEN[0]!r} or a file of the study ({', '.join(_TAKEN[1:])}); got {name!r}"
                 )
             for key, place in (_OF_STUDY | _OF_ALL_RUNS).items():
                 if isinstance(values, dict) and key in values:
@@ -189,6 +201,17 @@ class Study(ConfigSection):
         if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
             raise ValueError(f"seed {twice[0]} is listed twice")
         return seeds
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, metrics: list[str]) -> list[str]:
+        if twice := [metric for metric in metrics if metrics.count(metric) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice")
+        try:
+            check_columns(metrics)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return metrics
 
     @field_validator("experiment", mode="before")
     @classmethod
@@ -250,6 +273,16 @@ class Study(ConfigSection):
     def _with_written(self, written: dict[str, str]) -> "Study":
         self._written = written
         return self
+
+
+def check_columns(metrics: Sequence[str]) -> None:
+    """Raises ConfigError for metrics that no table has side by side."""
+    for metric in metrics:
+        if f"{metric}_std" in metrics:
+            raise ConfigError(
+                f"{metric}_std cannot be in one table with {metric}, whose spread over the seeds has this column; show "
+                "the two in two tables"
+            )
 
 
 def is_study_file(file: str | Path) -> bool:
@@ -413,6 +446,11 @@ def name_of(parameters: Mapping[str, Any]) -> str:
         return plain
     digits = hashlib.sha256(json.dumps(list(parameters.items())).encode()).hexdigest()[:8]
     return f"{plain[: _LONGEST_NAME - len(digits) - 1].rstrip('-')}-{digits}"
+
+
+def place_of(study: Study, setting: str, trial: str) -> str:
+    """Returns the name of the folder of a setting in a trial; trial: its name, empty outside a sweep."""
+    return ",".join(part for part in (setting if study.settings or not trial else "", trial) if part)
 
 
 def short_names(keys: list[str]) -> list[str]:

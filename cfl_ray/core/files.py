@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.core.errors import ConfigError, DataError
 
 Record = TypeVar("Record")
 PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those that the umask forbids
@@ -74,13 +74,20 @@ def user_folder() -> Path:
 
 # ---- whole files
 
+_DEVICES = Path("/dev")  # /dev/stdout is a link, to a file where a shell redirects it
+
 
 @contextmanager
 def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
     """Context with a draft file to write, which replaces `path` in one step at the end, and is removed on an error.
 
-    mode: PRIVATE for what a run writes about itself, SHARED for what is made for others.
+    mode: PRIVATE for what a run writes about itself, SHARED for what is made for others. Raises ConfigError where
+        `path` is a folder, a device or a pipe: a device would be gone for all users of the machine.
     """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file in it")
+    if path.parent.resolve() == _DEVICES or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{path} is a device or a pipe; name a file, which is written in one step")
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         draft.unlink(missing_ok=True)  # of a process that died, or a link that another user put there

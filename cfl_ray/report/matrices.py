@@ -23,6 +23,8 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         several = len(runs) > 1
         for key, matrix in run.matrices.items():
             name = key.replace("_", " ")
+            if not np.isfinite(matrix.values).any():
+                continue  # nothing is defined
             if not matrix.of_pairs:
                 figures.append(_map(experiment, label, name, run, matrix, several))
                 continue
@@ -131,7 +133,9 @@ def _map(
 ) -> PageFigure:
     cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
     total = len(matrix.client_S)
-    chosen = np.array(evenly(np.argsort(matrix.client_S).tolist(), MOST_POINTS))
+    defined = np.isfinite(matrix.values).any(1)
+    order = np.argsort(matrix.client_S)
+    chosen = np.array(evenly(order[defined[order]].tolist(), MOST_POINTS), int)
     clients = matrix.client_S[chosen].tolist()
     points_S2, share = _plane(matrix.values[chosen])
     drawn = range(len(clients))
@@ -181,6 +185,8 @@ def _map(
     caption += ". Colour: cluster" + ("; marker: true group." if known else ".")
     if len(drawn) < total:
         caption += f" {len(drawn)} of {total} clients are drawn."
+    if undefined := int((~defined).sum()):
+        caption += f" Of {undefined} the {name} are not defined."
     return PageFigure(_heading(label, f"{name} of the clients", matrix, run, several), caption, figure, 320)
 
 
@@ -196,7 +202,9 @@ def _key(name: str, marker: Plot) -> Plot:
 
 def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
     """The rows on their first two principal components, and these components' share of the variance."""
-    centred = np.nan_to_num(values.astype(np.float64) - values.mean(0))
+    known = np.isfinite(values)
+    means = np.where(known, values, 0.0).sum(0, dtype=np.float64) / np.maximum(known.sum(0), 1)
+    centred = np.where(known, values - means, 0.0)  # what is not defined is as far from the others as their mean
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     points = (left * singular)[:, :2]
     if points.shape[1] < 2:

@@ -6,9 +6,10 @@ every request; names and notes of users are escaped by the template, in the data
 
 import base64
 import hashlib
+import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
@@ -33,7 +34,7 @@ _HEADINGS = {  # of the table's columns
     "rounds_to_target": "rounds to target",
 }
 _ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # one decimal will do
-_PROTOCOLS = {"_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
+_PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 
 @dataclass(frozen=True)
@@ -148,19 +149,17 @@ def _chapter(experiment: ReportedExperiment, placed: _PlacedFigures) -> Chapter:
 
 def _table_headings(report: Report) -> list[TableHeading]:
     several = [TableHeading("experiment", number=False)] if len(report.experiments) > 1 else []
-    score = report.experiments[0].score if report.experiments else "accuracy"
-    headings = [_heading(name, score) for name in report.columns]
+    scores = {one.score for one in report.experiments}
+    headings = [_heading(name, scores) for name in report.columns]
     note = "p of a paired t-test against the best method of the experiment, from three seeds on"
     tested = [TableHeading("p", note)] if _is_tested(report) else []
     return [*several, TableHeading("method", number=False), TableHeading("seeds"), *headings, *tested]
 
 
-def _heading(name: str, score: str) -> TableHeading:
-    ending = next((ending for ending in _PROTOCOLS if name == f"{score}{ending}"), None)
-    if name == score:
-        return TableHeading(f"{score.replace('_', ' ')} P-server", f"{name} (docs/metrics.md)")
-    if ending:
-        return TableHeading(f"{score.replace('_', ' ')} {_PROTOCOLS[ending]}", f"{name} (docs/metrics.md)")
+def _heading(name: str, scores: Collection[str]) -> TableHeading:
+    for score, (ending, protocol) in itertools.product(scores, _PROTOCOLS.items()):
+        if name == f"{score}{ending}":
+            return TableHeading(f"{score.replace('_', ' ')} {protocol}", f"{name} (docs/metrics.md)")
     return TableHeading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.study import check_columns
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.runtime.load import load_run
@@ -19,17 +20,19 @@ from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("md", "csv", "latex", "html")
-# shown where a method has them; the first that occurs is the score that methods are compared by
+# shown where a method has them, after the score of the task, which methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
 _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
+_LEAST_SHOWN = 0.0005  # below it three decimals show nothing
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
@@ -44,18 +47,21 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     experiments. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and METRIC_std
     (standard deviation of a sample; NaN of one run); mbit (of a client, download plus upload), seconds (of all rounds),
     and p: of a paired t-test of the first metric against the best method of the experiment, over the seeds that both
-    have; NaN for the best one and below 3 such seeds. Methods that have no evaluation yet are left out.
+    have; NaN for the best one and below 3 such seeds. A method that lacks the metric with one of its seeds is not the
+    best one. Methods that have no evaluation yet are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
-        which the last value counts; empty: those of `_SHOWN` that occur, or
-        else the first metrics of the task. trust: as of `load_run`. Raises ConfigError for a metric that no run has.
+        which the last value counts; empty: the score of the task, those of P-local and of the worst decile, and those
+        of `_SHOWN` that occur. trust: as of `load_run`.
+    Raises ConfigError for a metric that no run has, and for METRIC beside METRIC_std, whose column is that of the
+    spread of METRIC.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
-    studies = [Path(run) for run in runs if is_study(run)]
-    for study in studies:
+    studies = _names_of_studies([Path(run) for run in runs if is_study(run)])
+    for study, study_name in studies.items():
         for (setting, label), of_seeds in read_study(study).found.items():
-            found[(f"{study.name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
+            found[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
     for run in runs:
         if Path(run) in studies:
             continue
@@ -69,6 +75,15 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
                     raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
                 of_seeds[experiment.seed] = values_of(result)
     return table_of(found, metrics)
+
+
+def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
+    """Each study with the name of its folder, or the path where two folders have one name. Raises ConfigError."""
+    places = [study.resolve() for study in studies]
+    if twice := [str(study) for study, place in zip(studies, places, strict=True) if places.count(place) > 1]:
+        raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
+    names = [place.name for place in places]
+    return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
 
 
 def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
@@ -127,7 +142,7 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     wide = cells.pivot(index="method", columns="experiment", values="cell").fillna("")
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["experiment"].unique())
     wide.columns.name = None
-    return wide.reset_index()
+    return wide.reset_index(allow_duplicates=True)  # an experiment may be called "method"
 
 
 def format_table(frame: pd.DataFrame, style: str) -> str:
@@ -137,10 +152,10 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     """
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
-    if "p" not in frame:  # of `by_experiment`
+    if frame.columns[0] == "method":  # of `by_experiment`
         return _formatted(frame, style)
     shown = frame.drop(columns="experiment") if frame["experiment"].nunique() < 2 else frame.copy()
-    for name in [name.removesuffix("_std") for name in frame.columns if name.endswith("_std")]:
+    for name in [name for name in frame.columns if f"{name}_std" in frame.columns]:
         shown[name] = [mean_and_spread(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
         shown = shown.drop(columns=f"{name}_std")
     shown["p"] = ["" if np.isnan(p) else f"{p:.3f}" for p in frame["p"]]
@@ -153,7 +168,12 @@ def _formatted(shown: pd.DataFrame, style: str) -> str:
     if style == "html":
         return str(shown.to_html(index=False, border=0))
     lines = [shown.columns.tolist(), ["---"] * shown.shape[1], *shown.astype(str).to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_in_markdown, line))} |" for line in lines)
+
+
+def _in_markdown(cell: str) -> str:
+    """A cell that ends neither its column nor its row."""
+    return " ".join(cell.split()).replace("|", r"\|")
 
 
 def settings_of(experiment: Experiment) -> str:
@@ -178,7 +198,10 @@ def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
     for name in metrics:
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
-    shown = [*metrics] or [name for name in _SHOWN if name in present] or present[:3]
+    check_columns(metrics)
+    scores = dict.fromkeys(primary_of(values) for seeds in found.values() for values in seeds.values())
+    usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
+    shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
 
 
@@ -190,7 +213,8 @@ def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: li
     row: list[Any] = [*key, len(of_seeds)]
     for name in chosen:
         values = np.array([one.get(name, np.nan) for one in of_seeds.values()])
-        row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
+        with np.errstate(invalid="ignore"):  # infinite values have no spread
+            row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
     return row
 
 
@@ -201,28 +225,38 @@ def is_less_better(metric: str) -> bool:
 
 
 def _p_values(found: Found, metric: str) -> list[float]:
-    """Of each method against the best one of its experiment."""
-    sign = -1 if is_less_better(metric) else 1
-
-    def mean(key: tuple[str, str]) -> float:
-        return sign * float(np.mean([one.get(metric, np.nan) for one in found[key].values()]))
-
+    """Of each method against the best one of its experiment; only seeds count with which both have a finite value."""
+    best = _best_methods(found, metric)
     if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):
         from scipy.stats import ttest_rel  # half a second that the report of a single run does without
 
     p_values = []
     for key, of_seeds in found.items():
-        best = max((other for other in found if other[0] == key[0]), key=mean)
-        common = sorted(of_seeds.keys() & found[best].keys())
-        pairs = np.array([[of_seeds[seed].get(metric), found[best][seed].get(metric)] for seed in common], float)
-        tested = key != best and len(common) >= _FEWEST_PAIRS and np.ptp(pairs[:, 0] - pairs[:, 1]) > 0
+        rival = best.get(key[0], key)
+        common = sorted(of_seeds.keys() & found[rival].keys())
+        pairs = np.array([[of_seeds[seed].get(metric), found[rival][seed].get(metric)] for seed in common], float)
+        pairs = pairs[np.isfinite(pairs).all(1)] if common else pairs
+        tested = key != rival and len(pairs) >= _FEWEST_PAIRS and np.ptp(pairs[:, 0] - pairs[:, 1]) > 0
         p_values.append(float(ttest_rel(*pairs.T).pvalue) if tested else np.nan)
     return p_values
+
+
+def _best_methods(found: Found, metric: str) -> dict[str, tuple[str, str]]:
+    """The best method of each experiment, among those that have the metric with every seed."""
+    sign = -1 if is_less_better(metric) else 1
+    means = {key: np.mean([one.get(metric, np.nan) for one in of_seeds.values()]) for key, of_seeds in found.items()}
+    best: dict[str, tuple[str, str]] = {}
+    for key, mean in means.items():
+        if not np.isnan(mean) and (key[0] not in best or sign * mean > sign * means[best[key[0]]]):
+            best[key[0]] = key
+    return best
 
 
 def mean_and_spread(mean: float, std: float) -> str:
     """A mean with its spread in words, e.g. 0.912 ± 0.004; without the spread of a single run, empty without a mean."""
     if np.isnan(mean):
         return ""
+    if 0 < max(abs(mean), np.nan_to_num(std)) < _LEAST_SHOWN:
+        return f"{mean:.2g}" + ("" if np.isnan(std) else f" ± {std:.2g}")
     digits = 3 if abs(mean) < 10 else 1
     return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")

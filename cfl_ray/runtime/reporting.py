@@ -16,7 +16,7 @@ from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedT
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
-from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.core.errors import ConfigError, DataError, did_you_mean
 from cfl_ray.core.files import PRIVATE, SHARED
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
@@ -29,7 +29,7 @@ from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
-from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
+from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, primary_of
 from cfl_ray.tracking.tracker import INFO
 
 REPORT = "report.html"
@@ -85,6 +85,7 @@ def write_report_of(
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_page(report_of(runs, comparisons, paper), path, mode)
     return path
 
@@ -106,7 +107,7 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
 
 def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
-        directory = Path(folder)
+        directory = Path(os.path.abspath(folder))  # the same for all runs of a study, however they are named
         if is_study(directory):
             inner.clear()
             for setting, method, run in run_folders(directory):
@@ -120,7 +121,7 @@ def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
 
 def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
     """Study, setting and method of a run that is named by itself; None for one that is in no study."""
-    parents = directory.absolute().parents
+    parents = directory.parents
     study = parents[2] if len(parents) > 2 else None
     return (study, parents[1].name, parents[0].name) if study and is_study(study) else (None, None, None)
 
@@ -153,7 +154,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
                     )
                 of_seeds[run.experiment.seed] = values_of(result)
     experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
-    metrics = _columns(found, experiments[0].score if experiments else "accuracy")
+    metrics = _columns(found, [one.score for one in experiments if one.methods])
     frame = table_of(found, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
@@ -170,8 +171,8 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
     )
 
 
-def _columns(found: Found, score: str) -> list[str]:
-    """Metrics of the table: those that a method has."""
+def _columns(found: Found, scores: Sequence[str]) -> list[str]:
+    """Metrics of the table: those that a method has. scores: of the experiments' tasks."""
     present = {
         name
         for of_seeds in found.values()
@@ -179,9 +180,11 @@ def _columns(found: Found, score: str) -> list[str]:
         for name, value in values.items()
         if not math.isnan(value)
     }
-    scores = [score, *(f"{score}{ending}" for ending in ("_local", "_tuned", "_p10", "_p90"))]
+    of_scores = [
+        f"{score}{ending}" for score in dict.fromkeys(scores) for ending in ("", "_local", "_tuned", "_p10", "_p90")
+    ]
     others = ["macro_f1", "ari", "num_clusters", "mbit", "rounds_to_target", "seconds"]
-    return [name for name in [*scores, *others] if name in present]
+    return [name for name in dict.fromkeys([*of_scores, *others]) if name in present]
 
 
 def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
@@ -273,7 +276,12 @@ def _groups(directory: Path) -> dict[int, int]:
     path = directory / ARTIFACTS / "assignments.parquet"
     if not path.exists():
         return {}
-    table = pq.read_table(path, columns=["client", "group"])
+    try:
+        table = pq.read_table(path, columns=["client", "group"])
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise DataError(
+            f"{path} is damaged ({error}); restore it, or remove it to do without the true groups"
+        ) from error
     pairs = zip(table["client"].to_pylist(), table["group"].to_pylist(), strict=True)
     return {client: group for client, group in pairs if group is not None}
 
@@ -364,10 +372,19 @@ def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
     first = min(runs, key=lambda run: run.experiment.seed)
     if first.study is not None:
         text = (first.study / STUDY).read_text(encoding="utf-8")
-        return shlex.join(["cfl-ray", "compare", STUDY, "--setting", str(first.setting)]), redact(text)
+        return shlex.join(["cfl-ray", *_study_again(first.study, str(first.setting))]), redact(text)
     seeds = sorted({run.experiment.seed for run in runs})
     commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
     return "\n".join(commands), redact(first.experiment.to_yaml())
+
+
+def _study_again(folder: Path, setting: str) -> list[str]:
+    """The command on a study that runs a setting again; of a sweep, all trials of the setting."""
+    study = load_study(folder / STUDY)
+    if study.sweep is None:
+        return ["compare", STUDY, "--setting", setting]
+    of_trial = [name for name in study.settings if setting.startswith(f"{name},")]
+    return ["sweep", STUDY, *(part for name in of_trial[:1] for part in ("--setting", name))]
 
 
 # ---- published numbers
@@ -377,8 +394,11 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
     """Our numbers beside those of the tables, for each method that has a row there.
 
     A run of a study belongs to the column of its setting in the tables that the study repeats, another one to `column`,
-    or to the only one there is. Raises ConfigError where that is not known, and where nothing of ours is in the tables.
+    or to the only one there is. Raises ConfigError where that is not known, where nothing of ours is in the tables, and
+    for a metric that is neither one of ours nor in a run.
     """
+    if unknown := unknown_metric(runs, published):
+        raise ConfigError(unknown)
     tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
     found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
     for run in runs:
@@ -393,6 +413,9 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
     ]
     compared.sort(key=lambda one: (one.table, one.column))  # rows stay in their order
     comparisons = [one for one in compared if not math.isnan(one.ours)]
+    if compared and not comparisons:
+        metrics = ", ".join(sorted({one.metric for one in compared}))
+        raise ConfigError(f"no run has a number for the published tables: {metrics} is not known with every seed")
     if not comparisons:
         rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
         columns = dict.fromkeys(column for table in published.tables.values() for column in table.columns)
@@ -401,6 +424,17 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
             f"{', '.join(columns)}; the runs have {'; '.join(f'{label}, {column}' for column, label in found)}"
         )
     return comparisons
+
+
+def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
+    """A sentence on a metric of the tables that is neither one of ours nor in a run; empty where there is none."""
+    present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
+    for name in _tables_of(runs) or published.tables:
+        for row, _, number in published.tables[name].cells() if name in published.tables else ():
+            if number.metric not in METRICS and number.metric not in present:
+                near = did_you_mean(number.metric, present)
+                return f"tables.{name}, row {row}: no run has the metric {number.metric!r}{near}"
+    return ""
 
 
 def _tables_of(runs: Sequence[FoundRun]) -> list[str]:

@@ -54,6 +54,17 @@ REFUSED = {
     "a name that is no folder": ({"settings": {"a b": {}}}, "a setting names a folder: at most 100 letters"),
     "one that leaves the study": ({"settings": {"../a": {}}}, "got '../a'"),
     "the folder of the tables": ({"settings": {"artifacts": {}}}, "and not 'artifacts'"),
+    "a file of the study": ({"settings": {"study.yaml": {}}}, "or a file of the study (study.yaml, study.lock,"),
+    "a study whose folder no file system has": ({"name": "a" * 101}, "name: String should have at most 100 characters"),
+    "a metric twice": ({"metrics": ["ari", "ari"]}, "metrics: ari is listed twice"),
+    "two metrics with one column": (
+        {"metrics": ["accuracy_std", "accuracy"]},
+        "accuracy_std cannot be in one table with accuracy, whose spread over the seeds has this column",
+    ),
+    "a range whose keys are numbers": (
+        {"sweep": {"parameters": {"local.lr": {1: 2}}}},
+        "local.lr: low: Field required",
+    ),
     "a long one": ({"settings": {"a" * 101: {}}}, "at most 100 letters"),
     "a setting that is no mapping": ({"settings": {"a": [1]}}, "settings.a: Input should be a valid dictionary"),
     "settings as a list": ({"settings": [1]}, "settings: Input should be a valid dictionary"),
@@ -246,3 +257,10 @@ def test_own_files_are_found_from_any_folder_and_count_as_they_are_written(tmp_p
 
 def test_a_relative_output_of_a_job_is_in_the_home_folder(tmp_path):
     assert load_study(write(tmp_path), base=tmp_path / "home").experiment["output"] == f"{tmp_path}/home/runs"
+
+
+def test_infinite_values_stay_infinite(tmp_path):
+    made = study(experiment={"data": {"options": [float("inf")]}}, sweep={"parameters": {"local.lr": [float("inf")]}})
+    (tmp_path / "study.yaml").write_text(made.to_yaml())
+    for one in (made, made.located(), load_study(tmp_path / "study.yaml")):
+        assert one.experiment["data"]["options"] == one.sweep.parameters["local.lr"] == [float("inf")]

@@ -5,7 +5,8 @@ import stat
 
 import pytest
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.core import files
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.files import (
     cut_torn_line,
     drafted,
@@ -72,3 +73,14 @@ def test_a_draft_does_not_follow_a_link_that_waits_for_it(tmp_path):
     with drafted(tmp_path / "x") as draft:
         draft.write_text("new")
     assert (tmp_path / "victim").read_text() == "untouched" and (tmp_path / "x").read_text() == "new"
+
+
+def test_a_folder_or_a_device_is_never_replaced(tmp_path, monkeypatch):
+    (tmp_path / "device").symlink_to("/dev/null")
+    for path, message in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "device", "is a device or a pipe")):
+        with pytest.raises(ConfigError, match=message), drafted(path):
+            pass
+    monkeypatch.setattr(files, "_DEVICES", tmp_path)  # where a shell redirects it, /dev/stdout is a link to a file
+    with pytest.raises(ConfigError, match="stdout is a device or a pipe"), drafted(tmp_path / "stdout"):
+        pass
+    assert (tmp_path / "device").is_symlink() and [one.name for one in tmp_path.iterdir()] == ["device"]

@@ -14,7 +14,7 @@ from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import as_json, look
-from cfl_ray.report.material import MethodRun
+from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.page import render
 from cfl_ray.report.snapshots import RecordedMatrix
@@ -180,3 +180,18 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
 def test_without_an_evaluation_there_is_still_a_page():
     text = render(replace(report(), experiments=[], rows=[], comparisons=[], columns=[]))
     assert "No method has been evaluated yet." in text
+
+
+def test_signatures_that_are_not_defined_leave_the_others_where_they_are():
+    """A client without any signature is left out; one value that is missing lies at the mean of its column."""
+    values = np.array([[1.0, 0.0], [-1.0, 0.0], [np.nan, 2.0], [np.nan, np.nan]], np.float32)
+    run = MethodRun(0, [], matrices={"signature": RecordedMatrix(1, np.arange(4), values, of_pairs=False)})
+    (figure,) = matrix_figures(ReportedExperiment("small", {}, "", "", {"m": [run]}))
+    assert "of 3 clients" in figure.caption and "Of 1 the signature are not defined." in figure.caption
+    points = {client: (x, y) for trace in figure.plot["data"] if "customdata" in trace for (client, _), x, y in zip(
+        trace["customdata"], trace["x"], trace["y"], strict=True
+    )}  # fmt: skip
+    assert points.keys() == {0, 1, 2} and np.linalg.norm(np.subtract(points[0], points[1])) == pytest.approx(2)
+    nothing = RecordedMatrix(1, np.arange(4), np.full((4, 2), np.nan, np.float32), of_pairs=False)
+    empty = MethodRun(0, [], matrices={"signature": nothing})
+    assert matrix_figures(ReportedExperiment("small", {}, "", "", {"m": [empty]})) == []

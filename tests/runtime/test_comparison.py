@@ -1,6 +1,7 @@
 """Tables of methods over seeds."""
 
 import io
+import re
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from scipy.stats import ttest_rel
 import cfl_ray
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.runtime import comparison
-from cfl_ray.runtime.comparison import compare_runs, format_table
+from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,55 @@ def test_formats(runs):
 def test_the_lower_loss_is_the_better_one(runs):
     frame = compare_runs(runs[:3], ["test_loss"])
     assert np.isnan(frame["p"][int(frame["test_loss"].argmin())])
+
+
+def found_of(**values):
+    """Metrics by method and seed, of one experiment; None: a seed that the method lacks."""
+    return {
+        ("e", method): {seed: {"accuracy": one} for seed, one in enumerate(of_seeds) if one is not None}
+        for method, of_seeds in values.items()
+    }
+
+
+def test_a_method_without_the_metric_keeps_no_other_one_from_the_test():
+    low, high = [0.1, 0.2, 0.4], [0.3, 0.1, 0.9]
+    frame = table_of(found_of(nothing=[np.nan] * 3, low=low, high=high), ["accuracy"])
+    assert frame["p"].isna().tolist() == [True, False, True]
+    assert frame["p"][1] == pytest.approx(ttest_rel(low, high).pvalue)
+
+
+def test_seeds_that_one_of_two_methods_lacks_are_not_tested():
+    frame = table_of(found_of(low=[0.5, 0.6, 0.7, 0.1, np.nan], high=[0.5, None, 0.9, 0.3, 0.8]), ["accuracy"])
+    assert frame["p"][0] == pytest.approx(ttest_rel([0.5, 0.7, 0.1], [0.5, 0.9, 0.3]).pvalue) and np.isnan(
+        frame["p"][1]
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_values_and_equal_ones_are_not_tested():
+    infinite = table_of(found_of(a=[np.inf, np.inf, 0.7], b=[0.5, 0.6, 0.7]), ["accuracy"])
+    assert infinite["accuracy"][0] == np.inf and infinite[["accuracy_std", "p"]].iloc[0].isna().all()
+    assert table_of(found_of(a=[0.5, 0.6, 0.7], b=[0.5, 0.6, 0.7]), ["accuracy"])["p"].isna().all()
+
+
+def test_the_spread_over_clients_is_a_metric_of_its_own_table():
+    found = {("e", "m"): {seed: {"accuracy": 0.5, "accuracy_std": 0.1 + 0.1 * seed} for seed in (0, 1)}}
+    frame = table_of(found, ["accuracy_std", "accuracy_std"])
+    assert frame.columns.tolist() == ["experiment", "method", "runs", "accuracy_std", "accuracy_std_std", "p"]
+    assert f"| m | 2 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(frame, "md")
+    with pytest.raises(ConfigError, match="accuracy_std cannot be in one table with accuracy, whose spread"):
+        table_of(found, ["accuracy", "accuracy_std"])
+
+
+def test_names_end_no_cell_of_a_table():
+    frame = table_of({(name, "a|b"): {0: {"accuracy": 0.5}} for name in ("method", "p", "c\nd")}, ["accuracy"])
+    wide = by_experiment(frame, "accuracy")
+    for table, columns in ((frame, 5), (wide, 4)):
+        lines = format_table(table, "md").splitlines()
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {columns + 1} and r"a\|b" in lines[-1]
+    assert wide.columns.tolist() == ["method", "method", "p", "c\nd"]
+
+
+def test_small_values_keep_their_digits():
+    assert mean_and_spread(1.34e-5, 1.41e-6) == "1.3e-05 ± 1.4e-06" and mean_and_spread(-2e-4, np.nan) == "-0.0002"
+    assert mean_and_spread(0.0, 0.0) == "0.000 ± 0.000" and mean_and_spread(1e-5, 0.1) == "0.000 ± 0.100"

@@ -12,8 +12,9 @@ import pytest
 import cfl_ray
 from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.runtime import driver
+from cfl_ray.runtime.comparison import compare_runs
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.record_files import DIAGNOSTICS
@@ -160,6 +161,69 @@ def test_another_task_has_its_own_columns(tmp_path):
         assert words in page, words
 
 
+def test_runs_of_two_tasks_have_the_scores_of_both(runs, tmp_path):
+    draw = np.random.default_rng(0)
+    x, client = draw.normal(size=(80, 3)).astype("float32"), np.repeat(np.arange(4), 20)
+    federation = cfl_ray.federation_from_arrays(x, x[:, :1], client, targets="real")
+    changes = {"task": "regression", "methods": ["fedavg"], "evaluation": {}, "local": {"lr": 0.01}}
+    cfl_ray.simulate(experiment(tmp_path, data=federation, **changes), tmp_path / "real")
+    for paths in ([runs / "run-0", tmp_path / "real"], [tmp_path / "real", runs / "run-0"]):
+        report = report_of(find_runs(paths))
+        assert {"accuracy", "accuracy_local", "mse", "mse_local"} <= {*report.columns}
+        assert {"accuracy", "mse"} <= {*compare_runs(paths).columns}
+        page = write_report(paths, tmp_path / "page.html").read_text()
+        assert "mse P-server" in page and "accuracy P-server" in page
+    frame = compare_runs([tmp_path / "real"])
+    assert frame.columns[3] == "mse", "the score of the task, which methods are compared by"
+
+
+def test_a_study_that_is_named_in_two_ways_is_one(tmp_path, monkeypatch):
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    for seed in (0, 1):
+        folder = tmp_path / "study" / "slow" / "fedavg" / f"seed-{seed}"
+        shutil.copytree(tmp_path / "run", folder)
+        (folder / "config.yaml").write_text(settings.replace("\nseed: 0\n", f"\nseed: {seed}\n"))
+    (tmp_path / "study" / "study.yaml").write_text(
+        "name: study\nseeds: [0, 1]\nexperiment: {methods: [fedavg]}\nsettings: {slow: {}}\n"
+    )
+    monkeypatch.chdir(tmp_path / "study")
+    report = report_of(find_runs(["slow/fedavg/seed-0", ".", tmp_path / "study"]))
+    assert report.title == "study" and [one.name for one in report.experiments] == ["slow"]
+    assert [row["runs"] for row in report.rows] == [2]
+
+
+@pytest.mark.parametrize(
+    "settings, setting, command",
+    [
+        ("{}", "lr=0.1", "cfl-ray sweep study.yaml"),
+        ("{slow: {}}", "slow,lr=0.1", "cfl-ray sweep study.yaml --setting slow"),
+    ],
+)
+def test_the_command_of_a_trial_is_that_of_its_sweep(tmp_path, settings, setting, command):
+    study = tmp_path / "study"
+    cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), study / setting / "fedavg" / "seed-0")
+    (study / "study.yaml").write_text(
+        f"name: study\nexperiment: {{methods: [fedavg]}}\nsettings: {settings}\n"
+        "sweep: {parameters: {local.lr: [0.1]}}\n"
+    )
+    assert report_of(find_runs([study])).experiments[0].command == command
+
+
+def test_damaged_groups_are_named(runs, tmp_path):
+    shutil.copytree(runs / "run-0", tmp_path / "run")
+    path = tmp_path / "run" / "ifca" / "artifacts" / "assignments.parquet"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(DataError, match="assignments.parquet is damaged .* remove it to do without the true groups"):
+        write_report([tmp_path / "run"], tmp_path / "page.html")
+
+
+def test_the_folder_of_a_page_is_made_and_a_folder_is_no_page(runs, tmp_path):
+    assert write_report([runs], tmp_path / "new" / "page.html").is_file()
+    with pytest.raises(ConfigError, match="new is a folder; name a file in it"):
+        write_report([runs], tmp_path / "new")
+
+
 def test_settings_of_a_study_are_experiments_and_its_labels_methods(tmp_path):
     cfl_ray.simulate(experiment(tmp_path, methods=["fedavg"], rounds=1), tmp_path / "run")
     settings = (tmp_path / "run" / "config.yaml").read_text()
@@ -224,6 +288,12 @@ def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
         PUBLISHED.replace("row: ifca", "row: cfl"): "row 'cfl' has no number in column 'digits'",
         PUBLISHED.replace("unit", "units"): "unknown key 'tables.table1.units'",
         PUBLISHED.replace("fedavg", "a").replace("ifca", "b"): "they have the methods a, b",
+        PUBLISHED.replace("metric: accuracy,", "metric: acuracy,"): (
+            r"tables.table1, row fedavg: no run has the metric 'acuracy' \(did you mean 'accuracy'\?\)"
+        ),
+        re.sub(
+            "metric: accuracy[_a-z]*", "metric: newcomer_accuracy", PUBLISHED
+        ): "newcomer_accuracy is not known with",
         PUBLISHED.replace("[digits]", "[digits, mnist]"): "name one with --column: digits, mnist",
     }
     for text, message in cases.items():

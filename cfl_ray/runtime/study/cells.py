@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import Study, name_of
+from cfl_ray.config.study import Study, name_of, place_of
 from cfl_ray.core.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.launch import check_hash_of_cell, finished_results
 from cfl_ray.runtime.run_lock import CONFIG, is_live
+
+LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,12 @@ def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]
         for parameters in trials
         for cell in _cells_of(study, setting, parameters, seed)
     ]
+    for cell in cells:
+        if len(cell.method) > LONGEST_LABEL:
+            raise ConfigError(
+                f"{study.name}: the label of a method names a folder of at most {LONGEST_LABEL} letters, got "
+                f"{len(cell.method)}; give the method a shorter `label` than {cell.method}"
+            )
     folders: dict[Path, Cell] = {}
     for cell in cells:
         if (other := folders.setdefault(cell.folder(Path()), cell)) is not cell:
@@ -98,7 +106,7 @@ def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
 
 def _cells_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[Cell]:
     trial = name_of(parameters) if parameters else ""
-    place = ",".join(part for part in (setting if study.settings or not trial else "", trial) if part)
+    place = place_of(study, setting, trial)
     try:
         values = study.values(setting, parameters)
         entries = _by_label(values.get("methods", ["fedavg"]))

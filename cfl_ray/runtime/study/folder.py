@@ -1,12 +1,13 @@
 """The folder of a study, whose runs are in SETTING/METHOD/seed-SEED; read without importing torch."""
 
+import itertools
 import pkgutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.config.study import Study, load_study
+from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.core.errors import ConfigError
 from cfl_ray.runtime.run_lock import CONFIG, command, is_live
 from cfl_ray.tracking import read_end
@@ -93,9 +94,10 @@ def study_status(folder: str | Path) -> StudyStatus:
     if not is_study(root):
         raise ConfigError(f"{folder} holds no study: there is no {root / STUDY}")
     study = load_study(root / STUDY)
+    planned = PlannedRuns(study)
     finished, live, stopped = 0, [], []
     for setting, method, run in run_folders(root):
-        if seed_of(run) not in study.seeds:
+        if not planned.has(setting, method, seed_of(run)):
             continue  # of another version of the study
         if is_live(run / CONFIG):
             live.append(_in_words(setting, method, run))
@@ -106,8 +108,9 @@ def study_status(folder: str | Path) -> StudyStatus:
     failed = {
         _in_words(setting, method, run): (run / FAILURE).read_text().partition("\n")[0]
         for setting, method, run in _folders(root, FAILURE)
+        if planned.has(setting, method, seed_of(run))
     }
-    runs = _runs_of(study)
+    runs = planned.count
     state = "live" if is_live_study(root) else "finished" if finished >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
     return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
@@ -128,20 +131,61 @@ def _in_words(setting: str, method: str, run: Path) -> str:
     return f"{setting}, {method}, seed {seed_of(run)}"
 
 
-def _runs_of(study: Study) -> int:
-    """The number of runs of a study."""
-    trials = 1
-    if study.sweep is not None:
-        trials = (study.sweep.trials or 0) if study.sweep.sampler == "tpe" else len(study.sweep.drawn())
-    methods = sum(_num_methods(study.values(setting, {})) for setting in study.setting_names)
-    return methods * trials * len(study.seeds)
+class PlannedRuns:
+    """The runs that a study has, without those in its folder that an earlier version of it had."""
+
+    def __init__(self, study: Study):
+        learns = study.sweep is not None and study.sweep.sampler == "tpe"
+        self.seeds = frozenset(study.seeds)
+        self.labels: dict[str, frozenset[str] | None] = {}  # of the methods by setting; None: not known without torch
+        # trials that follow from results are known by the settings that they are tried in alone
+        self.bases = {f"{setting},": setting for setting in study.settings} if learns else None
+        trials = [{}] if study.sweep is None or learns else study.sweep.drawn()
+        count = 0
+        for setting, trial in itertools.product(study.setting_names, trials):
+            values = study.values(setting, trial)
+            self.labels[setting if learns else place_of(study, setting, name_of(trial) if trial else "")] = _labels(
+                values
+            )
+            count += _num_methods(values)
+        more = (study.sweep.trials or 0) if study.sweep is not None and learns else 1
+        self.count = count * more * len(study.seeds)
+
+    def has(self, setting: str, method: str, seed: int) -> bool:
+        """Whether a run is one of them."""
+        if seed not in self.seeds:
+            return False
+        if self.bases is not None:
+            of_base = [base for start, base in self.bases.items() if setting.startswith(start)]
+            setting = of_base[0] if of_base else ALL_SETTINGS
+        if setting not in self.labels:
+            return False
+        labels = self.labels[setting]
+        return labels is None or method in labels
+
+
+def _method_names() -> list[str]:
+    """Names of the published methods."""
+    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
+    assert package is not None and package.submodule_search_locations is not None
+    return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
 
 
 def _num_methods(values: dict[str, Any]) -> int:
     """The number of methods that an experiment lists."""
     if "methods" not in values:
         return 1
-    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
-    assert package is not None and package.submodule_search_locations is not None
-    everything = sum(1 for _ in pkgutil.iter_modules(package.submodule_search_locations))
-    return sum(everything if entry == "all" else 1 for entry in _methods_of(values))
+    return sum(len(_method_names()) if entry == "all" else 1 for entry in _methods_of(values))
+
+
+def _labels(values: dict[str, Any]) -> frozenset[str] | None:
+    """The labels of the methods that an experiment lists; None where they follow from options or from files."""
+    names = _method_names()
+    labels: list[str] = []
+    for entry in _methods_of(values) if "methods" in values else ["fedavg"]:
+        name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
+        label = options.get("label") if isinstance(options, dict) else None
+        labels += names if entry == "all" else [str(label or name)]
+        if label is None and entry != "all" and name not in names:
+            return None
+    return frozenset(labels) if len(set(labels)) == len(labels) else None

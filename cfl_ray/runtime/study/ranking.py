@@ -35,8 +35,8 @@ class RankedTrial:
 
     @property
     def std(self) -> float:
-        """Standard deviation of a sample over the seeds; NaN of one."""
-        return stdev(self.values) if len(self.values) > 1 else math.nan
+        """Standard deviation of a sample over the seeds; NaN of one, and where a value is infinite."""
+        return stdev(self.values) if len(self.values) > 1 and math.isfinite(sum(self.values)) else math.nan
 
     @property
     def overrides(self) -> str:
@@ -75,10 +75,6 @@ def best_of(ranked: Sequence[RankedTrial]) -> list[RankedTrial]:
         if one.values:
             best.setdefault((one.setting, one.method), one)
     return list(best.values())
-
-
-def _cell(value: Any) -> Any:
-    return value if isinstance(value, int | float) else as_yaml(value)
 
 
 def to_frame(ranked: Sequence[RankedTrial], metric: str) -> pd.DataFrame:

@@ -23,10 +23,11 @@ from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
-from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, write_report_of
+from cfl_ray.runtime.launch import check_hash_of_cell
+from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
-from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study
+from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
 from cfl_ray.runtime.study.metrics import metric_warnings, scores_of
 from cfl_ray.runtime.study.packing import Packing, pack
 from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
@@ -91,6 +92,14 @@ class StudyResults:
     def best(self) -> list[RankedTrial]:
         """The best trial of a sweep for each method in each setting."""
         return best_of(self.trials)
+
+    def table(self) -> pd.DataFrame:
+        """Mean and spread of the study's metrics over its seeds; of the usual ones where no run has one of them."""
+        found = self.figures.found
+        try:
+            return table_of(found, self.study.metrics)
+        except ConfigError:
+            return table_of(found)
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each finished run: setting, method, seed, then a column for each metric."""
@@ -180,6 +189,7 @@ class _Launch:
         lock = self.root / LOCK
         lock.touch()
         with hold_run(lock), _sigterm_interrupts():
+            self._check_runs()
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
             write_text(self.root / STUDY, self.study.to_record())
@@ -233,6 +243,30 @@ class _Launch:
             raise ConfigError(
                 f"{self.root} is the folder of study {there!r}, this one is {self.study.name!r}; choose another folder"
             )
+
+    def _check_runs(self) -> None:
+        """Raises ConfigError where a run in the folder, also of another seed, has another config than the study now.
+
+        Warns of runs of other settings and methods, and of seeds that the study no longer has: tables have them too.
+        """
+        cells = {(cell.setting, cell.method): cell for cell in plan(self.study, ALL, self.trials.first())}
+        others = []
+        for setting, method, folder in run_folders(self.root):
+            cell, seed = cells.get((setting, method)), seed_of(folder)
+            if cell is not None:
+                check_hash_of_cell(folder / CONFIG, cell.experiment.model_copy(update={"seed": seed}))
+            if (cell is None and not self._learns) or seed not in self.study.seeds:
+                others.append(f"{setting}, {method}, seed {seed}")
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            self.watcher.warn(
+                f"the folder has runs that the study no longer names: {others[0]}{more}; tables and reports show them "
+                "too; move them away to leave them out"
+            )
+
+    @property
+    def _learns(self) -> bool:
+        return self.study.sweep is not None and self.study.sweep.sampler == "tpe"
 
     def _all_cells(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
@@ -323,6 +357,8 @@ class _Launch:
         if self.study.published is None:
             return (), ""
         published = load_published(self.study.published)
+        if unknown := unknown_metric(runs, published):
+            self.watcher.warn(f"the report has no published numbers: {self.study.published}: {unknown}")
         try:
             return compare_with(runs, published), published.paper.reference
         except ConfigError:  # a part of the study that no table has

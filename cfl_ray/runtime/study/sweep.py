@@ -70,13 +70,14 @@ class LearningTrials(Trials):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     def first(self) -> Sequence[dict[str, Any]]:
-        return [
+        ends = [
             {
                 key: values.at(share) if isinstance(values, RangeConfig) else values[0 if share < 1 else -1]
                 for key, values in self.sweep.parameters.items()
             }
             for share in (0.0, 1.0)
         ]
+        return list({name_of(one): one for one in ends}.values())  # of lists with one value each, they are the same
 
     def open(self, root: Path) -> None:
         """Raises ConfigError where the folder has the trials of another sweep."""

@@ -87,6 +87,10 @@ def test_trials_are_settings(study):
             {"experiment": {"local": "x", "methods": [{"fedavg": {"local": {"epochs": 2}}}]}},
             "small, all: local: Input should be a valid dictionary",
         ),
+        (
+            {"experiment": {"methods": [{"ifca": {"label": "a" * 201}}]}},
+            "a folder of at most 200 letters, got 201; give",
+        ),
         ({"seeds": [-1]}, "small, all: seed: Input should be greater than or equal to 0"),
         ({"experiment": {"methods": ["ifca", "ifca"]}}, "small, all: methods: 'ifca' is listed twice"),
     ],

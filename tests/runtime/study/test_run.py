@@ -181,7 +181,8 @@ def test_tables(study, inline):
 def test_a_metric_that_no_run_has_is_a_warning(study, inline):
     notes = Notes()
     results = run_study(study(seeds=[0], metrics=["acuracy"]), watcher=notes)
-    (warning,) = notes.warnings
+    before, warning = notes.warnings
+    assert "'acuracy' is no metric of all methods (did you mean 'accuracy'?)" in before
     assert (
         "no run has the metric 'acuracy'" in warning and "accuracy" in (results.root / "artifacts/table.md").read_text()
     )
@@ -277,3 +278,38 @@ def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path):
         "table.md",
         "report.html",
     }
+
+
+def test_studies_with_one_name_are_both_in_the_table(study, inline, tmp_path, monkeypatch):
+    changes = {"seeds": [0], "experiment": {"rounds": 1, "methods": ["fedavg"]}}
+    for place in ("one", "two"):
+        run_study(study(**changes), tmp_path / place / "small")
+    monkeypatch.chdir(tmp_path / "one" / "small")
+    frame = compare_runs([tmp_path / "one" / "small", tmp_path / "two" / "small"])
+    assert frame["experiment"].tolist() == [f"{tmp_path}/{place}/small, all" for place in ("one", "two")]
+    assert compare_runs([".", tmp_path / "two" / "small"])["experiment"].tolist()[0] == "., all"
+    with pytest.raises(ConfigError, match="are one study; name it once"):
+        compare_runs([".", tmp_path / "one" / "small"])
+
+
+@pytest.mark.parametrize("only, seeds", [(Selection(seeds=[1]), [0, 1]), (Selection(), [1])])
+def test_seeds_of_another_config_are_not_mixed(study, inline, files_of, only, seeds):
+    """Also where the runs of the other config are not selected, or the study no longer has their seed."""
+    root = run_study(study(seeds=[0])).root
+    before = files_of(root)
+    with pytest.raises(ConfigError, match="all/fedavg/seed-0 belongs to another config"):
+        run_study(study(seeds=seeds, experiment={"rounds": 3}), only=only)
+    assert files_of(root) == before
+
+
+def test_runs_that_the_study_no_longer_names_do_not_count_as_its_own(study, inline):
+    root = run_study(study(settings={"a": {}, "b": {"local": {"lr": 0.5}}})).root
+    notes = Notes()
+    changed = study(settings={"b": {"local": {"lr": 0.5}}, "c": {}}, experiment={"methods": ["fedavg"]}, seeds=[0])
+    run_study(changed, only=Selection(settings=["b"]), watcher=notes)
+    assert notes.warnings == [
+        "the folder has runs that the study no longer names: a, fedavg, seed 0 and 6 more; tables and reports show "
+        "them too; move them away to leave them out"
+    ]
+    found = study_status(root)
+    assert (found.runs, found.finished, found.state) == (2, 1, "stopped") and found.next is not None

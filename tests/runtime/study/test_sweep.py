@@ -149,7 +149,29 @@ def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
     assert best_of(ranked_of(study, {})) == []
 
 
+def test_trials_that_diverge_are_the_worst_and_have_no_spread(study):
+    ranked = ranked_of(
+        study, {(0.1, 0): float("inf"), (0.1, 1): float("inf"), (0.2, 0): 2.0, (0.2, 1): 4.0}, metric="test_loss"
+    )
+    assert [one.mean for one in ranked[:2]] == [3.0, float("inf")]
+    assert to_frame(ranked, "test_loss")["test_loss_std"].isna().tolist() == [False, True, True]
+
+
 # ---- whole sweeps
+
+
+def test_a_learning_sweep_over_one_value(study, inline):
+    pytest.importorskip("optuna")
+    sweep = {"parameters": {"local.lr": [0.1]}, "sampler": "tpe", "trials": 2}
+    results = run_study(study(seeds=[0], experiment={"rounds": 1, "methods": ["fedavg"]}, sweep=sweep))
+    assert not results.failed and inline == ["lr=0.1, fedavg, seed 0"]
+
+
+def test_the_runs_of_a_sweep_over_methods_are_counted(study, inline):
+    sweep = {"parameters": {"methods": [["fedavg"], ["fedavg", "local"]]}}
+    root = run_study(study(seeds=[0], experiment={"rounds": 1}, sweep=sweep)).root
+    found = study_status(root)
+    assert (found.runs, found.finished, found.state) == (3, 3, "finished")
 
 
 def test_a_grid_for_each_method_in_each_setting(study, inline):
