@@ -12,7 +12,6 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import check_columns
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.runtime.load import load_run
@@ -53,8 +52,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
         which the last value counts; empty: the score of the task, those of P-local and of the worst decile, and those
         of `_SHOWN` that occur. trust: as of `load_run`.
-    Raises ConfigError for a metric that no run has, and for METRIC beside METRIC_std, whose column is that of the
-    spread of METRIC.
+    Raises ConfigError for a metric that no run has. A spread over clients, as accuracy_std, beside its metric has the
+    column `column_of`.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
@@ -195,10 +194,9 @@ def values_of(result: MethodResult) -> dict[str, float]:
 
 def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
     present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
-    for name in metrics:
+    for name in metrics if found else ():
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
-    check_columns(metrics)
     scores = dict.fromkeys(primary_of(values) for seeds in found.values() for values in seeds.values())
     usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
@@ -206,7 +204,16 @@ def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
 
 
 def _columns(chosen: list[str]) -> list[str]:
-    return [column for name in chosen for column in (name, f"{name}_std")]
+    return [column for name in chosen for column in (column_of(name, chosen), f"{column_of(name, chosen)}_std")]
+
+
+def column_of(metric: str, metrics: Sequence[str]) -> str:
+    """The column of one of the metrics of a table; METRIC_over_clients for METRIC_std beside METRIC.
+
+    There METRIC_std is the spread of METRIC over the seeds.
+    """
+    of_clients = metric.endswith("_std") and metric.removesuffix("_std") in metrics
+    return f"{metric}_over_clients" if of_clients else metric
 
 
 def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: list[str]) -> list[Any]:
