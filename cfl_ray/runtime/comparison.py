@@ -14,6 +14,7 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.report.drawing import LEAST_SHOWN
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
@@ -31,7 +32,6 @@ _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
-_LEAST_SHOWN = 0.0005  # below it three decimals show nothing
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
@@ -263,7 +263,7 @@ def mean_and_spread(mean: float, std: float) -> str:
     """A mean with its spread in words, e.g. 0.912 ± 0.004; without the spread of a single run, empty without a mean."""
     if np.isnan(mean):
         return ""
-    if 0 < max(abs(mean), np.nan_to_num(std)) < _LEAST_SHOWN:
+    if 0 < max(abs(mean), np.nan_to_num(std)) < LEAST_SHOWN:
         return f"{mean:.2g}" + ("" if np.isnan(std) else f" ± {std:.2g}")
     digits = 3 if abs(mean) < 10 else 1
     return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")
