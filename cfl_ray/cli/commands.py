@@ -458,6 +458,7 @@ def table(
     seeds on.
     """
     from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
+    from cfl_ray.runtime.run_lock import command
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
@@ -465,6 +466,11 @@ def table(
         if not is_study(run_dir):
             trust = _may_import(run_dir, trust)
     frame = compare_runs(run_dirs, metric or (), trust)
+    if frame.empty:
+        raise ConfigError(
+            f"nothing of {', '.join(map(str, run_dirs))} has ended with an evaluation yet; see it with: "
+            f"{command('status', run_dirs[0])}"
+        )
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
         frame = by_experiment(frame, metric[0])
     print(format_table(frame, style))

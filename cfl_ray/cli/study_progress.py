@@ -15,7 +15,7 @@ from rich.table import Column
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
-from cfl_ray.runtime.comparison import by_experiment, mean_and_spread
+from cfl_ray.runtime.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.runtime.study.packing import Packing
 from cfl_ray.runtime.study.ranking import RankedTrial
@@ -142,7 +142,8 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
     """
     known = [name for name in table.columns if f"{name}_std" in table.columns]
     usual = (known[0], f"{known[0]}_local", "ari")
-    for metric in [name for name in metrics if name in known] or [name for name in usual if name in known]:
+    wanted = [column_of(name, metrics) for name in metrics]
+    for metric in [name for name in wanted if name in known] or [name for name in usual if name in known]:
         wide = by_experiment(table, metric)
         wide = wide.iloc[:, 1:].set_axis(wide.iloc[:, 0], axis="index")  # the first one has the methods
         first = "method"

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -207,10 +207,6 @@ class Study(ConfigSection):
     def _check_metrics(cls, metrics: list[str]) -> list[str]:
         if twice := [metric for metric in metrics if metrics.count(metric) > 1]:
             raise ValueError(f"{twice[0]} is listed twice")
-        try:
-            check_columns(metrics)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
         return metrics
 
     @field_validator("experiment", mode="before")
@@ -273,16 +269,6 @@ class Study(ConfigSection):
     def _with_written(self, written: dict[str, str]) -> "Study":
         self._written = written
         return self
-
-
-def check_columns(metrics: Sequence[str]) -> None:
-    """Raises ConfigError for metrics that no table has side by side."""
-    for metric in metrics:
-        if f"{metric}_std" in metrics:
-            raise ConfigError(
-                f"{metric}_std cannot be in one table with {metric}, whose spread over the seeds has this column; show "
-                "the two in two tables"
-            )
 
 
 def is_study_file(file: str | Path) -> bool:

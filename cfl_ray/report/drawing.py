@@ -111,8 +111,13 @@ def number(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
+LEAST_SHOWN = 0.0005  # three decimals show nothing of a smaller number
+
+
 def with_spread(mean: float, std: float) -> str:
-    """Mean and, where there is one, standard deviation, with as many decimals."""
+    """Mean and, where there is one, standard deviation, with as many decimals; two digits of what three would hide."""
+    if 0 < max(abs(mean), 0.0 if math.isnan(std) else std) < LEAST_SHOWN:
+        return f"{mean:.2g}" if math.isnan(std) else f"{mean:.2g} ±\u00a0{std:.2g}"
     digits = 3 if abs(mean) < 10 else 1
     return number(mean) if math.isnan(std) else f"{number(mean)} ±\u00a0{std:.{digits}f}"
 

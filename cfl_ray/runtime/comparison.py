@@ -12,9 +12,9 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.config.study import check_columns
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.report.drawing import LEAST_SHOWN
 from cfl_ray.runtime.load import load_run
 from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
@@ -32,7 +32,6 @@ _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
-_LEAST_SHOWN = 0.0005  # below it three decimals show nothing
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
 
 
@@ -53,8 +52,8 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
         which the last value counts; empty: the score of the task, those of P-local and of the worst decile, and those
         of `_SHOWN` that occur. trust: as of `load_run`.
-    Raises ConfigError for a metric that no run has, and for METRIC beside METRIC_std, whose column is that of the
-    spread of METRIC.
+    Raises ConfigError for a metric that no run has. A spread over clients, as accuracy_std, beside its metric has the
+    column `column_of`.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
@@ -195,10 +194,9 @@ def values_of(result: MethodResult) -> dict[str, float]:
 
 def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
     present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
-    for name in metrics:
+    for name in metrics if found else ():
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
-    check_columns(metrics)
     scores = dict.fromkeys(primary_of(values) for seeds in found.values() for values in seeds.values())
     usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
@@ -206,7 +204,16 @@ def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
 
 
 def _columns(chosen: list[str]) -> list[str]:
-    return [column for name in chosen for column in (name, f"{name}_std")]
+    return [column for name in chosen for column in (column_of(name, chosen), f"{column_of(name, chosen)}_std")]
+
+
+def column_of(metric: str, metrics: Sequence[str]) -> str:
+    """The column of one of the metrics of a table; METRIC_over_clients for METRIC_std beside METRIC.
+
+    There METRIC_std is the spread of METRIC over the seeds.
+    """
+    of_clients = metric.endswith("_std") and metric.removesuffix("_std") in metrics
+    return f"{metric}_over_clients" if of_clients else metric
 
 
 def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: list[str]) -> list[Any]:
@@ -256,7 +263,7 @@ def mean_and_spread(mean: float, std: float) -> str:
     """A mean with its spread in words, e.g. 0.912 ± 0.004; without the spread of a single run, empty without a mean."""
     if np.isnan(mean):
         return ""
-    if 0 < max(abs(mean), np.nan_to_num(std)) < _LEAST_SHOWN:
+    if 0 < max(abs(mean), np.nan_to_num(std)) < LEAST_SHOWN:
         return f"{mean:.2g}" + ("" if np.isnan(std) else f" ± {std:.2g}")
     digits = 3 if abs(mean) < 10 else 1
     return f"{mean:.{digits}f}" + ("" if np.isnan(std) else f" ± {std:.{digits}f}")

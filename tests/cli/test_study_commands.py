@@ -177,3 +177,40 @@ def test_trials_in_a_narrow_terminal():
         printed = text_of(width, lambda console: show_trials(ranked, best_of(ranked), "accuracy", console))
         assert "…" not in printed and "and 10 more, in artifacts/trials.csv" in printed
         assert f"{key}=0.0 local.lr=1" in printed and "best for stocfl in a: accuracy 0.500 over 1 run, with" in printed
+
+
+def test_a_table_of_nothing_says_so(capsys):
+    folder = Path("runs/small")
+    folder.mkdir(parents=True)
+    (folder / "study.yaml").write_text(Path(write(seeds=[0])).read_text())
+    for metric in ([], ["--metric", "accuracy"]):
+        status, printed, error = call(capsys, "table", "runs/small", *metric)
+        assert status == 2 and not printed
+        assert "nothing of runs/small has ended with an evaluation yet; see it with: cfl-ray status runs/small" in error
+
+
+def test_metrics_of_a_study_are_those_of_its_tables(capsys):
+    status, printed, _ = call(capsys, "compare", write(seeds=[0], metrics=["train_loss", "accuracy", "accuracy_std"]))
+    titles = [line.strip() for line in printed.splitlines() if re.fullmatch(r" *(train_loss|acc[a-z_]+) *", line)]
+    assert status == 0 and titles == ["train_loss", "accuracy", "accuracy_std_over_"], "the last one wraps"
+
+
+def test_a_setting_may_be_called_as_a_column_of_a_table(capsys):
+    settings = {"method": {}, "p": {"local": {"lr": 0.5}}}
+    status, printed, _ = call(capsys, "compare", write(seeds=[0], settings=settings))
+    assert status == 0 and re.search(r"method .*method .*p ", printed)
+
+
+def test_status_of_a_study_that_was_edited_by_hand(capsys):
+    call(capsys, "compare", write(seeds=[0]))
+    file = Path("runs/small/study.yaml")
+    file.write_text(
+        re.sub(
+            r"methods:.*?\n  model",
+            "methods: [{fedavg: 3}, {ifca: {label: null}}, 4]\n  model",
+            file.read_text(),
+            flags=re.S,
+        )
+    )
+    status, printed, _ = call(capsys, "status", "runs/small")
+    assert status == 0 and "of 3 finished" in printed

@@ -57,10 +57,6 @@ REFUSED = {
     "a file of the study": ({"settings": {"study.yaml": {}}}, "or a file of the study (study.yaml, study.lock,"),
     "a study whose folder no file system has": ({"name": "a" * 101}, "name: String should have at most 100 characters"),
     "a metric twice": ({"metrics": ["ari", "ari"]}, "metrics: ari is listed twice"),
-    "two metrics with one column": (
-        {"metrics": ["accuracy_std", "accuracy"]},
-        "accuracy_std cannot be in one table with accuracy, whose spread over the seeds has this column",
-    ),
     "a range whose keys are numbers": (
         {"sweep": {"parameters": {"local.lr": {1: 2}}}},
         "local.lr: low: Field required",

@@ -13,7 +13,7 @@ from pages import CLIENTS, HOSTILE, experiment, report
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
-from cfl_ray.report.drawing import as_json, look
+from cfl_ray.report.drawing import as_json, look, with_spread
 from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.page import render
@@ -195,3 +195,8 @@ def test_signatures_that_are_not_defined_leave_the_others_where_they_are():
     nothing = RecordedMatrix(1, np.arange(4), np.full((4, 2), np.nan, np.float32), of_pairs=False)
     empty = MethodRun(0, [], matrices={"signature": nothing})
     assert matrix_figures(ReportedExperiment("small", {}, "", "", {"m": [empty]})) == []
+
+
+def test_small_values_keep_their_digits():
+    assert with_spread(1.34e-5, 1.41e-6) == "1.3e-05 ±\u00a01.4e-06" and with_spread(-2e-4, float("nan")) == "-0.0002"
+    assert with_spread(0.0, 0.0) == "0.000 ±\u00a00.000" and with_spread(1e-5, 0.1) == "0.000 ±\u00a00.100"

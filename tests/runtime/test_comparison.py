@@ -124,13 +124,16 @@ def test_infinite_values_and_equal_ones_are_not_tested():
     assert table_of(found_of(a=[0.5, 0.6, 0.7], b=[0.5, 0.6, 0.7]), ["accuracy"])["p"].isna().all()
 
 
-def test_the_spread_over_clients_is_a_metric_of_its_own_table():
+def test_the_spread_over_clients_is_a_metric():
     found = {("e", "m"): {seed: {"accuracy": 0.5, "accuracy_std": 0.1 + 0.1 * seed} for seed in (0, 1)}}
     frame = table_of(found, ["accuracy_std", "accuracy_std"])
     assert frame.columns.tolist() == ["experiment", "method", "runs", "accuracy_std", "accuracy_std_std", "p"]
     assert f"| m | 2 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(frame, "md")
-    with pytest.raises(ConfigError, match="accuracy_std cannot be in one table with accuracy, whose spread"):
-        table_of(found, ["accuracy", "accuracy_std"])
+    both = table_of(found, ["accuracy", "accuracy_std"])
+    spread = "accuracy_std_over_clients"
+    assert both.columns.tolist()[3:-1] == ["accuracy", "accuracy_std", spread, f"{spread}_std"]
+    assert both[spread][0] == frame["accuracy_std"][0] and both["accuracy_std"][0] == 0
+    assert f"| m | 2 | 0.500 ± 0.000 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(both, "md")
 
 
 def test_names_end_no_cell_of_a_table():

@@ -52,7 +52,8 @@ def _names_in(file: Path) -> tuple[list[str], list[str]]:
         return [], []
     entries = [entry for values in (study.experiment, *study.settings.values()) for entry in _methods_of(values)]
     pairs = [next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {}) for entry in entries]
-    return list(study.settings), [str((options or {}).get("label", name)) for name, options in pairs]
+    labels = [options.get("label") if isinstance(options, dict) else None for _, options in pairs]
+    return list(study.settings), [str(label or name) for (name, _), label in zip(pairs, labels, strict=True)]
 
 
 def _methods_of(values: dict[str, Any]) -> list[Any]:

@@ -245,15 +245,17 @@ class _Launch:
             )
 
     def _check_runs(self) -> None:
-        """Raises ConfigError where a run in the folder, also of another seed, has another config than the study now.
+        """Raises ConfigError where a run of a selected setting has another config than the study gives it now.
 
-        Warns of runs of other settings and methods, and of seeds that the study no longer has: tables have them too.
+        Also one that is not selected, and one of a seed that the study no longer has: a table would mix the two. Warns
+        of runs whose setting, method or seed the study no longer has: they are in the tables, too.
         """
         cells = {(cell.setting, cell.method): cell for cell in plan(self.study, ALL, self.trials.first())}
+        selected = {cell.setting for cell in self.cells}
         others = []
         for setting, method, folder in run_folders(self.root):
             cell, seed = cells.get((setting, method)), seed_of(folder)
-            if cell is not None:
+            if cell is not None and setting in selected:
                 check_hash_of_cell(folder / CONFIG, cell.experiment.model_copy(update={"seed": seed}))
             if (cell is None and not self._learns) or seed not in self.study.seeds:
                 others.append(f"{setting}, {method}, seed {seed}")
@@ -333,7 +335,8 @@ class _Launch:
             table = table_of(figures.found)
         write_text(folder / "table.md", format_table(table, "md") + "\n")
         self._write_report(folder / REPORT)
-        names = [name for name in table.columns if name in METRICS or name in self.of_task]
+        means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
+        names = [name for name in means if name in METRICS or name in self.of_task]
         return {
             f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
             for _, row in table.iterrows()

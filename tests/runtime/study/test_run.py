@@ -15,6 +15,7 @@ from cfl_ray.runtime.study.cells import Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
 from cfl_ray.runtime.study.metrics import metric_warnings
 from cfl_ray.runtime.study.run import StudyWatcher, run_study
+from cfl_ray.tracking import read_records
 
 EXPERIMENTS = Path(__file__).parents[3] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
@@ -292,8 +293,10 @@ def test_studies_with_one_name_are_both_in_the_table(study, inline, tmp_path, mo
         compare_runs([".", tmp_path / "one" / "small"])
 
 
-@pytest.mark.parametrize("only, seeds", [(Selection(seeds=[1]), [0, 1]), (Selection(), [1])])
-def test_seeds_of_another_config_are_not_mixed(study, inline, files_of, only, seeds):
+@pytest.mark.parametrize(
+    "only, seeds", [(Selection(seeds=[1]), [0, 1]), (Selection(), [1]), (Selection(methods=["two"]), [1])]
+)
+def test_configs_are_not_mixed_in_a_setting(study, inline, files_of, only, seeds):
     """Also where the runs of the other config are not selected, or the study no longer has their seed."""
     root = run_study(study(seeds=[0])).root
     before = files_of(root)
@@ -313,3 +316,12 @@ def test_runs_that_the_study_no_longer_names_do_not_count_as_its_own(study, inli
     ]
     found = study_status(root)
     assert (found.runs, found.finished, found.state) == (2, 1, "stopped") and found.next is not None
+
+
+def test_the_metrics_of_a_study_are_means(study, inline):
+    """Not the spread of accuracy over the seeds under the name of its spread over the clients."""
+    results = run_study(study(experiment={"rounds": 1, "methods": ["fedavg"]}))
+    (record,) = read_records(results.root)
+    frame = results.to_frame()
+    assert record.metrics["all/fedavg/accuracy"] == pytest.approx(frame["accuracy"].mean())
+    assert "all/fedavg/accuracy_std" not in record.metrics
