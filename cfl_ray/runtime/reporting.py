@@ -62,16 +62,31 @@ def write_report(
 ) -> Path:
     """Writes the page of these runs, and of all runs below these folders, and returns its path.
 
-    against: file of published tables. column: that of the tables which plain runs belong to; runs of a study belong to
-        that of their setting. trust: as in `load_run`.
+    against: file of published tables; None: those that a study names, where its folder is the only path. column: that
+        of the tables which plain runs belong to; runs of a study belong to that of their setting. trust: as in
+        `load_run`.
     Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
     """
     runs = find_runs(paths, trust)
     if against is None:
-        return write_report_of(runs, output, mode=SHARED)
+        return write_report_of(runs, output, *_of_study(paths, runs), mode=SHARED)
     published = load_published(against)
     comparisons = compare_with(runs, published, column)
     return write_report_of(runs, output, comparisons, published.paper.reference, SHARED)
+
+
+def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
+    """The published numbers that a study names beside ours, and the paper; none for other paths, or without its file."""
+    if len(paths) != 1 or not is_study(paths[0]):
+        return (), ""
+    file = load_study(Path(paths[0]) / STUDY).published
+    if file is None or not Path(file).is_file():
+        return (), ""
+    published = load_published(file)
+    try:
+        return compare_with(runs, published), published.paper.reference
+    except ConfigError:  # nothing of ours is in the study's tables
+        return (), ""
 
 
 def write_report_of(

@@ -318,6 +318,11 @@ def test_a_study_is_compared_with_the_tables_that_it_repeats(tmp_path):
     for tables, expected in (("[table2]", ["table2"]), ("[]", ["table1", "table2"])):
         (study / "study.yaml").write_text(f"{text}published: {published}\ntables: {tables}\n")
         assert [one.table for one in compare_with(find_runs([study]), load_published(published))] == expected
+    shown = "table1, slow: ours and published"
+    assert shown in write_report([study], tmp_path / "page.html").read_text(), "the tables that the study names"
+    assert shown not in write_report([folder], tmp_path / "page.html").read_text()
+    published.unlink()
+    assert shown not in write_report([study], tmp_path / "page.html").read_text()
 
 
 def test_a_page_that_is_asked_for_is_made_for_others(runs, tmp_path):
