@@ -76,7 +76,7 @@ def write_report(
 
 
 def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
-    """The published numbers that a study names beside ours, and the paper; none for other paths, or without its file."""
+    """The published numbers that a study names beside ours, and the paper; none for other paths or without the file."""
     if len(paths) != 1 or not is_study(paths[0]):
         return (), ""
     file = load_study(Path(paths[0]) / STUDY).published
