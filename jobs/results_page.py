@@ -248,7 +248,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]
     """A row for each cell that was run; reasons and misprints are notes below, by number."""
     run = [cell for column in table.columns for cell in cells if cell.column == column and cell.is_run]
     metrics = {cell.number.metric for cell in run}
-    honest = table.unit == "percent" and metrics != {"accuracy"} and any("accuracy" in cell.runs for cell in run)
+    honest = bool(metrics & (_PROTOCOLS.keys() - {"accuracy"})) and any("accuracy" in cell.runs for cell in run)
     head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or honest else [])]
     head += [*(["P-server here"] if honest else []), "difference", "seeds", "rounds", "notes"]
     lines = [
