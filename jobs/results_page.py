@@ -143,7 +143,7 @@ def page(cells: list[Compared]) -> str:
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
             lines += [f"Not run: {', '.join(_title(one) for one in missing)}.", ""]
-    lines += _missing(cells)
+    lines += _missing()
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -193,44 +193,70 @@ def _mean_and_std(values: pd.Series) -> tuple[float, float]:
     return float(values.mean()) * scale, float(values.std(ddof=1)) * scale
 
 
-def _missing(cells: list[Compared]) -> list[str]:
-    """The runs that were not made, and the time that they would take at the measured rate."""
+def _missing() -> list[str]:
+    """The runs that were not made, and the time that they would take at the measured rates."""
     file = FIGURES / "costs.csv"
     if not file.is_file():
         return []
-    table, rate = pd.read_csv(file), _rate(pd.read_csv(file))
+    table = pd.read_csv(file)
+    table["done"] = [int((_runs(study)["setting"] == setting).sum()) for study, setting in _pairs(table)]
+    table["rate"] = table["study"].map(_rates(table))
+    table["hours"] = (table["runs"] - table["done"]) * table["gigaflop"] / table["rate"] / 3600
+    # values of a sweep together
+    table["setting"] = [name.split(",")[0] if "=" in name else name for name in table["setting"]]
+    table.loc[table["setting"].str.contains("="), "setting"] = "all"
     lines = [
         "## The cost of what was not run",
         "",
-        f"Core hours of local training with federated averaging, by `python jobs/results.py costs`, at {rate:.0f}",
-        "GFLOP/s of one core: the rate of the FedAvg runs above that have all rounds of their recipe. It is a lower",
-        "limit: small networks reach a lower rate, evaluation is not counted, and methods that train two models in",
-        "each client take twice as long. The head of each study's file gives the time of one run. FEMNIST is counted",
-        "with the writers at hand; a setting without a figure needs data that were not at hand.",
+        "Core hours, from the floating point operations of local training with federated averaging (`python",
+        "jobs/results.py costs`) and the operations in a second that one core has reached in the runs above, with",
+        "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
+        "counted with the writers at hand; a setting without a figure needs data that were not at hand.",
         "",
-        "| study | setting | runs | done | core hours of the others |",
-        "|---|---|---|---|---|",
+        "| study | setting | runs | done | GFLOP/s | core hours of the others |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in table.itertuples():
-        done_file = FIGURES / f"{row.study}.csv"
-        done = pd.read_csv(done_file) if done_file.is_file() else pd.DataFrame({"setting": []})
-        count = int((done["setting"] == row.setting).sum())
-        hours = "" if math.isnan(row.gigaflop) else f"{(row.runs - count) * row.gigaflop / rate / 3600:.2g}"
-        if count < row.runs:
-            lines.append(f"| {row.study} | {row.setting} | {row.runs} | {count} | {hours} |")
+    for (study, setting), rows in table.groupby(["study", "setting"], sort=False):
+        runs, done = rows["runs"].sum(), rows["done"].sum()
+        known = rows["gigaflop"].notna().all()
+        shown = [f"{rows['rate'].iloc[0]:.1f}", f"{rows['hours'].sum():.2g}"] if known else ["", ""]
+        if done < runs:
+            lines.append(f"| {study} | {setting} | {runs} | {done} | {' | '.join(shown)} |")
     return lines
 
 
-def _rate(table: pd.DataFrame) -> float:
-    """Gigaflop per second of all runs of FedAvg that are on record with the rounds of their recipe; 20 without any."""
-    amount, seconds = 0.0, 0.0
-    for row in table.itertuples():
-        file = FIGURES / f"{row.study}.csv"
-        if file.is_file() and not math.isnan(row.gigaflop):
-            done = pd.read_csv(file)
-            done = done[(done["setting"] == row.setting) & (done["method"] == "fedavg") & done["changed"].isna()]
-            amount, seconds = amount + row.gigaflop * len(done), seconds + float(done["seconds"].sum())
-    return amount / seconds if seconds else 20.0
+def _pairs(table: pd.DataFrame) -> list[tuple[str, str]]:
+    return list(zip(table["study"], table["setting"], strict=True))
+
+
+def _runs(study: str) -> pd.DataFrame:
+    """The runs of a study that are on record."""
+    file = FIGURES / f"{study}.csv"
+    return pd.read_csv(file) if file.is_file() else pd.DataFrame({"setting": []})
+
+
+def _is_recipe(changed: str) -> bool:
+    """Whether runs with these changes do the work of their recipe in each round."""
+    return all(change.startswith(("rounds=", "evaluation.")) for change in changed.split())
+
+
+def _rates(costs: pd.DataFrame) -> dict[str, float]:
+    """Gigaflop a second of the runs of each study, or else of the studies of its paper, or of all; 20 without any."""
+    amounts, seconds = {}, {}
+    for study, rows in costs.groupby("study"):
+        runs, of_setting = _runs(str(study)), rows.set_index("setting")["gigaflop"]
+        if len(runs):
+            runs = runs[[_is_recipe(changed) for changed in runs["changed"].fillna("")]]
+        if len(runs):
+            amounts[study] = float((runs["setting"].map(of_setting) * runs["rounds"] / runs["of_rounds"]).sum())
+            seconds[study] = float(runs["seconds"].sum())
+    found = {}
+    for study in costs["study"].unique():
+        of_paper = [one for one in amounts if one.partition("-")[0] == study.partition("-")[0]]
+        measured = [study] if study in amounts else of_paper or list(amounts)
+        time = sum(seconds[one] for one in measured)
+        found[study] = sum(amounts[one] for one in measured) / time if time else 20.0
+    return found
 
 
 def _count(cells: list[Compared]) -> list[str]:
