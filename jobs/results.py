@@ -30,7 +30,7 @@ from cfl_ray.runtime.comparison import read_study, run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
 
 PAGE = ROOT / "docs" / "results.md"
-_NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # keys that change no result, or are the row
+_NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
 _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
@@ -92,9 +92,18 @@ def find_recipe(folder: Path) -> Path:
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """The keys in which a run differs from its recipe: KEY=VALUE, joined by spaces."""
-    here, there = (flatten({k: v for k, v in one.items() if k not in _NOT_COMPARED}) for one in (found, expected))
+    here, there = (flatten(_compared(one)) for one in (found, expected))
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key) and key != "data.root"]
     return " ".join(f"{key}={here.get(key)}" for key in keys)
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    """What the results of a run depend on, with `methods.NAME.OPTION` of its one method."""
+    values = {key: value for key, value in config.items() if key not in _NOT_COMPARED}
+    (entry,) = config["methods"]
+    name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+    options = {key: value for key, value in (options or {}).items() if key != "label"}
+    return values | ({"methods": {name: options}} if options else {})
 
 
 # ---- costs: the arithmetic of each study

@@ -113,6 +113,14 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(resu
     assert len(pd.read_csv(file)) == 2, "a run that is collected again replaces its row"
 
 
+def test_options_of_the_method_that_differ_from_the_recipe_are_named(results):
+    here, there = ({"rounds": 2, "methods": [entry]} for entry in ("ifca", {"ifca": {}}))
+    assert results.differences(here, there) == ""
+    changed = there | {"methods": [{"ifca": {"num_clusters": 4, "label": "ifca_4"}}]}
+    assert results.differences(changed, there) == "methods.ifca.num_clusters=4"
+    assert results.differences(there, changed) == "methods.ifca.num_clusters=None"
+
+
 def test_a_folder_of_no_recipe(results, tmp_path):
     with pytest.raises(results.UserError, match="is the folder of no study in .*; name its recipe with --recipe"):
         results.find_recipe(tmp_path)
