@@ -98,7 +98,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:
-    """What the results of a run depend on, with `methods.NAME.OPTION` of its one method."""
+    """The keys that change the results of a run, with those of its method as `methods.NAME.OPTION`."""
     values = {key: value for key, value in config.items() if key not in _NOT_COMPARED}
     (entry,) = config["methods"]
     name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})

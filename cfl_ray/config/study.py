@@ -12,7 +12,15 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import yaml
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
@@ -195,19 +203,12 @@ class Study(ConfigSection):
                     raise ValueError(f"{name}.{key} cannot differ between settings: it is {place}; leave it out")
         return {str(name): _yaml_copy(values or {}, f"settings.{name}") for name, values in settings.items()}
 
-    @field_validator("seeds")
+    @field_validator("seeds", "metrics")
     @classmethod
-    def _check_seeds(cls, seeds: list[int]) -> list[int]:
-        if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
-            raise ValueError(f"seed {twice[0]} is listed twice")
-        return seeds
-
-    @field_validator("metrics")
-    @classmethod
-    def _check_metrics(cls, metrics: list[str]) -> list[str]:
-        if twice := [metric for metric in metrics if metrics.count(metric) > 1]:
-            raise ValueError(f"{twice[0]} is listed twice")
-        return metrics
+    def _check_once(cls, values: list[Any], info: ValidationInfo) -> list[Any]:
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ValueError(f"{str(info.field_name).removesuffix('s')} {twice[0]} is listed twice")
+        return values
 
     @field_validator("experiment", mode="before")
     @classmethod
