@@ -56,7 +56,7 @@ REFUSED = {
     "the folder of the tables": ({"settings": {"artifacts": {}}}, "and not 'artifacts'"),
     "a file of the study": ({"settings": {"study.yaml": {}}}, "or a file of the study (study.yaml, study.lock,"),
     "a study whose folder no file system has": ({"name": "a" * 101}, "name: String should have at most 100 characters"),
-    "a metric twice": ({"metrics": ["ari", "ari"]}, "metrics: ari is listed twice"),
+    "a metric twice": ({"metrics": ["ari", "ari"]}, "metrics: metric ari is listed twice"),
     "a range whose keys are numbers": (
         {"sweep": {"parameters": {"local.lr": {1: 2}}}},
         "local.lr: low: Field required",
