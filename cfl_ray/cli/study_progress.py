@@ -21,7 +21,7 @@ from cfl_ray.runtime.study.packing import Packing
 from cfl_ray.runtime.study.ranking import RankedTrial
 from cfl_ray.runtime.study.run import StudyResults, StudyWatcher
 from cfl_ray.runtime.study.workers import CellOutcome
-from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking import ARTIFACTS, RoundRecord
 from cfl_ray.tracking.tracker import METRICS_LOG
 
 if TYPE_CHECKING:
@@ -105,15 +105,14 @@ class StudyDisplay(StudyWatcher):
 
     def finish(self, results: StudyResults) -> None:
         """Prints the tables, where results are, and what failed."""
-        files = "report.html, results.csv and table.md"
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
-            files = "report.html, results.csv, trials.csv and table.md"
         elif results.figures.found:
             show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.cell.name}: {outcome.reason}")
-        self._print(f"results: {results.root} ({files} in artifacts/)")
+        files = sorted(path.name for path in (results.root / ARTIFACTS).glob("*"))
+        self._print(f"results: {results.root} ({', '.join(files)} in {ARTIFACTS}/)")
         if results.tracking:
             self._print(f"MLflow: {results.tracking}")
 

@@ -15,11 +15,11 @@ from cfl_ray.config import Experiment
 from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.report.drawing import LEAST_SHOWN
-from cfl_ray.runtime.load import load_run
+from cfl_ray.runtime.load import load_run, recorded_result
 from cfl_ray.runtime.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import is_study, run_folders, seed_of
-from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking import read_end
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:
@@ -122,12 +122,15 @@ class StudyFigures:
 
 
 def read_study(folder: str | Path) -> StudyFigures:
-    """The figures of the finished runs of a study, read from its folder."""
+    """The figures of the finished runs of a study, read from its folder.
+
+    Raises DataError for a finished run whose metrics are missing or damaged.
+    """
     found: Found = {}
     for setting, method, run in run_folders(folder):
         for directory in sorted(path for path in run.iterdir() if path.is_dir()):
             if (end := read_end(directory)) is not None and end.status == "FINISHED":
-                result = MethodResult(method, list(read_records(directory)), dict(end.summary.metrics))
+                result = recorded_result(method, directory)
                 if result.final:
                     found.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
     return StudyFigures(found)

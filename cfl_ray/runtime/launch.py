@@ -17,14 +17,15 @@ from cfl_ray.core.files import read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.load import recorded_result
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.results import MethodResult, Results
+from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.trust import load_record, sign_record
-from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
+from cfl_ray.tracking import read_end, redact, resolve_uri
 
 _HASH = "# config hash "
 
@@ -147,9 +148,7 @@ def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | N
     for label in resolve(experiment.methods):
         if not _is_finished(directory / label):
             return None
-        records, end = list(read_records(directory / label)), read_end(directory / label)
-        assert end is not None  # it is finished
-        methods[label] = MethodResult(label, records, dict(end.summary.metrics), directory / label)
+        methods[label] = recorded_result(label, directory / label)
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
     return Results(methods, directory, redact(uri) if uri else None)
 

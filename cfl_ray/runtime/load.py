@@ -5,6 +5,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from cfl_ray.config import Experiment
+from cfl_ray.core.errors import DataError
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results
@@ -12,6 +13,7 @@ from cfl_ray.runtime.run_lock import CONFIG, no_run
 from cfl_ray.runtime.trained import TrainedMethod, load_trained
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking.tracker import METRICS_LOG
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
@@ -35,10 +37,22 @@ def _method(setup: Callable[[], Setup], label: str, run_dir: Path) -> MethodResu
     directory = run_dir / label
     if not directory.is_dir():
         return MethodResult(label, [], {}, directory)
-    end = read_end(directory)
-    summary = dict(end.summary.metrics) if end is not None else {}
 
     def trained() -> TrainedMethod:
         return load_trained(setup(), label, run_dir)
 
-    return MethodResult(label, list(read_records(directory)), summary, directory, trained)
+    return recorded_result(label, directory, trained)
+
+
+def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:
+    """The result of a method as its folder has it on record.
+
+    Raises DataError where the method is finished and the file of its metrics is missing or empty.
+    """
+    records, end = list(read_records(directory)), read_end(directory)
+    if end is not None and end.status == "FINISHED" and not records:
+        raise DataError(
+            f"{directory} is of a finished method, but {METRICS_LOG} is missing or empty; restore it, or remove the "
+            "folder of the run and run it again"
+        )
+    return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)

@@ -56,10 +56,26 @@ def test_a_study_from_check_to_resume(capsys):
     assert "2 of 4 finished, 2 left" in printed and "cfl-ray resume runs/small" in printed
     status, printed, _ = call(capsys, "resume", "runs/small")
     assert status == 0 and "4 runs, 2 finished before" in printed and len(InlineCrew.done) == 4
-    assert re.search(r"method .*a .*b ", printed) and "results.csv and table.md" in printed
+    assert re.search(r"method .*a .*b ", printed)
+    assert "(report.html, results.csv, table.md in artifacts/)" in printed
     found = json.loads(call(capsys, "status", "--json", "runs/small")[1])
     assert (found["state"], found["runs"], found["finished"], found["next"]) == ("finished", 4, 4, None)
     assert "| method | a | b |" in call(capsys, "table", "runs/small", "--metric", "accuracy")[1]
+
+
+def test_the_files_that_are_named_are_there(capsys):
+    status, printed, _ = call(capsys, "compare", write(seeds=[0]), "tracking.report=false")
+    assert status == 0 and "(results.csv, table.md in artifacts/)" in printed
+
+
+def test_a_finished_run_without_its_metrics_is_named(capsys):
+    file = write(seeds=[0])
+    assert call(capsys, "compare", file)[0] == 0
+    (lost,) = Path("runs/small").glob("*/fedavg/*/*/metrics.jsonl")
+    lost.unlink()
+    for command in (["compare", file], ["table", "runs/small"], ["table", str(lost.parents[1])]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and f"{lost.parent} is of a finished method, but metrics.jsonl is missing" in message
 
 
 def test_a_part_of_a_study_is_checked_alone(capsys):

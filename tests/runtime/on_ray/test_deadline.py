@@ -119,8 +119,8 @@ def test_an_evaluation_has_its_own_late_clients(backend, ended):
 def test_a_client_is_not_excluded_for_a_host_that_halts(backend, ended, actors, meanwhile, until):
     """SIGSTOP halts it without a trace: its client is tried again on another host and finishes there."""
     asked, models_KP = clients(backend, [0, 1, 2], 3), start(backend)
-    for pid in actors("ClientHost")[:1]:
-        os.kill(pid, signal.SIGSTOP)
+    backend.pool.nodes(seconds=300)  # a host that is still starting gets no work
+    os.kill(backend.pool.hosts[0].pid, signal.SIGSTOP)
     updates = asked.train(asked.send(models_KP), average=torch.ones(1, 3), features=asked.spec.all)
     assert updates.valid_M.all() and not asked.stats.excluded and ended() == 1
     until(lambda: len(actors("ClientHost")) == 2)
