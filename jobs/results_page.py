@@ -88,7 +88,7 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
 
 
 def read_reasons() -> dict[str, Any]:
-    """Why cells differ, by paper, table and ROW/COLUMN; * stands for every row or column."""
+    """Why cells differ, by paper, table and ROW/COLUMN (* for every row or column); a figure has one sentence."""
     return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
 
 
@@ -159,6 +159,7 @@ def _figures(paper: str) -> list[str]:
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
         lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _expected(file)) else []
+        lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
         head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
@@ -170,6 +171,11 @@ def _figures(paper: str) -> list[str]:
             lines.append(f"| {' | '.join([setting, *([method] if several else []), *values, str(len(own))])} |")
         lines.append("")
     return lines
+
+
+def _found(paper: str, figure: str) -> str:
+    """The sentence on a figure among the reasons."""
+    return str((read_reasons().get(paper) or {}).get(figure) or "").strip()
 
 
 def _expected(recipe: Path) -> str:
