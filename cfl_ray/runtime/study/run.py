@@ -204,16 +204,25 @@ class _Launch:
                 status = "KILLED"
                 raise Interrupted(f"stopped. Every saved round is kept; go on with: {self._again()}") from None
             finally:
-                figures = self.results()
-                count = sum(map(len, figures.found.values()))
-                if summary := self._write_tables(figures):  # the step of the parent's metrics: a later start has others
-                    tracker.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
-                tracker.finish(status, {})
+                self._end(tracker, status)
             if self.uri is not None:  # what the runs could not deliver while they were live
                 deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
             self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
         )
+
+    def _end(self, tracker: Tracker, status: EndStatus) -> None:
+        """Writes the tables of what is finished, and in any case the end: FAILED where a table cannot be written."""
+        try:
+            figures = self.results()
+            count = sum(map(len, figures.found.values()))  # the step of the parent's metrics: a later start has others
+            if summary := self._write_tables(figures):
+                tracker.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
+        except BaseException:
+            status = "FAILED"
+            raise
+        finally:
+            tracker.finish(status, {})
 
     def results(self) -> StudyFigures:
         """The figures of what is finished."""

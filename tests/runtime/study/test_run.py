@@ -1,5 +1,6 @@
 """Studies from start to end, started again, changed, and refused."""
 
+import errno
 import io
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from cfl_ray.runtime.study.cells import Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
 from cfl_ray.runtime.study.metrics import metric_warnings
 from cfl_ray.runtime.study.run import StudyWatcher, run_study
-from cfl_ray.tracking import read_records
+from cfl_ray.tracking import read_end, read_records
 
 EXPERIMENTS = Path(__file__).parents[3] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
@@ -47,6 +48,22 @@ def test_what_is_finished_is_not_run_again(study, inline, files_of):
     again = run_study(study())
     assert inline == done and files_of(first.root) == before
     pd.testing.assert_frame_equal(first.to_frame(), again.to_frame())
+
+
+def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkeypatch):
+    """A full disk: the runs are kept, the end is on record, and the next start writes the tables."""
+    with monkeypatch.context() as full:
+
+        def no_space(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(run, "format_table", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            run_study(study())
+    root = Path(study().experiment["output"]) / study().name
+    assert read_end(root).status == "FAILED" and len(inline) == 4
+    assert not run_study(study()).failed and len(inline) == 4
+    assert read_end(root).status == "FINISHED" and (root / "artifacts" / "table.md").is_file()
 
 
 def test_a_changed_study_runs_what_is_new(study, inline, files_of):
