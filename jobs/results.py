@@ -58,7 +58,11 @@ def collect(folder: Path, recipe: Path | None) -> Path:
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
         info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
         kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run)
-        rounds = {"rounds": experiment.rounds, "of_rounds": (expected or experiment).rounds}
+        rounds = {
+            "rounds": experiment.rounds,
+            "of_rounds": (expected or experiment).rounds,
+            "every": experiment.evaluation.every,
+        }
         rows.append(
             {"setting": setting, "method": method, "seed": seed, **rounds, "changed": changed}
             | {name: float(f"{value:.6g}") for name, value in kept.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.runtime.study.cells import Cell, plan
@@ -19,12 +20,29 @@ FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 _COUNTED_FROM = {"rounds_to_stable_clusters": 1}  # AutoCFL counts one more than the last round with a change
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
+_BESIDE = {  # metric of a table: further metrics of its runs and their columns
+    "accuracy_local": {
+        "accuracy": "P-server here",
+        "accuracy_local_trained": "P-local here, sampled clients",
+        "num_clusters": "clusters",
+    },
+    "newcomer_accuracy_tuned": {"newcomer_accuracy": "here before tuning", "num_clusters": "clusters"},
+}
+_STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 
 
 def cells_of(study: Study) -> list[Cell]:
     """All runs of a study; of a sweep, those that do not depend on results."""
     trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
     return plan(study, trials=trials)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a cell differs, as far as that is known."""
+
+    text: str = ""
+    state: str = "open"  # or explained: the sentence shows the cause; or not comparable: close or not, it means nothing
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,16 @@ class Compared:
     column: str  # setting
     number: PublishedNumber
     runs: pd.DataFrame  # of this cell
-    because: str  # why it differs
+    because: Reason  # why it differs
 
     @property
     def is_run(self) -> bool:
-        return self.here is not None or (len(self.runs) > 0 and self.number.unit in ("rounds", "mbit"))
+        """Whether runs have its metric; for a target that they have not reached, whether they were long enough."""
+        if self.here is not None or not len(self.runs) or self.number.unit not in ("rounds", "mbit"):
+            return self.here is not None
+        is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
+        in_rounds = self.number.unit == "rounds" and self.number.mean is not None
+        return is_whole or (in_rounds and bool((self.runs["rounds"] >= self.number.mean).all()))
 
     @property
     def here(self) -> float | None:
@@ -60,15 +83,26 @@ class Compared:
         difference = abs(self.here - published)
         if self.number.unit in ("clients", "count"):
             return difference < 0.5
+        if published <= self.here < published + self._step:
+            return True
         scale = 1 if self.number.unit == "percent" else 100 / max(abs(published), 1e-9)
         return difference * scale <= CLOSE + 1e-9
 
     @property
+    def _step(self) -> float:
+        """Rounds from one evaluation to the next, or what a client sends in them: a target is noticed that late."""
+        metric = self.number.metric
+        if "to_target" not in metric or "every" not in self.runs:
+            return 0.0
+        a_round = self.runs[metric] / self.runs[metric.replace("mbit_", "rounds_")]  # in the unit of the metric
+        return float((self.runs["every"] * a_round).mean())
+
+    @property
     def state(self) -> str:
-        """One of: not run, within 2 points, explained, open."""
-        if not self.is_run:
-            return "not run"
-        return "within 2 points" if self.is_close else "explained" if self.because else "open"
+        """One of `_STATES`."""
+        if not self.is_run or self.because.state == "not comparable":
+            return self.because.state if self.is_run else "not run"
+        return "within 2 points" if self.is_close else self.because.state
 
 
 def compared(folder: Path = STUDIES) -> list[Compared]:
@@ -88,7 +122,7 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
 
 
 def read_reasons() -> dict[str, Any]:
-    """Why cells differ, by paper, table and ROW/COLUMN (* for every row or column); a figure has one sentence."""
+    """Sentences by paper, table and ROW/COLUMN (* for every row or column); of a figure, and on a table as a whole."""
     return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
 
 
@@ -97,13 +131,15 @@ def _runs_of(table: PublishedTable) -> pd.DataFrame:
     return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
 
 
-def _reason(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> str:
-    """The explanation of a cell: that of the cell itself, or of its row, column or table (`*`)."""
+def _reason(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> Reason:
+    """That of the cell itself, or of its row, column or table (`*`)."""
     of_table = (reasons.get(paper) or {}).get(table) or {}
     for key in (f"{row}/{column}", f"{row}/*", f"*/{column}", "*/*"):
         if key in of_table:
-            return str(of_table[key]).strip()
-    return ""
+            found = of_table[key]
+            ((state, text),) = found.items() if isinstance(found, dict) else (("explained", found),)
+            return Reason(str(text).strip(), state)
+    return Reason()
 
 
 def page(cells: list[Compared]) -> str:
@@ -113,9 +149,11 @@ def page(cells: list[Compared]) -> str:
         "",
         "[jobs/results.py](../jobs/results.py) writes this page from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
-        "mean ± standard deviation over the seeds, where there are several. P-server, P-local and P-tune are the",
-        "protocols of [Evaluation](concepts/evaluation.md): a table of a paper often mixes them, so the protocol",
-        "of the published cell stands beside P-server, which is the same for every method.",
+        "mean ± standard deviation over the seeds, where there are several; most runs have one seed, where the papers",
+        "have three to five, so read differences of a point or two with care. P-server, P-local and P-tune are the",
+        "protocols of [Evaluation](concepts/evaluation.md). The papers seldom say which one a number has, and tables",
+        "mix them: each number is compared in the protocol that we take it to be in, with P-server beside it, the",
+        "model that the server would give each client next (for Per-FedAvg after one epoch of adaptation).",
         "",
         "The commands above a table repeat its runs, shortened where they have `rounds=50` and the like. Each ends",
         "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
@@ -124,8 +162,11 @@ def page(cells: list[Compared]) -> str:
         "## Coverage",
         "",
         "A published cell is one method in one setting of a table. It is within 2 points (of percent; 2 % of a",
-        "number of rounds or Mbit; counts of clients and clusters are equal), explained in a note below its table,",
-        "open, or not run.",
+        "number of rounds or Mbit, or within the rounds between two evaluations; counts of clients and clusters are",
+        "equal); or it differs, and a note below its table shows why (explained) or says what was not examined (open);",
+        "or it is not comparable, since the protocol of the paper is not known; or it was not run: also one whose",
+        "target, or its absence, lies after the last round of our run. A published number that two of our rows repeat",
+        "(StoCFL with either global model, a CAM baseline without K in the settings of each K) counts twice.",
         "",
         *_count(cells),
         "",
@@ -135,10 +176,12 @@ def page(cells: list[Compared]) -> str:
         papers[file.stem] = load_published(file)
     for name, published in papers.items():
         lines += [f"## {published.paper.title}", "", f"{published.paper.authors}, {published.paper.venue}", ""]
+        shown: set[str] = set()  # studies
         for table_name, table in published.tables.items():
             of_table = [cell for cell in cells if (cell.paper, cell.table) == (name, table_name)]
             if any(cell.is_run for cell in of_table):
-                lines += _table(table_name, table, of_table)
+                lines += _table(table_name, table, of_table, table.study not in shown)
+                shown.add(table.study)
         lines += _figures(name)
         missing = [t for t in published.tables if not any(c.is_run for c in cells if (c.paper, c.table) == (name, t))]
         if missing:
@@ -158,7 +201,7 @@ def _figures(paper: str) -> list[str]:
         several = runs["method"].nunique() > 1
         metrics = [name for name in study.metrics or ("accuracy", "accuracy_local", "ari") if name in runs]
         lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
-        lines += [f"Expected: {expected}", ""] if (expected := _expected(file)) else []
+        lines += [f"Expected: {expected}", ""] if (expected := _from_header(file, "Expected")) else []
         lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
         head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -178,14 +221,46 @@ def _found(paper: str, figure: str) -> str:
     return str((read_reasons().get(paper) or {}).get(figure) or "").strip()
 
 
-def _expected(recipe: Path) -> str:
-    """The expected results in the header of a recipe."""
+def _from_header(recipe: Path, word: str) -> str:
+    """The paragraphs of a recipe's header that begin with `word:`."""
     header = [line.removeprefix("#").strip() for line in recipe.read_text().splitlines() if line.startswith("#")]
-    start = next((i for i, line in enumerate(header) if line.startswith("Expected:")), None)
-    if start is None:
-        return ""
-    end = next(i for i, line in enumerate([*header, "Cost"]) if i > start and line.startswith(("Cost", "Assumed")))
-    return " ".join(header[start:end]).removeprefix("Expected:").strip()
+    found, inside = [], False
+    for line in header:
+        inside = line.startswith(f"{word}:") or (inside and not line.startswith(("Expected:", "Assumed:", "Cost")))
+        if inside and line:
+            found.append(line.removeprefix(f"{word}:").strip())
+    return " ".join(found)
+
+
+def _protocol(recipe: Path, settings: list[str]) -> list[str]:
+    """How the recipe trains and tests in these settings, and what it assumes that the paper does not say."""
+    values: dict[str, list[str]] = {}  # by the words around them
+    for cell in cells_of(load_study(recipe)):
+        if cell.setting in settings:
+            for words, value in _parts(cell.experiment).items():
+                values.setdefault(words, []).append(value)
+    parts = [words.format(" or ".join(dict.fromkeys(of_runs))) for words, of_runs in values.items()]
+    assumed = _from_header(recipe, "Assumed")
+    return [f"Recipe: {', '.join(parts)}.", "", *([f"Assumed: {assumed}", ""] if assumed else [])]
+
+
+def _parts(experiment: Experiment) -> dict[str, str]:
+    """The parts of an experiment that a reader of a paper asks for first, by the words around them."""
+    local, cohort, model = experiment.local, experiment.cohort, experiment.model
+    options = ", ".join(f"{name} {value}" for name, value in model.options.items())
+    return {
+        "{} clients": str(experiment.data.partition.clients or "all"),
+        "of which {} take part in a round": str(cohort.clients or f"{100 * cohort.fraction:g} %"),
+        "{} rounds": str(experiment.rounds),
+        "model {}": f"{model.name} ({options})" if options else model.name,
+        "{} of local training": f"{local.steps} steps"
+        if local.steps
+        else f"{local.epochs} epoch{'s' * (local.epochs != 1)}",
+        "batch size {}": str(local.batch_size or "n (all samples)"),
+        "learning rate {}": f"{local.lr:g}",
+        "momentum {}": f"{local.momentum:g}",
+        "test view {}": str(experiment.data.test.view),
+    }
 
 
 def _unit(metric: str) -> str:
@@ -219,7 +294,7 @@ def _missing() -> list[str]:
         "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
         "counted with the writers at hand; a setting without a figure needs data that were not at hand.",
         "",
-        "| study | setting | runs | done | GFLOP/s | core hours of the others |",
+        "| study | setting | runs | done | GFLOP/s | core hours of the remaining runs |",
         "|---|---|---|---|---|---|",
     ]
     for (study, setting), rows in table.groupby(["study", "setting"], sort=False):
@@ -266,28 +341,41 @@ def _rates(costs: pd.DataFrame) -> dict[str, float]:
 
 
 def _count(cells: list[Compared]) -> list[str]:
-    states = ("within 2 points", "explained", "open", "not run")
-    lines = [f"| paper | published cells | run | {' | '.join(states)} |", "|---" * (3 + len(states)) + "|"]
-    for paper in [*dict.fromkeys(cell.paper for cell in cells), None]:
-        own = [cell for cell in cells if paper in (None, cell.paper)]
+    """Cells by paper and state: accuracies and F1 scores, then rounds, Mbit and counts of clusters and clients, all."""
+    lines = [f"| paper | cells | published | run | {' | '.join(_STATES)} |", "|---" * (4 + len(_STATES)) + "|"]
+    kinds = {"accuracy, F1": {"percent"}, "rounds, Mbit, counts": {"rounds", "mbit", "clients", "count"}}
+    groups = [(paper, kind) for paper in dict.fromkeys(cell.paper for cell in cells) for kind in kinds]
+    for paper, kind in [*groups, *(("all", kind) for kind in kinds), ("all", "all")]:
+        own = [
+            cell
+            for cell in cells
+            if paper in ("all", cell.paper) and (kind == "all" or cell.number.unit in kinds[kind])
+        ]
         run = sum(cell.is_run for cell in own)
-        counts = [sum(cell.state == state for cell in own) for state in states]
-        lines.append(f"| {paper or 'all'} | {len(own)} | {run} | {' | '.join(map(str, counts))} |")
+        counts = [sum(cell.state == state for cell in own) for state in _STATES]
+        if own:
+            lines.append(f"| {paper} | {kind} | {len(own)} | {run} | {' | '.join(map(str, counts))} |")
     return lines
 
 
-def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]:
-    """A row for each cell that was run; reasons and misprints are notes below, by number."""
+def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bool) -> list[str]:
+    """A row for each cell that was run; reasons and misprints are notes below, by number.
+
+    is_first: whether no table above is of the same study.
+    """
     run = [cell for column in table.columns for cell in cells if cell.column == column and cell.is_run]
     metrics = {cell.number.metric for cell in run}
-    honest = bool(metrics & (_PROTOCOLS.keys() - {"accuracy"})) and any("accuracy" in cell.runs for cell in run)
-    head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or honest else [])]
-    head += [*(["P-server here"] if honest else []), "difference", "seeds", "rounds", "notes"]
+    beside = {column: metric for one in _BESIDE if one in metrics for metric, column in _BESIDE[one].items()}
+    head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or beside else [])]
+    head += ["difference", *beside, "seeds", "rounds", "notes"]
+    runs = pd.concat([cell.runs for cell in run])
     lines = [
-        f"### {_title(name)}: {table.caption}",
-        "",
-        *_commands(table.study, pd.concat([cell.runs for cell in run])),
+        *(f"### {_title(name)}", "", f"{table.caption}.", ""),
+        *_commands(table.study, runs),
+        *(_protocol(STUDIES / table.study, list(runs["setting"])) if is_first else []),
     ]
+    about = (read_reasons().get(run[0].paper) or {}).get(name, {}).get("table", "")
+    lines += [about.strip(), ""] if about else []
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     notes: dict[str, int] = {}
     for cell in run:
@@ -300,12 +388,11 @@ def _table(name: str, table: PublishedTable, cells: list[Compared]) -> list[str]
             "published": _number(number.mean, number.std, number.unit),
             "here": _ours(cell, number.metric),
             "protocol": _PROTOCOLS.get(number.metric, number.metric),
-            "P-server here": _ours(cell, "accuracy"),
             "difference": _difference(cell),
             "seeds": str(len(cell.runs)),
             "rounds": _rounds(cell),
             "notes": ", ".join(numbers),
-        }
+        } | {column: _beside(cell, metric) for column, metric in beside.items()}
         lines.append(f"| {' | '.join(values[name] for name in head)} |")
     return [*lines, "", *(f"{number}. {note}" for note, number in notes.items()), *([""] if notes else [])]
 
@@ -334,15 +421,17 @@ def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
 
 
 def _notes(cell: Compared) -> list[str]:
-    """Why a cell differs, what may be misprinted, and in which settings its runs differ from the recipe."""
-    notes = [f"A misprint? {cell.number.misprint}"] if cell.number.misprint else []
-    if cell.state in ("explained", "open"):
-        notes.append(_with_figures(cell) if cell.state == "explained" else "Not explained yet.")
+    """Why a cell differs, what is doubtful of it, and in which settings its runs differ from the recipe."""
+    notes = [f"Doubtful: {cell.number.misprint}."] if cell.number.misprint else []
+    if cell.state == "open":
+        notes.append(f"Open: {_with_figures(cell) or 'not examined.'}")
+    elif cell.state in ("explained", "not comparable"):
+        notes.append(_with_figures(cell))
     changes = {change for run in cell.runs["changed"].dropna() for change in run.split()}
     by_target = "to_target" in cell.number.metric
     shown_elsewhere = ("rounds=",) if by_target else ("rounds=", "evaluation.every=")  # every: when a target is noticed
     if others := sorted(change for change in changes if not change.startswith(shown_elsewhere)):
-        notes.append(f"With {' '.join(others)}.")
+        notes.append(f"Run with {' '.join(others)} instead of the recipe's values.")
     return notes
 
 
@@ -356,10 +445,12 @@ def _rounds(cell: Compared) -> str:
 
 
 def _with_figures(cell: Compared) -> str:
-    """The reason why a cell differs, with {METRIC} replaced by that of its runs, in percent."""
-    numbers = cell.runs.select_dtypes("number").mean()
-    percent = {name: f"{100 * value:.1f}" for name, value in numbers.items() if 0 <= value <= 1}
-    return cell.because.format(**{name: f"{value:.4g}" for name, value in numbers.items()} | percent)
+    """The reason why a cell differs, with {METRIC} replaced by the mean over its runs, in the unit of that metric."""
+    shown = {}
+    for name in cell.runs.select_dtypes("number"):
+        mean, _ = _mean_and_std(cell.runs[name])
+        shown[str(name)] = _number(mean, None, _unit(str(name)))
+    return cell.because.text.format(**shown)
 
 
 def _title(name: str) -> str:
@@ -371,6 +462,13 @@ def _number(mean: float | None, std: float | None, unit: str) -> str:
         return "not reached"
     digits = {"rounds": 0, "clients": 0, "count": 0, "share": 2}.get(unit, 1)
     return f"{mean:.{digits}f}" + ("" if std is None or math.isnan(std) else f" ± {std:.{digits}f}")
+
+
+def _beside(cell: Compared, metric: str) -> str:
+    """A further metric of a cell's runs."""
+    if metric not in cell.runs or cell.runs[metric].isna().all():
+        return "-"
+    return _number(*_mean_and_std(cell.runs[metric]), _unit(metric))
 
 
 def _ours(cell: Compared, metric: str) -> str:

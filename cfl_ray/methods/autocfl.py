@@ -114,7 +114,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         choices=("row", "literal", "unweighted"),
     )
     max_rounds: int = option(
-        6, "rounds of the first phase at most", source="paper: clustering happened in rounds 3 to 6", low=1
+        6, "rounds of the first phase at most", source="paper, Table 3: clusters are stable in rounds 3 to 6", low=1
     )
     min_rounds: int = option(
         3, "rounds of the first phase at least", source="as max_rounds: earlier, every variance rises", low=1

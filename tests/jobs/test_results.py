@@ -22,9 +22,10 @@ def results_page(load_job):
     return load_job("results_page")
 
 
-def compared(results_page, mean, runs, unit="percent", metric="accuracy", because=""):
+def compared(results_page, mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
     number = PublishedNumber(metric, unit, mean, None, "")
-    return results_page.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), because)
+    reason = results_page.Reason(because, state) if because else results_page.Reason()
+    return results_page.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason)
 
 
 def test_the_page_is_that_of_the_figures(results_page):
@@ -37,10 +38,11 @@ def test_every_published_cell_is_counted_once(results_page):
     cells = results_page.compared()
     assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
     head, rule, *rows = results_page._count(cells)
-    counts = [[int(one) for one in row.strip("| ").split(" | ")[1:]] for row in rows]
-    assert counts[-1] == [sum(column) for column in zip(*counts[:-1], strict=True)] and counts[-1][0] == len(cells)
-    for published, run, close, explained, still, missing in counts:
-        assert run == close + explained + still and published == run + missing
+    *papers, accuracies, others, everything = [[int(one) for one in row.strip("| ").split(" | ")[2:]] for row in rows]
+    assert everything == [sum(column) for column in zip(accuracies, others, strict=True)]
+    assert everything == [sum(column) for column in zip(*papers, strict=True)] and everything[0] == len(cells)
+    for published, run, *states, missing in [*papers, everything]:
+        assert run == sum(states) and published == run + missing
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,46 @@ def test_every_published_cell_is_counted_once(results_page):
         (50.0, [{"ari": 1.0}], "percent", "not run"),
         (100.0, [{"accuracy": 98.0}], "rounds", "within 2 points"),
         (10.0, [{"accuracy": 10.3}], "rounds", "open"),
-        (None, [{"ari": 1.0}], "rounds", "within 2 points"),  # the target is reached in neither
-        (10.0, [{"ari": 1.0}], "rounds", "open"),  # not reached here
         (None, [{"accuracy": 10.0}], "rounds", "open"),
+        (3.0, [{"accuracy": 3.0}], "count", "within 2 points"),
+        (3.0, [{"accuracy": 4.0}], "count", "open"),
     ],
 )
 def test_state_of_a_cell(results_page, mean, runs, unit, state):
-    assert compared(results_page, mean, runs, unit).state == state
-    explained = "explained" if state == "open" else state
-    assert compared(results_page, mean, runs, unit, because="the paper says so").state == explained
+    def of(because, how):
+        return compared(results_page, mean, runs, unit, because=because, state=how).state
+
+    assert of("", "explained") == state
+    assert of("the paper says so", "explained") == ("explained" if state == "open" else state)
+    assert of("nobody looked", "open") == state
+    assert of("another protocol", "not comparable") == (state if state == "not run" else "not comparable")
+
+
+WHOLE, QUARTER = {"rounds": 200, "of_rounds": 200, "every": 5}, {"rounds": 50, "of_rounds": 200, "every": 5}
+REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "mean", "run", "state"),
+    [
+        ("rounds_to_target", None, WHOLE, "within 2 points"),  # reached in neither
+        ("rounds_to_target", 10.0, WHOLE, "open"),  # not reached here
+        ("rounds_to_target", None, QUARTER, "not run"),  # it may be reached later
+        ("rounds_to_target", 120.0, QUARTER, "not run"),
+        ("rounds_to_target", 40.0, QUARTER, "open"),  # long enough
+        ("rounds_to_target", 120.0, QUARTER | REACHED_IN_15, "open"),
+        ("rounds_to_target", None, QUARTER | REACHED_IN_15, "open"),
+        ("rounds_to_target", 11.0, QUARTER | REACHED_IN_15, "within 2 points"),  # tests in rounds 10 and 15
+        ("rounds_to_target", 10.0, QUARTER | REACHED_IN_15, "open"),
+        ("rounds_to_target", 16.0, QUARTER | REACHED_IN_15, "open"),
+        ("mbit_to_target", 21.0, QUARTER | REACHED_IN_15, "within 2 points"),  # 2 Mbit a round
+        ("mbit_to_target", 20.0, QUARTER | REACHED_IN_15, "open"),
+        ("mbit_to_target", 240.0, QUARTER, "not run"),
+    ],
+)
+def test_a_target_is_compared_as_far_as_the_rounds_go(results_page, metric, mean, run, state):
+    unit = "mbit" if metric.startswith("mbit") else "rounds"
+    assert compared(results_page, mean, [run], unit, metric).state == state
 
 
 def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_page):
@@ -70,8 +103,11 @@ def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_pag
         results_page._reason(reasons, "paper", "table1", row, column)
         for row, column in (("fedavg", "here"), ("fedavg", "there"), ("ifca", "there"), ("ifca", "here"))
     ]
-    assert found == ["cell", "row", "column", "table"]
-    assert results_page._reason(reasons, "paper", "table2", "fedavg", "here") == ""
+    assert found == [results_page.Reason(one, "explained") for one in ("cell", "row", "column", "table")]
+    assert results_page._reason(reasons, "paper", "table2", "fedavg", "here") == results_page.Reason()
+    reasons["paper"]["table1"]["fedavg/here"] = {"not comparable": "other data"}
+    found = results_page._reason(reasons, "paper", "table1", "fedavg", "here")
+    assert found == results_page.Reason("other data", "not comparable")
 
 
 def test_every_reason_is_of_a_published_cell(results_page):
@@ -88,9 +124,14 @@ def test_every_reason_is_of_a_published_cell(results_page):
                 continue
             assert (paper, table) in known
             for key, because in cells.items():
+                if isinstance(because, dict):
+                    ((state, because),) = because.items()
+                    assert state in results_page._STATES
+                assert because.strip().endswith(".")
+                if key == "table":
+                    continue
                 row, column = key.split("/")
                 assert {(paper, table, row), (paper, table, column)} <= names, key
-                assert because.strip().endswith(".")
 
 
 def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(results, tmp_path, monkeypatch):
@@ -168,7 +209,11 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
     ]
     table = results_page.load_published(ROOT / "jobs/experiments/published/autocfl.yaml").tables["table1"]
     table = table.model_copy(update={"columns": ["here"]})
-    command, *lines = results_page._table("table1", table, cells)[3:]
+    assert "Recipe: 20 clients, of which 100 % take part" in "\n".join(
+        results_page._table("table1", table, cells, True)
+    )
+    title, _, caption, _, _, command, *lines = results_page._table("table1", table, cells, False)
+    assert title == "### Table 1" and caption == f"{table.caption}."
     selected = "cfl-ray compare jobs/experiments/autocfl/table1.yaml --setting cifar10_iid_b --method fedavg --seed 0"
     assert command == f"{selected} rounds=9 \\\n    evaluation.every=3 local.lr=0.1"
     assert lines == [
@@ -182,7 +227,7 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
         "| here | fedavg | 60.0 | 40.0 | -20.0 | 1 | 9 of 20 | 3, 2 |",
         "",
         "1. it reaches 40.0 only",
-        "2. With local.lr=0.1.",
-        "3. Not explained yet.",
+        "2. Run with local.lr=0.1 instead of the recipe's values.",
+        "3. Open: not examined.",
         "",
     ]
