@@ -20,7 +20,8 @@ from typing import Any
 
 import pandas as pd
 import torch
-from results_page import FIGURES, ROOT, STUDIES, cells_of, compared, page
+from results_cells import FIGURES, ROOT, STUDIES, cells_of, compared
+from results_page import page
 from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models

@@ -2,23 +2,15 @@
 
 import math
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-import yaml
+from results_cells import COUNTED_FROM, FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
 
 from cfl_ray import Experiment
-from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
-from cfl_ray.config.study import Study, load_study
-from cfl_ray.runtime.study.cells import Cell, plan
+from cfl_ray.config.published import PublishedTable, load_published
+from cfl_ray.config.study import load_study
 
-ROOT = Path(__file__).parent.parent
-STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
-FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
-CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
-_COUNTED_FROM = {"rounds_to_stable_clusters": 1}  # AutoCFL counts one more than the last round with a change
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
 _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     "accuracy_local": {
@@ -28,118 +20,6 @@ _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     },
     "newcomer_accuracy_tuned": {"newcomer_accuracy": "here before tuning", "num_clusters": "clusters"},
 }
-_STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
-
-
-def cells_of(study: Study) -> list[Cell]:
-    """All runs of a study; of a sweep, those that do not depend on results."""
-    trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
-    return plan(study, trials=trials)
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a cell differs, as far as that is known."""
-
-    text: str = ""
-    state: str = "open"  # or explained: the sentence shows the cause; or not comparable: close or not, it means nothing
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A published cell and the runs that repeat it."""
-
-    paper: str
-    table: str
-    row: str  # label of the method
-    column: str  # setting
-    number: PublishedNumber
-    runs: pd.DataFrame  # of this cell
-    because: Reason  # why it differs
-
-    @property
-    def is_run(self) -> bool:
-        """Whether runs have its metric; for a target that they have not reached, whether they were long enough."""
-        if self.here is not None or not len(self.runs) or self.number.unit not in ("rounds", "mbit"):
-            return self.here is not None
-        is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
-        in_rounds = self.number.unit == "rounds" and self.number.mean is not None
-        return is_whole or (in_rounds and bool((self.runs["rounds"] >= self.number.mean).all()))
-
-    @property
-    def here(self) -> float | None:
-        """Mean over the seeds, in the unit of the table; None where no run has it."""
-        metric = self.number.metric
-        if not len(self.runs) or metric not in self.runs or self.runs[metric].isna().any():
-            return None
-        return float(self.runs[metric].mean()) * self.number.scale + _COUNTED_FROM.get(metric, 0)
-
-    @property
-    def is_close(self) -> bool:
-        """Whether it is as close to the published value as `CLOSE` says, or both are not reached."""
-        published = self.number.mean
-        if self.here is None or published is None:
-            return self.is_run and self.here is None and published is None
-        difference = abs(self.here - published)
-        if self.number.unit in ("clients", "count"):
-            return difference < 0.5
-        if published <= self.here < published + self._step:
-            return True
-        scale = 1 if self.number.unit == "percent" else 100 / max(abs(published), 1e-9)
-        return difference * scale <= CLOSE + 1e-9
-
-    @property
-    def _step(self) -> float:
-        """Rounds from one evaluation to the next, or what a client sends in them: a target is noticed that late."""
-        metric = self.number.metric
-        if "to_target" not in metric or "every" not in self.runs:
-            return 0.0
-        a_round = self.runs[metric] / self.runs[metric.replace("mbit_", "rounds_")]  # in the unit of the metric
-        return float((self.runs["every"] * a_round).mean())
-
-    @property
-    def state(self) -> str:
-        """One of `_STATES`."""
-        if not self.is_run or self.because.state == "not comparable":
-            return self.because.state if self.is_run else "not run"
-        return "within 2 points" if self.is_close else self.because.state
-
-
-def compared(folder: Path = STUDIES) -> list[Compared]:
-    """Every published cell."""
-    reasons = read_reasons()
-    cells = []
-    for file in sorted((folder / "published").glob("*.yaml")):
-        for name, table in load_published(file).tables.items():
-            runs = _runs_of(table)
-            for row, column, number in table.cells():
-                at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
-                if len(at) and number.unit == "percent":
-                    at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]
-                because = _reason(reasons, file.stem, name, row, column)
-                cells.append(Compared(file.stem, name, row, column, number, at, because))
-    return cells
-
-
-def read_reasons() -> dict[str, Any]:
-    """Sentences by paper, table and ROW/COLUMN (* for every row or column); of a figure, and on a table as a whole."""
-    return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
-
-
-def _runs_of(table: PublishedTable) -> pd.DataFrame:
-    file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
-    return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
-
-
-def _reason(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> Reason:
-    """That of the cell itself, or of its row, column or table (`*`)."""
-    of_table = (reasons.get(paper) or {}).get(table) or {}
-    for key in (f"{row}/{column}", f"{row}/*", f"*/{column}", "*/*"):
-        if key in of_table:
-            found = of_table[key]
-            ((state, text),) = found.items() if isinstance(found, dict) else (("explained", found),)
-            return Reason(str(text).strip(), state)
-    return Reason()
 
 
 def page(cells: list[Compared]) -> str:
@@ -342,7 +222,7 @@ def _rates(costs: pd.DataFrame) -> dict[str, float]:
 
 def _count(cells: list[Compared]) -> list[str]:
     """Cells by paper and state: accuracies and F1 scores, then rounds, Mbit and counts of clusters and clients, all."""
-    lines = [f"| paper | cells | published | run | {' | '.join(_STATES)} |", "|---" * (4 + len(_STATES)) + "|"]
+    lines = [f"| paper | cells | published | run | {' | '.join(STATES)} |", "|---" * (4 + len(STATES)) + "|"]
     kinds = {"accuracy, F1": {"percent"}, "rounds, Mbit, counts": {"rounds", "mbit", "clients", "count"}}
     groups = [(paper, kind) for paper in dict.fromkeys(cell.paper for cell in cells) for kind in kinds]
     for paper, kind in [*groups, *(("all", kind) for kind in kinds), ("all", "all")]:
@@ -352,7 +232,7 @@ def _count(cells: list[Compared]) -> list[str]:
             if paper in ("all", cell.paper) and (kind == "all" or cell.number.unit in kinds[kind])
         ]
         run = sum(cell.is_run for cell in own)
-        counts = [sum(cell.state == state for cell in own) for state in _STATES]
+        counts = [sum(cell.state == state for cell in own) for state in STATES]
         if own:
             lines.append(f"| {paper} | {kind} | {len(own)} | {run} | {' | '.join(map(str, counts))} |")
     return lines
@@ -475,7 +355,7 @@ def _ours(cell: Compared, metric: str) -> str:
     number = cell.number
     if metric not in cell.runs or cell.runs[metric].isna().all():
         return "not reached" if number.unit in ("rounds", "mbit") else "-"
-    of_runs = cell.runs[metric] * number.scale + _COUNTED_FROM.get(metric, 0)
+    of_runs = cell.runs[metric] * number.scale + COUNTED_FROM.get(metric, 0)
     return _number(of_runs.mean(), of_runs.std(ddof=1), number.unit)
 
 

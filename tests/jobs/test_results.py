@@ -18,24 +18,29 @@ def results(load_job):
 
 
 @pytest.fixture(scope="module")
-def results_page(load_job):
+def results_cells(load_job):
+    return load_job("results_cells")
+
+
+@pytest.fixture(scope="module")
+def results_page(results_cells, load_job):
     return load_job("results_page")
 
 
-def compared(results_page, mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
+def compared(results_cells, mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
     number = PublishedNumber(metric, unit, mean, None, "")
-    reason = results_page.Reason(because, state) if because else results_page.Reason()
-    return results_page.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason)
+    reason = results_cells.Reason(because, state) if because else results_cells.Reason()
+    return results_cells.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason)
 
 
-def test_the_page_is_that_of_the_figures(results_page):
-    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_page.compared()), (
+def test_the_page_is_that_of_the_figures(results_cells, results_page):
+    assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_cells.compared()), (
         "jobs/results.py write"
     )
 
 
-def test_every_published_cell_is_counted_once(results_page):
-    cells = results_page.compared()
+def test_every_published_cell_is_counted_once(results_cells, results_page):
+    cells = results_cells.compared()
     assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
     head, rule, *rows = results_page._count(cells)
     *papers, accuracies, others, everything = [[int(one) for one in row.strip("| ").split(" | ")[2:]] for row in rows]
@@ -60,9 +65,9 @@ def test_every_published_cell_is_counted_once(results_page):
         (3.0, [{"accuracy": 4.0}], "count", "open"),
     ],
 )
-def test_state_of_a_cell(results_page, mean, runs, unit, state):
+def test_state_of_a_cell(results_cells, mean, runs, unit, state):
     def of(because, how):
-        return compared(results_page, mean, runs, unit, because=because, state=how).state
+        return compared(results_cells, mean, runs, unit, because=because, state=how).state
 
     assert of("", "explained") == state
     assert of("the paper says so", "explained") == ("explained" if state == "open" else state)
@@ -92,30 +97,30 @@ REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
         ("mbit_to_target", 240.0, QUARTER, "not run"),
     ],
 )
-def test_a_target_is_compared_as_far_as_the_rounds_go(results_page, metric, mean, run, state):
+def test_a_target_is_compared_as_far_as_the_rounds_go(results_cells, metric, mean, run, state):
     unit = "mbit" if metric.startswith("mbit") else "rounds"
-    assert compared(results_page, mean, [run], unit, metric).state == state
+    assert compared(results_cells, mean, [run], unit, metric).state == state
 
 
-def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_page):
+def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_cells):
     reasons = {"paper": {"table1": {"fedavg/here": "cell", "fedavg/*": "row", "*/there": "column", "*/*": "table"}}}
     found = [
-        results_page._reason(reasons, "paper", "table1", row, column)
+        results_cells.reason_of(reasons, "paper", "table1", row, column)
         for row, column in (("fedavg", "here"), ("fedavg", "there"), ("ifca", "there"), ("ifca", "here"))
     ]
-    assert found == [results_page.Reason(one, "explained") for one in ("cell", "row", "column", "table")]
-    assert results_page._reason(reasons, "paper", "table2", "fedavg", "here") == results_page.Reason()
+    assert found == [results_cells.Reason(one, "explained") for one in ("cell", "row", "column", "table")]
+    assert results_cells.reason_of(reasons, "paper", "table2", "fedavg", "here") == results_cells.Reason()
     reasons["paper"]["table1"]["fedavg/here"] = {"not comparable": "other data"}
-    found = results_page._reason(reasons, "paper", "table1", "fedavg", "here")
-    assert found == results_page.Reason("other data", "not comparable")
+    found = results_cells.reason_of(reasons, "paper", "table1", "fedavg", "here")
+    assert found == results_cells.Reason("other data", "not comparable")
 
 
-def test_every_reason_is_of_a_published_cell(results_page):
+def test_every_reason_is_of_a_published_cell(results_cells, results_page):
     """A reason that names nothing would never be shown."""
-    reasons = results_page.read_reasons()
-    known = {(cell.paper, cell.table) for cell in results_page.compared()}
+    reasons = results_cells.read_reasons()
+    known = {(cell.paper, cell.table) for cell in results_cells.compared()}
     names = {
-        (cell.paper, cell.table, name) for cell in results_page.compared() for name in (cell.row, cell.column, "*")
+        (cell.paper, cell.table, name) for cell in results_cells.compared() for name in (cell.row, cell.column, "*")
     }
     for paper, tables in reasons.items():
         for table, cells in tables.items():
@@ -126,7 +131,7 @@ def test_every_reason_is_of_a_published_cell(results_page):
             for key, because in cells.items():
                 if isinstance(because, dict):
                     ((state, because),) = because.items()
-                    assert state in results_page._STATES
+                    assert state in results_cells.STATES
                 assert because.strip().endswith(".")
                 if key == "table":
                     continue
@@ -170,8 +175,9 @@ def test_a_folder_of_no_recipe(results, tmp_path):
         results.find_recipe(tmp_path)
 
 
-def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_page, tmp_path, monkeypatch):
+def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_cells, results_page, tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "FIGURES", tmp_path)
+    monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("fedclust: {figure4: As in the figure.}\n")
     columns = ["setting", "method", "seed", "changed", "accuracy", "num_clusters", "seconds"]
     rows = [
@@ -198,13 +204,13 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_page
     ]
 
 
-def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_page):
+def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_cells, results_page):
     changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
     runs = [run | changed | {"seconds": 90}]
     because = "it reaches {accuracy} only"
     cells = [
-        compared(results_page, mean, runs if mean else [], because=because if mean == 50 else "")
+        compared(results_cells, mean, runs if mean else [], because=because if mean == 50 else "")
         for mean in (50, 60, 0)
     ]
     table = results_page.load_published(ROOT / "jobs/experiments/published/autocfl.yaml").tables["table1"]

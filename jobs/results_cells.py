@@ -1,0 +1,130 @@
+"""The cells of the published tables, the runs that repeat them, and how far the two agree."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
+from cfl_ray.config.study import Study
+from cfl_ray.runtime.study.cells import Cell, plan
+
+ROOT = Path(__file__).parent.parent
+STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
+FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
+CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
+COUNTED_FROM = {"rounds_to_stable_clusters": 1}  # AutoCFL counts one more than the last round with a change
+STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
+
+
+def cells_of(study: Study) -> list[Cell]:
+    """All runs of a study; of a sweep, those that do not depend on results."""
+    trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
+    return plan(study, trials=trials)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a cell differs, as far as that is known."""
+
+    text: str = ""
+    state: str = "open"  # or explained: the sentence shows the cause; or not comparable: close or not, it means nothing
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published cell and the runs that repeat it."""
+
+    paper: str
+    table: str
+    row: str  # label of the method
+    column: str  # setting
+    number: PublishedNumber
+    runs: pd.DataFrame  # of this cell
+    because: Reason  # why it differs
+
+    @property
+    def is_run(self) -> bool:
+        """Whether runs have its metric; for a target that they have not reached, whether they were long enough."""
+        if self.here is not None or not len(self.runs) or self.number.unit not in ("rounds", "mbit"):
+            return self.here is not None
+        is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
+        in_rounds = self.number.unit == "rounds" and self.number.mean is not None
+        return is_whole or (in_rounds and bool((self.runs["rounds"] >= self.number.mean).all()))
+
+    @property
+    def here(self) -> float | None:
+        """Mean over the seeds, in the unit of the table; None where no run has it."""
+        metric = self.number.metric
+        if not len(self.runs) or metric not in self.runs or self.runs[metric].isna().any():
+            return None
+        return float(self.runs[metric].mean()) * self.number.scale + COUNTED_FROM.get(metric, 0)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is as close to the published value as `CLOSE` says, or both are not reached."""
+        published = self.number.mean
+        if self.here is None or published is None:
+            return self.is_run and self.here is None and published is None
+        difference = abs(self.here - published)
+        if self.number.unit in ("clients", "count"):
+            return difference < 0.5
+        if published <= self.here < published + self._step:
+            return True
+        scale = 1 if self.number.unit == "percent" else 100 / max(abs(published), 1e-9)
+        return difference * scale <= CLOSE + 1e-9
+
+    @property
+    def _step(self) -> float:
+        """Rounds from one evaluation to the next, or what a client sends in them: a target is noticed that late."""
+        metric = self.number.metric
+        if "to_target" not in metric or "every" not in self.runs:
+            return 0.0
+        a_round = self.runs[metric] / self.runs[metric.replace("mbit_", "rounds_")]  # in the unit of the metric
+        return float((self.runs["every"] * a_round).mean())
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`."""
+        if not self.is_run or self.because.state == "not comparable":
+            return self.because.state if self.is_run else "not run"
+        return "within 2 points" if self.is_close else self.because.state
+
+
+def compared(folder: Path = STUDIES) -> list[Compared]:
+    """Every published cell."""
+    reasons = read_reasons()
+    cells = []
+    for file in sorted((folder / "published").glob("*.yaml")):
+        for name, table in load_published(file).tables.items():
+            runs = _runs_of(table)
+            for row, column, number in table.cells():
+                at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
+                if len(at) and number.unit == "percent":
+                    at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]
+                because = reason_of(reasons, file.stem, name, row, column)
+                cells.append(Compared(file.stem, name, row, column, number, at, because))
+    return cells
+
+
+def read_reasons() -> dict[str, Any]:
+    """Sentences by paper, table and ROW/COLUMN (* for every row or column); of a figure, and on a table as a whole."""
+    return yaml.safe_load((FIGURES / "explanations.yaml").read_text()) or {}
+
+
+def _runs_of(table: PublishedTable) -> pd.DataFrame:
+    file = FIGURES / table.study.replace("/", "-").replace(".yaml", ".csv")
+    return pd.read_csv(file, dtype={"changed": str}) if file.is_file() else pd.DataFrame()
+
+
+def reason_of(reasons: dict[str, Any], paper: str, table: str, row: str, column: str) -> Reason:
+    """That of the cell itself, or of its row, column or table (`*`)."""
+    of_table = (reasons.get(paper) or {}).get(table) or {}
+    for key in (f"{row}/{column}", f"{row}/*", f"*/{column}", "*/*"):
+        if key in of_table:
+            found = of_table[key]
+            ((state, text),) = found.items() if isinstance(found, dict) else (("explained", found),)
+            return Reason(str(text).strip(), state)
+    return Reason()
