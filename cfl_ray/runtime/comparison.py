@@ -85,6 +85,12 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
     return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
 
 
+def measured(found: Found, metrics: Sequence[str]) -> list[str]:
+    """Those of the metrics that a run has."""
+    present = {name for seeds in found.values() for values in seeds.values() for name in values}
+    return [name for name in metrics if name in present]
+
+
 def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
     """The table of `compare_runs`."""
     import pandas as pd

@@ -22,7 +22,7 @@ from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
-from cfl_ray.runtime.comparison import StudyFigures, format_table, read_study, table_of
+from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, read_study, table_of
 from cfl_ray.runtime.launch import check_hash_of_cell
 from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
@@ -94,12 +94,9 @@ class StudyResults:
         return best_of(self.trials)
 
     def table(self) -> pd.DataFrame:
-        """Mean and spread of the study's metrics over its seeds; of the usual ones where no run has one of them."""
+        """Mean and spread over the seeds: the study's metrics, as far as runs have them; the usual ones without any."""
         found = self.figures.found
-        try:
-            return table_of(found, self.study.metrics)
-        except ConfigError:
-            return table_of(found)
+        return table_of(found, measured(found, self.study.metrics))
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each finished run: setting, method, seed, then a column for each metric."""
@@ -337,11 +334,10 @@ class _Launch:
         if self.study.sweep is not None:
             ranked = to_frame(self._ranked(figures), self.study.sweep.metric)
             write_text(folder / "trials.csv", ranked.to_csv(index=False))
-        try:
-            table = table_of(figures.found, self.study.metrics)
-        except ConfigError as error:  # a metric that no run has
-            self.watcher.warn(f"the table has the usual metrics: {error}")
-            table = table_of(figures.found)
+        known = measured(figures.found, self.study.metrics)
+        if missing := [name for name in self.study.metrics if name not in known]:
+            self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
+        table = table_of(figures.found, known)
         write_text(folder / "table.md", format_table(table, "md") + "\n")
         self._write_report(folder / REPORT)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
