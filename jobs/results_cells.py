@@ -47,8 +47,9 @@ class Compared:
 
     @property
     def is_run(self) -> bool:
-        """Whether runs have its metric; for a target that they have not reached, whether they were long enough."""
-        if self.here is not None or not len(self.runs) or self.number.unit not in ("rounds", "mbit"):
+        """Whether runs have its metric; where it waits for an event that may still come, whether they go so far."""
+        waits = self.number.unit in ("rounds", "mbit") and (self.here is None or "stable" in self.number.metric)
+        if not len(self.runs) or not waits:
             return self.here is not None
         is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
         in_rounds = self.number.unit == "rounds" and self.number.mean is not None

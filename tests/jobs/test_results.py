@@ -95,6 +95,8 @@ REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
         ("mbit_to_target", 21.0, QUARTER | REACHED_IN_15, "within 2 points"),  # 2 Mbit a round
         ("mbit_to_target", 20.0, QUARTER | REACHED_IN_15, "open"),
         ("mbit_to_target", 240.0, QUARTER, "not run"),
+        ("rounds_to_stable_clusters", 9.0, QUARTER | {"rounds_to_stable_clusters": 8}, "within 2 points"),
+        ("rounds_to_stable_clusters", 90.0, QUARTER | {"rounds_to_stable_clusters": 8}, "not run"),  # may change again
     ],
 )
 def test_a_target_is_compared_as_far_as_the_rounds_go(results_cells, metric, mean, run, state):
