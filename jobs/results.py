@@ -9,7 +9,7 @@
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
 the recipe's rounds is not compared with published accuracies. `write` makes the page from these files, the estimates of
 `costs`, the published numbers (jobs/experiments/published) and docs/results/explanations.yaml, which explains cells
-that differ by more than two points; {METRIC} in it stands for the metric of the runs. No number of the page is typed by
+that differ by more than two points; {METRIC} in it stands for the metric of the runs. No number in a table is typed by
 hand.
 """
 

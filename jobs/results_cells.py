@@ -44,6 +44,7 @@ class Compared:
     number: PublishedNumber
     runs: pd.DataFrame  # of this cell
     because: Reason  # why it differs
+    others: pd.DataFrame  # runs of all methods in the same setting
 
     @property
     def is_run(self) -> bool:
@@ -102,11 +103,12 @@ def compared(folder: Path = STUDIES) -> list[Compared]:
         for name, table in load_published(file).tables.items():
             runs = _runs_of(table)
             for row, column, number in table.cells():
-                at = runs[(runs["setting"] == column) & (runs["method"] == row)] if len(runs) else runs
+                others = runs[runs["setting"] == column] if len(runs) else runs
+                at = others[others["method"] == row] if len(runs) else runs
                 if len(at) and number.unit == "percent":
                     at = at[at["rounds"] >= FEWEST_ROUNDS * at["of_rounds"]]
                 because = reason_of(reasons, file.stem, name, row, column)
-                cells.append(Compared(file.stem, name, row, column, number, at, because))
+                cells.append(Compared(file.stem, name, row, column, number, at, because, others))
     return cells
 
 

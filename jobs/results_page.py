@@ -3,6 +3,7 @@
 import math
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 from results_cells import COUNTED_FROM, FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
@@ -28,12 +29,13 @@ def page(cells: list[Compared]) -> str:
         "# Results of the published experiments",
         "",
         "[jobs/results.py](../jobs/results.py) writes this page from the metrics of the runs in `docs/results` and",
-        "[the published numbers](../jobs/experiments/published); no number is typed by hand. Accuracies in percent,",
-        "mean ± standard deviation over the seeds, where there are several; most runs have one seed, where the papers",
-        "have three to five, so read differences of a point or two with care. P-server, P-local and P-tune are the",
-        "protocols of [Evaluation](concepts/evaluation.md). The papers seldom say which one a number has, and tables",
-        "mix them: each number is compared in the protocol that we take it to be in, with P-server beside it, the",
-        "model that the server would give each client next (for Per-FedAvg after one epoch of adaptation).",
+        "[the published numbers](../jobs/experiments/published); no number in a table is typed by hand. Accuracies",
+        "in percent, mean ± standard deviation over the seeds, where there are several; most runs have one seed,",
+        "where the papers have three to five, so read differences of a point or two with care. P-server, P-local",
+        "and P-tune are the protocols of [Evaluation](concepts/evaluation.md). The papers seldom say which one a",
+        "number has, and tables mix them: each number is compared in the protocol that we take it to be in, with",
+        "P-server beside it, the model that the server would give each client next (for Per-FedAvg after one epoch",
+        "of adaptation).",
         "",
         "The commands above a table repeat its runs, shortened where they have `rounds=50` and the like. Each ends",
         "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
@@ -42,11 +44,13 @@ def page(cells: list[Compared]) -> str:
         "## Coverage",
         "",
         "A published cell is one method in one setting of a table. It is within 2 points (of percent; 2 % of a",
-        "number of rounds or Mbit, or within the rounds between two evaluations; counts of clients and clusters are",
-        "equal); or it differs, and a note below its table shows why (explained) or says what was not examined (open);",
-        "or it is not comparable, since the protocol of the paper is not known; or it was not run: also one whose",
-        "target, or its absence, lies after the last round of our run. A published number that two of our rows repeat",
-        "(StoCFL with either global model, a CAM baseline without K in the settings of each K) counts twice.",
+        "number of rounds or Mbit, or within the rounds between two evaluations; counts of clients and clusters",
+        "are equal); or it differs, and a note below its table shows why (explained) or says what was not examined",
+        "(open); or it is not comparable, since the protocol of the paper is not known; or it was not run: also",
+        "one whose target, or its absence, lies after the last round of our run, and accuracies of runs with less",
+        "than a quarter of the recipe's rounds (counts of clients and clusters are compared after any number). A",
+        "published number that two of our rows repeat (StoCFL with either global model, a CAM baseline without K",
+        "in the settings of each K) counts twice.",
         "",
         *_count(cells),
         "",
@@ -325,12 +329,15 @@ def _rounds(cell: Compared) -> str:
 
 
 def _with_figures(cell: Compared) -> str:
-    """The reason why a cell differs, with {METRIC} replaced by the mean over its runs, in the unit of that metric."""
-    shown = {}
-    for name in cell.runs.select_dtypes("number"):
-        mean, _ = _mean_and_std(cell.runs[name])
-        shown[str(name)] = _number(mean, None, _unit(str(name)))
-    return cell.because.text.format(**shown)
+    """The reason why a cell differs, with {METRIC} of its runs and {METHOD.METRIC} of another method's filled in."""
+    others = {str(method): SimpleNamespace(**_means(runs)) for method, runs in cell.others.groupby("method")}
+    return cell.because.text.format(**others, **_means(cell.runs))
+
+
+def _means(runs: pd.DataFrame) -> dict[str, str]:
+    """The mean of every metric, in its unit."""
+    means = {str(name): _mean_and_std(runs[name])[0] for name in runs.select_dtypes("number")}
+    return {name: _number(mean, None, _unit(name)) for name, mean in means.items()}
 
 
 def _title(name: str) -> str:

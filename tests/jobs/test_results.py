@@ -30,7 +30,9 @@ def results_page(results_cells, load_job):
 def compared(results_cells, mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
     number = PublishedNumber(metric, unit, mean, None, "")
     reason = results_cells.Reason(because, state) if because else results_cells.Reason()
-    return results_cells.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason)
+    others = pd.DataFrame([run | {"method": method} for run in runs for method in ("fedavg", "ifca")])
+    others = others if runs else pd.DataFrame({"method": []})
+    return results_cells.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason, others)
 
 
 def test_the_page_is_that_of_the_figures(results_cells, results_page):
@@ -210,7 +212,7 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_cells, r
     changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
     runs = [run | changed | {"seconds": 90}]
-    because = "it reaches {accuracy} only"
+    because = "it reaches {accuracy} only, IFCA {ifca.accuracy}"
     cells = [
         compared(results_cells, mean, runs if mean else [], because=because if mean == 50 else "")
         for mean in (50, 60, 0)
@@ -234,7 +236,7 @@ def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_cells, r
         "| here | fedavg | 50.0 | 40.0 | -10.0 | 1 | 9 of 20 | 1, 2 |",
         "| here | fedavg | 60.0 | 40.0 | -20.0 | 1 | 9 of 20 | 3, 2 |",
         "",
-        "1. it reaches 40.0 only",
+        "1. it reaches 40.0 only, IFCA 40.0",
         "2. Run with local.lr=0.1 instead of the recipe's values.",
         "3. Open: not examined.",
         "",
