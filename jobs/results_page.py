@@ -39,7 +39,7 @@ def page(cells: list[Compared]) -> str:
         "",
         "The commands above a table repeat its runs, shortened where they have `rounds=50` and the like. Each ends",
         "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
-        "are missing, add `data.download=true`. Minutes are those of one core, of many runs with other work beside them.",
+        "are missing, add `data.download=true`. Minutes are those of one core; many runs had other work beside them.",
         "",
         "## Coverage",
         "",
