@@ -49,8 +49,9 @@ class Compared:
     @property
     def is_run(self) -> bool:
         """Whether runs have its metric; where it waits for an event that may still come, whether they go so far."""
-        waits = self.number.unit in ("rounds", "mbit") and (self.here is None or "stable" in self.number.metric)
-        if not len(self.runs) or not waits:
+        not_reached = self.here is None and self.number.unit in ("rounds", "mbit")
+        may_change = self.number.metric == "rounds_to_stable_clusters"
+        if not len(self.runs) or not (not_reached or may_change):
             return self.here is not None
         is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
         in_rounds = self.number.unit == "rounds" and self.number.mean is not None
@@ -90,9 +91,11 @@ class Compared:
     @property
     def state(self) -> str:
         """One of `STATES`."""
-        if not self.is_run or self.because.state == "not comparable":
-            return self.because.state if self.is_run else "not run"
-        return "within 2 points" if self.is_close else self.because.state
+        if not self.is_run:
+            return "not run"
+        if self.is_close and self.because.state != "not comparable":
+            return "within 2 points"
+        return self.because.state
 
 
 def compared(folder: Path = STUDIES) -> list[Compared]:

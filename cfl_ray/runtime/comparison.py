@@ -85,9 +85,14 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
     return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
 
 
+def metrics_of(found: Found) -> list[str]:
+    """Names of the metrics that runs have, each once."""
+    return list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
+
+
 def measured(found: Found, metrics: Sequence[str]) -> list[str]:
     """Those of the metrics that a run has."""
-    present = {name for seeds in found.values() for values in seeds.values() for name in values}
+    present = metrics_of(found)
     return [name for name in metrics if name in present]
 
 
@@ -202,7 +207,7 @@ def values_of(result: MethodResult) -> dict[str, float]:
 
 
 def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
-    present = list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
+    present = metrics_of(found)
     for name in metrics if found else ():
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")

@@ -52,7 +52,7 @@ def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMe
     records, end = list(read_records(directory)), read_end(directory)
     if end is not None and end.status == "FINISHED" and not records:
         raise DataError(
-            f"{directory} is of a finished method, but {METRICS_LOG} is missing or empty; restore it, or remove the "
-            "folder of the run and run it again"
+            f"{directory / METRICS_LOG} is missing or empty, although the method has finished; restore it, or remove "
+            "the folder of the run and run it again"
         )
     return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)

@@ -75,7 +75,7 @@ def test_a_finished_run_without_its_metrics_is_named(capsys):
     lost.unlink()
     for command in (["compare", file], ["table", "runs/small"], ["table", str(lost.parents[1])]):
         status, _, message = call(capsys, *command)
-        assert status == 2 and f"{lost.parent} is of a finished method, but metrics.jsonl is missing" in message
+        assert status == 2 and f"{lost} is missing or empty, although the method has finished" in message
 
 
 def test_a_part_of_a_study_is_checked_alone(capsys):

@@ -72,9 +72,9 @@ def test_state_of_a_cell(results_cells, mean, runs, unit, state):
         return compared(results_cells, mean, runs, unit, because=because, state=how).state
 
     assert of("", "explained") == state
-    assert of("the paper says so", "explained") == ("explained" if state == "open" else state)
-    assert of("nobody looked", "open") == state
-    assert of("another protocol", "not comparable") == (state if state == "not run" else "not comparable")
+    assert of("the cause is shown", "explained") == ("explained" if state == "open" else state)
+    assert of("the cause is not known", "open") == state
+    assert of("the protocol is not known", "not comparable") == (state if state == "not run" else "not comparable")
 
 
 WHOLE, QUARTER = {"rounds": 200, "of_rounds": 200, "every": 5}, {"rounds": 50, "of_rounds": 200, "every": 5}
@@ -101,7 +101,7 @@ REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
         ("rounds_to_stable_clusters", 90.0, QUARTER | {"rounds_to_stable_clusters": 8}, "not run"),  # may change again
     ],
 )
-def test_a_target_is_compared_as_far_as_the_rounds_go(results_cells, metric, mean, run, state):
+def test_a_target_beyond_the_rounds_of_a_run_is_not_run(results_cells, metric, mean, run, state):
     unit = "mbit" if metric.startswith("mbit") else "rounds"
     assert compared(results_cells, mean, [run], unit, metric).state == state
 

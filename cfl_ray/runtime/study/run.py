@@ -22,7 +22,7 @@ from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
-from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, read_study, table_of
+from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
 from cfl_ray.runtime.launch import check_hash_of_cell
 from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
@@ -307,9 +307,9 @@ class _Launch:
         if self.study.sweep is None:
             return
         metric, figures = self.study.sweep.metric, self.results()
-        measured = {name for of_seeds in figures.found.values() for values in of_seeds.values() for name in values}
-        if measured and metric not in measured:
-            raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, measured)}")
+        present = metrics_of(figures.found)
+        if present and metric not in present:
+            raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters in trials:
             of_trial = plan(self.study, self.only, [parameters])
             values = [figures.value(cell.setting, cell.method, cell.seed, metric) for cell in of_trial]
