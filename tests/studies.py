@@ -32,8 +32,8 @@ class InlineCrew:
 
     done: list[str] = []  # names of the cells that were run
 
-    def __init__(self, root):
-        self.root = root
+    def __init__(self, root, extend=None):
+        self.root, self.extend = root, extend
 
     def __enter__(self):
         return self
@@ -44,4 +44,6 @@ class InlineCrew:
     def run(self, cells, packing, tick):
         for cell in cells:
             self.done.append(cell.name)
-            yield workers.CellOutcome(cell, *workers._run(cell, self.root, packing.hosts))
+            yield workers.CellOutcome(
+                cell, *workers._run(cell, self.root, packing.hosts, self.extend and cell.folder(self.extend))
+            )

@@ -26,10 +26,10 @@ from cfl_ray.runtime.checkpoint.manifest import _digest
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.checkpoint.writer import Writer
 from cfl_ray.runtime.journal import Journal, JournalEvent
-from cfl_ray.runtime.launch import recorded_hash
 from cfl_ray.runtime.prepare import engine_choice, prepare
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
+from cfl_ray.runtime.run_record import recorded_hash
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
 from cfl_ray.tracking import FileTracker, delivery, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile

@@ -97,6 +97,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    extend: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="A run of this config with fewer rounds: this one begins with a copy of them.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment: all its methods, with live progress and a table of results at the end."""
     from cfl_ray.cli.progress import Display
@@ -105,11 +113,9 @@ def run(
     experiment = _load(file, overrides)
     with Display(out, experiment.rounds) as display:
         if in_process:
-            results = launch.simulate(
-                experiment, run_dir or launch.new_run_dir(experiment), watcher=display, replay=replay
-            )
+            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
         else:
-            results = launch.run(experiment, run_dir, watcher=display, replay=replay)
+            results = launch.run(experiment, run_dir, display, replay, extend)
     display.finish(results)
 
 
@@ -354,6 +360,15 @@ AtOnce = Annotated[
         show_default=False,
     ),
 ]
+Extend = Annotated[
+    Path | None,
+    typer.Option(
+        "--extend",
+        metavar="FOLDER",
+        help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
+        show_default=False,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")]
 
 
@@ -366,6 +381,7 @@ def compare(
     settings: OnlySettings = None,
     methods: OnlyMethods = None,
     seeds: OnlySeeds = None,
+    extend: Extend = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
@@ -376,7 +392,7 @@ def compare(
     study = _study(file, overrides)
     if study.sweep is not None:
         raise ConfigError(f"{file} is a sweep; run it with: {_command('sweep', file, *(overrides or ()))}")
-    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run)
+    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
 
 
 @app.command(short_help="Run a study over values of any keys: grid, random or Optuna.")
@@ -388,6 +404,7 @@ def sweep(
     settings: OnlySettings = None,
     methods: OnlyMethods = None,
     seeds: OnlySeeds = None,
+    extend: Extend = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
@@ -397,7 +414,7 @@ def sweep(
     study = _study(file, overrides)
     if study.sweep is None:
         raise ConfigError(f"{file} has no `sweep`; run it with: {_command('compare', file, *(overrides or ()))}")
-    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run)
+    _run_study(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
 
 
 def _study(file: Path, overrides: list[str] | None) -> "Study":
@@ -419,12 +436,13 @@ def _run_study(
     only: Selected,
     at_once: int | None,
     dry_run: bool,
+    extend: Path | None = None,
 ) -> None:
     from cfl_ray.cli.study_progress import StudyDisplay
     from cfl_ray.runtime.study.run import plan_study, run_study
 
     selection = _selection(only)
-    folder = None if folder is None else (_base() or Path()) / folder
+    folder, extend = (None if one is None else (_base() or Path()) / one for one in (folder, extend))
     if dry_run:
         cells, root = plan_study(study, folder, selection)
         for cell in cells:
@@ -434,7 +452,7 @@ def _run_study(
         return
     learns = study.sweep is not None and study.sweep.sampler == "tpe"
     with StudyDisplay(out, learns) as display:
-        results = run_study(study, folder, selection, at_once, display)
+        results = run_study(study, folder, selection, at_once, display, extend)
     display.finish(results)
     if results.failed:
         raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")

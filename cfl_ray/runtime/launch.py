@@ -10,24 +10,21 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.credentials import remember_credentials
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.core.files import read_text, write_text
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
+from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import recorded_result
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
+from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.trust import load_record, sign_record
 from cfl_ray.tracking import read_end, redact, resolve_uri
-
-_HASH = "# config hash "
 
 
 def run(
@@ -35,12 +32,15 @@ def run(
     run_dir: str | Path | None = None,
     watcher: Watcher | None = None,
     replay: str | Path | None = None,
+    extend: str | Path | None = None,
 ) -> Results:
     """Runs every method of the experiment on Ray and returns their results.
 
     experiment: None runs the built-in example.
     run_dir: where files go; None makes a new folder below `experiment.output`.
     replay: directory of another run of this experiment, whose requested joins and leaves happen here too.
+    extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds, and
+        gives what it would have given without.
 
     Raises ConfigError for bad input and for a folder that belongs to another config, RunError where the run cannot
     continue (everything saved stays), RunStopped where a request ended it early.
@@ -51,6 +51,7 @@ def run(
         on_ray=True,
         run_dir=_path(run_dir or None),
         replay=_path(replay),
+        extend=_path(extend),
     ).run()
 
 
@@ -59,10 +60,11 @@ def simulate(
     run_dir: str | Path | None = None,
     watcher: Watcher | None = None,
     replay: str | Path | None = None,
+    extend: str | Path | None = None,
 ) -> Results:
     """Like `run`, with the same numbers, but in this process and without Ray.
 
-    Keeps files only where `run_dir` is given, which `replay` requires.
+    Keeps files only where `run_dir` is given, which `replay` and `extend` require.
     """
     return _Launch(
         experiment or config.load(),
@@ -71,6 +73,7 @@ def simulate(
         run_dir=_path(run_dir),
         keep=run_dir is not None,
         replay=_path(replay),
+        extend=_path(extend),
     ).run()
 
 
@@ -112,11 +115,17 @@ def _on_cluster_of_now(experiment: Experiment, watcher: Watcher) -> Experiment:
 
 
 def run_cell(
-    experiment: Experiment, run_dir: Path, place: StudyPlace, hosts: int | None, watcher: Watcher | None = None
+    experiment: Experiment,
+    run_dir: Path,
+    place: StudyPlace,
+    hosts: int | None,
+    watcher: Watcher | None = None,
+    extend: Path | None = None,
 ) -> Results:
     """Runs one cell of a study, or goes on with it where it stopped.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
+    extend: directory of the same cell with fewer rounds, with which a new one begins.
     """
     on_ray = hosts is not None
     if on_ray:
@@ -127,16 +136,15 @@ def run_cell(
         check_hash_of_cell(file, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
-    return _Launch(experiment, watcher or Watcher(), on_ray=on_ray, run_dir=run_dir, resumed=there, study=place).run()
-
-
-def check_hash_of_cell(file: Path, experiment: Experiment) -> None:
-    """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
-    if (hash := recorded_hash(file)) != experiment.config_hash:
-        raise ConfigError(
-            f"{file.parent} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
-            "move it away, or choose another folder for the study"
-        )
+    return _Launch(
+        experiment,
+        watcher or Watcher(),
+        on_ray=on_ray,
+        run_dir=run_dir,
+        resumed=there,
+        extend=None if there else extend,
+        study=place,
+    ).run()
 
 
 def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
@@ -176,6 +184,7 @@ class _Launch:
     keep: bool = True  # whether files are kept
     resumed: bool = False
     replay: Path | None = None
+    extend: Path | None = None
     study: StudyPlace | None = None  # that the run is a cell of
     directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
     session: Session | None = field(default=None, init=False)
@@ -187,8 +196,12 @@ class _Launch:
             self.experiment = self.experiment.model_copy(update={"output": output})
 
     def run(self) -> Results:
+        if self.replay is not None and self.extend is not None:
+            raise ConfigError("replay and extend: a run repeats the requests of a run, or begins with its rounds")
         if self.replay is not None:
             self._check_replay(self.replay)
+        if self.extend is not None:
+            self._extend(self.extend)
         with contextlib.ExitStack() as lock:
             if self.resumed and self.run_dir is not None:
                 self._say_what_moved()
@@ -218,6 +231,8 @@ class _Launch:
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
         facts = self.session.facts()
+        if self.extend is not None:
+            facts["extends"] = str(self.extend.absolute())
         if self.directory is not None:
             self._keep_numerics(self.directory, self.session.numerics())
             if not self.resumed:
@@ -276,7 +291,7 @@ class _Launch:
         if self.replay is not None:
             for label in setup.methods:
                 copy_events(self.replay / label, directory / label)
-        _write_config(directory, self.experiment)
+        write_config(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
         """Raises ConfigError where `replay` is no run of this experiment."""
@@ -291,6 +306,14 @@ class _Launch:
         if not self.keep:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 
+    def _extend(self, earlier: Path) -> None:
+        """Makes the run directory with the rounds of an earlier run, after which this one goes on."""
+        if not self.keep:
+            raise ConfigError("extend: name a run_dir; the rounds of the earlier run are copied there")
+        check_extension(earlier, self.experiment)
+        self.run_dir, self.resumed = self._new_directory(), True
+        begin_extended(earlier, self.run_dir, self.experiment)
+
     def _how_to_continue(self) -> str:
         if self.directory is None or not (self.directory / CONFIG).exists():
             return "Nothing was kept"
@@ -299,18 +322,3 @@ class _Launch:
 
 def _path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-def _write_config(directory: Path, experiment: Experiment) -> None:
-    """config.yaml, without credentials. Its first line is the hash."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
-    remember_credentials(experiment.to_dict())
-    sign_record(directory, experiment)
-    header = f"{_HASH}{experiment.config_hash}\n{recorded_in(directory)}"
-    write_text(directory / CONFIG, header + experiment.to_record())
-
-
-def recorded_hash(file: Path) -> str:
-    """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
-    first = (read_text(file) or "").partition("\n")[0]
-    return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash

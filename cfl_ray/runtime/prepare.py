@@ -145,7 +145,7 @@ class Setup:
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
     """Writes or reuses the shards, and checks what can be checked before a run. Raises ConfigError or DataError."""
-    _learning(experiment, resolve(experiment.methods))  # before the shards are written, which takes time
+    resolve_learning(experiment, resolve(experiment.methods))  # before the shards are written, which takes time
     federation = experiment.data.federation
     if federation is None:
         folder = shards_folder(experiment)
@@ -159,7 +159,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
     methods = resolve(experiment.methods)
-    task, learning, own_learning = _learning(experiment, methods)
+    task, learning, own_learning = resolve_learning(experiment, methods)
     _check_targets(task, federation)
     sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     if experiment.tracking.log_models and experiment.tracking.enabled:
@@ -191,7 +191,9 @@ def _try_own_parts(setup: Setup) -> None:
     try_availability(setup.availability, num_clients)
 
 
-def _learning(experiment: Experiment, methods: dict[str, Method[Any]]) -> tuple[Task, Learning, dict[str, Learning]]:
+def resolve_learning(
+    experiment: Experiment, methods: dict[str, Method[Any]]
+) -> tuple[Task, Learning, dict[str, Learning]]:
     """The task, how its clients train, and how they do for methods with settings of their own.
 
     Raises ConfigError for what is not valid, or not for one of the methods.

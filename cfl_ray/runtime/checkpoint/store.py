@@ -15,6 +15,7 @@ s); at most 26 files in 500 rounds.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import private_folder, sync
+from cfl_ray.core.files import drafted, private_folder, sync
 from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.runtime.checkpoint.segments import (
@@ -264,6 +265,25 @@ class CheckpointStore:
                     self._kept[other] = self._manifest(other).files
         self._adopt(round, tensors, manifest.files)
         return Checkpoint(round, tensors, manifest.values, self.folder, tuple(manifest.files), refused)
+
+    def copy_to(self, other: "CheckpointStore") -> int | None:
+        """Copies the newest good checkpoint to another run, which may be of another config. Returns its round.
+
+        None where there is none at all. Raises RunError where none can be used, or something cannot be written.
+        """
+        if (checkpoint := self.load()) is None:
+            return None
+        manifest = self._manifest(checkpoint.round)
+        with writing(other.folder):
+            private_folder(other.folder)
+            for file in manifest.files:
+                with drafted(other.folder / file.name) as draft:
+                    shutil.copyfile(self.folder / file.name, draft)
+                sync(other.folder / file.name)
+            moved = manifest.model_copy(update={"config_hash": other.config_hash, "method": other.directory.name})
+            moved.write(other.folder / f"{checkpoint.round:06d}.json")
+            sync(other.folder)
+        return checkpoint.round
 
     def _manifest(self, round: int) -> CheckpointManifest:
         return CheckpointManifest.read(

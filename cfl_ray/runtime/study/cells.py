@@ -10,8 +10,9 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, name_of, place_of
 from cfl_ray.core.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
-from cfl_ray.runtime.launch import check_hash_of_cell, finished_results
+from cfl_ray.runtime.launch import finished_results
 from cfl_ray.runtime.run_lock import CONFIG, is_live
+from cfl_ray.runtime.run_record import check_hash_of_cell
 
 LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
 

@@ -23,9 +23,10 @@ from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.core.files import write_text
 from cfl_ray.core.redaction import HIDDEN
 from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
-from cfl_ray.runtime.launch import check_hash_of_cell
+from cfl_ray.runtime.extension import check_extension
 from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
+from cfl_ray.runtime.run_record import check_hash_of_cell
 from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
 from cfl_ray.runtime.study.metrics import metric_warnings, scores_of
@@ -109,6 +110,7 @@ def run_study(
     only: Selection = ALL,
     at_once: int | None = None,
     watcher: StudyWatcher | None = None,
+    extend: str | Path | None = None,
 ) -> StudyResults:
     """Runs the unfinished runs of a study, and writes its tables.
 
@@ -117,6 +119,8 @@ def run_study(
         repeated, and stopped ones continue.
     only: settings, methods and seeds to run; empty: all.
     at_once: largest number of runs at the same time; None: as many as this machine, or the Ray cluster, has room for.
+    extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds there, if any, and give
+        what they would have given without.
 
     The runs are in processes of their own, which import the calling script: its statements belong below
     `if __name__ == "__main__":`. A run that fails does not end the others. Raises ConfigError for bad input,
@@ -133,7 +137,7 @@ def run_study(
     """
     check_main()
     given = study if isinstance(study, Study) else load_study(study)
-    return _Launch(given, only, at_once, watcher or StudyWatcher(), folder).run()
+    return _Launch(given, only, at_once, watcher or StudyWatcher(), folder, extend).run()
 
 
 def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[Cell], Path]:
@@ -146,7 +150,13 @@ class _Launch:
     """One start of a study."""
 
     def __init__(
-        self, study: Study, only: Selection, at_once: int | None, watcher: StudyWatcher, folder: str | Path | None
+        self,
+        study: Study,
+        only: Selection,
+        at_once: int | None,
+        watcher: StudyWatcher,
+        folder: str | Path | None,
+        extend: str | Path | None = None,
     ):
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
@@ -156,6 +166,7 @@ class _Launch:
             raise ConfigError(f"study {study.name} has no run that is selected")
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
+        self.extend = None if extend is None else Path(extend).absolute()
         self.of_task = frozenset(name for cell in first for name in scores_of(cell.experiment))
         self.failed: list[CellOutcome] = []
         _check_runtime(first)
@@ -180,6 +191,8 @@ class _Launch:
 
     def run(self) -> StudyResults:
         self._check_folder()
+        if self.extend is not None:
+            self._check_extension(self.extend)
         for warning in metric_warnings(self.study, self.cells):
             self.watcher.warn(warning)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -227,7 +240,7 @@ class _Launch:
 
     def _again(self) -> str:
         """The command that goes on with this study."""
-        if self.only == ALL:
+        if self.only == ALL and self.extend is None:
             return command("resume", self.root)
         selected = [
             f"--{name}={one}"
@@ -238,6 +251,8 @@ class _Launch:
             )
             for one in chosen
         ]
+        if self.extend is not None:
+            selected.append(f"--extend={self.extend}")
         verb = "sweep" if self.study.sweep else "compare"
         return shlex.join(["cfl-ray", verb, str(self.root / STUDY), f"--folder={self.root}", *selected])
 
@@ -249,6 +264,19 @@ class _Launch:
             raise ConfigError(
                 f"{self.root} is the folder of study {there!r}, this one is {self.study.name!r}; choose another folder"
             )
+
+    def _check_extension(self, earlier: Path) -> None:
+        """Raises ConfigError unless `earlier` is another folder of this study, with runs of fewer rounds."""
+        if earlier.resolve() == self.root.resolve():
+            raise ConfigError(f"extend: {earlier} is this study's own folder; give the longer one another")
+        if not is_study(earlier):
+            raise ConfigError(f"extend: {earlier} holds no study: there is no {earlier / STUDY}")
+        begun = [cell for cell in self.cells if (cell.folder(earlier) / CONFIG).is_file()]
+        if not begun and not self._learns:
+            raise ConfigError(f"extend: {earlier} has none of the runs of this study, such as {self.cells[0].name}")
+        for cell in begun:
+            if not (cell.folder(self.root) / CONFIG).is_file():
+                check_extension(cell.folder(earlier), cell.experiment)
 
     def _check_runs(self) -> None:
         """Raises ConfigError where a run of a selected setting has another config than the study gives it now.
@@ -279,7 +307,7 @@ class _Launch:
     def _all_cells(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
         room = pack(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
-        with Crew(self.root) as crew:
+        with Crew(self.root, self.extend) as crew:
             while trials := self.trials.next(-(-room // of_trial)):
                 cells = plan(self.study, self.only, trials)
                 self._wait_for_others(cells)

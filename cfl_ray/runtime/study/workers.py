@@ -18,6 +18,7 @@ from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, 
 from cfl_ray.core.files import write_text
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.launch import StudyPlace, run_cell
+from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.runtime.study.folder import FAILURE
 from cfl_ray.runtime.study.packing import Packing
@@ -75,11 +76,11 @@ class _Worker:
     def is_free(self) -> bool:
         return self.ready and self.cell is None
 
-    def begin(self, cell: Cell, root: Path, hosts: int | None) -> None:
-        """Gives it a cell."""
+    def begin(self, cell: Cell, root: Path, hosts: int | None, extend: Path | None) -> None:
+        """Gives it a cell, which begins with the rounds of `extend` where it is a run."""
         self.cell, self.began = cell, time.monotonic()
         with suppress(OSError):  # it has died, which the next `hear` finds out
-            self.connection.send((cell, root, hosts))
+            self.connection.send((cell, root, hosts, extend))
 
     def hear(self) -> CellOutcome | None:
         """The outcome of its cell; None: the process has become ready. Raises EOFError where it has died."""
@@ -114,10 +115,13 @@ class _Worker:
 
 
 class Crew:
-    """The processes of a study. Closing it ends them; a context manager."""
+    """The processes of a study. Closing it ends them; a context manager.
 
-    def __init__(self, root: Path):
-        self.root, self.workers = root, list[_Worker]()
+    extend: folder of the same study with fewer rounds, which its runs begin with.
+    """
+
+    def __init__(self, root: Path, extend: Path | None = None):
+        self.root, self.extend, self.workers = root, extend, list[_Worker]()
         self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
     def __enter__(self) -> "Crew":
@@ -147,7 +151,8 @@ class Crew:
         while waiting or any(worker.cell for worker in workers):
             for worker in workers:
                 if worker.is_free and waiting:
-                    worker.begin(waiting.pop(0), self.root, packing.hosts)
+                    cell = waiting.pop(0)
+                    worker.begin(cell, self.root, packing.hosts, self.extend and cell.folder(self.extend))
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
             for place, worker in enumerate(workers):
                 if worker.connection not in heard:
@@ -207,7 +212,7 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
             connection.send(_run(*connection.recv()))
 
 
-def _run(cell: Cell, root: Path, hosts: int | None) -> tuple[Status, float, str, tuple[str, ...]]:
+def _run(cell: Cell, root: Path, hosts: int | None, extend: Path | None) -> tuple[Status, float, str, tuple[str, ...]]:
     """Runs or continues one cell, and returns its status, seconds, reason and warnings."""
     began, folder, notes = time.monotonic(), cell.folder(root), _Notes()
     status: Status = "finished"
@@ -215,7 +220,8 @@ def _run(cell: Cell, root: Path, hosts: int | None) -> tuple[Status, float, str,
     try:
         _at_work.set()
         (folder / FAILURE).unlink(missing_ok=True)
-        run_cell(cell.experiment, folder, StudyPlace(root, cell.setting, cell.method), hosts, notes)
+        earlier = extend if extend is not None and (extend / CONFIG).is_file() else None
+        run_cell(cell.experiment, folder, StudyPlace(root, cell.setting, cell.method), hosts, notes, earlier)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
         status, reason = "stopped", str(error)
     except UserError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from studies import InlineCrew
 
 import cfl_ray
 from cfl_ray.core.errors import ConfigError, Interrupted, RunError
@@ -16,7 +17,7 @@ from cfl_ray.runtime.study.cells import Selection, plan
 from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
 from cfl_ray.runtime.study.metrics import metric_warnings
 from cfl_ray.runtime.study.run import StudyWatcher, run_study
-from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking import read_end, read_info, read_records
 
 EXPERIMENTS = Path(__file__).parents[3] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
@@ -48,6 +49,54 @@ def test_what_is_finished_is_not_run_again(study, inline, files_of):
     again = run_study(study())
     assert inline == done and files_of(first.root) == before
     pd.testing.assert_frame_equal(first.to_frame(), again.to_frame())
+
+
+def test_a_longer_study_begins_with_the_rounds_of_a_shorter_one(study, inline, tmp_path, figures_of):
+    """One run is finished there, one has stopped, and two have not begun."""
+    longer = {"experiment": {"rounds": 3}}
+    whole = run_study(study(**longer), tmp_path / "whole")
+    run_study(study(), tmp_path / "short", Selection(seeds=[0]))
+    (tmp_path / "short/all/two/seed-0/ifca/end.json").unlink()
+    found = run_study(study(**longer), tmp_path / "long", extend=tmp_path / "short")
+    assert not found.failed and figures_of(found.root) == figures_of(whole.root)
+    names = {"fedavg": "fedavg", "two": "ifca"}
+    began = {
+        run: read_info(run / names[label]).params.get("session.extends") for _, label, run in run_folders(found.root)
+    }
+    earlier = {run: tmp_path / "short" / run.relative_to(found.root) for run in began}
+    assert began == {run: str(earlier[run]) if "seed-0" in run.name else None for run in began}
+
+
+def test_what_a_study_cannot_extend_is_refused(study, inline, tmp_path):
+    run_study(study(seeds=[0]), tmp_path / "short")
+    before = list(inline)
+    longer = study(seeds=[0], experiment={"rounds": 3})
+    with pytest.raises(ConfigError, match=r"another folder for the study, .* begin with the 2 rounds .*\(--extend\)"):
+        run_study(longer, tmp_path / "short")
+    with pytest.raises(ConfigError, match="extend: .*short is this study's own folder"):
+        run_study(longer, tmp_path / "short", extend=tmp_path / "short")
+    with pytest.raises(ConfigError, match="extend: .*nothing holds no study"):
+        run_study(longer, tmp_path / "long", extend=tmp_path / "nothing")
+    with pytest.raises(
+        ConfigError, match="extend: .*short has none of the runs of this study, such as all, fedavg, seed 7"
+    ):
+        run_study(study(seeds=[7], experiment={"rounds": 3}), tmp_path / "long", extend=tmp_path / "short")
+    with pytest.raises(ConfigError, match=r"extend: only `rounds` may differ .*local.lr \(0.1 there, 0.5 here\)"):
+        other = {"rounds": 3, "local": {"epochs": 1, "batch_size": 10, "lr": 0.5}}
+        run_study(study(seeds=[0], experiment=other), tmp_path / "long", extend=tmp_path / "short")
+    assert inline == before and not (tmp_path / "long").exists()
+
+
+def test_the_command_that_continues_a_longer_study(study, inline, tmp_path, monkeypatch):
+    run_study(study(seeds=[0]), tmp_path / "short")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InlineCrew, "run", stop)
+    message = "cfl-ray compare .*long/study.yaml --folder=.*long --extend=.*short"
+    with pytest.raises(Interrupted, match=message):
+        run_study(study(seeds=[0], experiment={"rounds": 3}), tmp_path / "long", extend=tmp_path / "short")
 
 
 def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkeypatch):

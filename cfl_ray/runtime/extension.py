@@ -1,0 +1,109 @@
+"""Runs with more rounds than an earlier one: they begin with a copy of its rounds, and go on as a stopped run would.
+
+The earlier run stays as it is. What is trained is bit for bit that of a run that made all the rounds itself.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.config.experiment import NOT_HASHED
+from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.core.files import sync
+from cfl_ray.methods import resolve
+from cfl_ray.runtime.checkpoint.store import CheckpointStore
+from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.numerics import NUMERICS
+from cfl_ray.runtime.prepare import resolve_learning
+from cfl_ray.runtime.record_files import RECORD_FILES
+from cfl_ray.runtime.run_lock import CONFIG, is_live, no_run
+from cfl_ray.runtime.run_record import recorded_hash, write_config
+from cfl_ray.tracking import flatten
+
+_LISTED = 3  # keys that a message names
+
+
+def check_extension(earlier: Path, experiment: Experiment) -> None:
+    """Raises ConfigError unless `earlier` is a run of this experiment with fewer rounds; RunError where it is live."""
+    file = earlier / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"extend: {no_run(earlier)}")
+    recorded = config.load(file)
+    if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(file):
+        raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, {_differences(recorded, same)}")
+    if recorded.rounds >= experiment.rounds:
+        raise ConfigError(
+            f"extend: {earlier} has {recorded.rounds} rounds and this run {experiment.rounds}; give this run more"
+        )
+    if is_live(file):
+        raise RunError(f"extend: {earlier} is live; wait for its end, or stop it with: cfl-ray stop {earlier}")
+    _check_schedules(earlier, recorded.rounds, experiment)
+
+
+def _differences(earlier: Experiment, now: Experiment) -> str:
+    """The keys that differ, in words."""
+    there, here = (flatten(one.to_dict()) for one in (earlier, now))
+    keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in NOT_HASHED]
+    different = [
+        f"{key} ({there.get(key)} there, {here.get(key)} here)" for key in keys if there.get(key) != here.get(key)
+    ]
+    if not different:
+        return "and so do parts made in Python or the content of a file"
+    more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
+    return f"and so do {', '.join(different[:_LISTED])}{more}"
+
+
+def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None:
+    """Raises ConfigError for a learning rate that depends on the number of all rounds."""
+    _, learning, own = resolve_learning(experiment, resolve(experiment.methods))
+    for one in (learning, *own.values()):
+        for round in range(1, rounds + 1):
+            there, here = (one.rounds(round, count) for count in (rounds, experiment.rounds))
+            if there != here:
+                raise ConfigError(
+                    f"extend: local.schedule depends on the number of all rounds: in round {round} its factor is "
+                    f"{there:.4g} of {rounds} rounds ({earlier}) and {here:.4g} of {experiment.rounds}; run this "
+                    "config from its first round"
+                )
+
+
+def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None:
+    """Makes a run directory in one step: a run that stopped after the last checkpoints of the earlier one.
+
+    Raises ConfigError where the folder is not empty, RunError where no checkpoint of a method can be used.
+    """
+    run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}-", dir=run_dir.parent))
+    try:
+        if (earlier / NUMERICS).is_file():
+            shutil.copyfile(earlier / NUMERICS, draft / NUMERICS)
+        hashes = recorded_hash(earlier / CONFIG), experiment.config_hash
+        for label in resolve(experiment.methods):
+            _copy_method(earlier / label, draft / label, *hashes)
+        write_config(draft, experiment, run_dir)
+        sync(draft)
+        os.rename(draft, run_dir)
+    except OSError as error:
+        if run_dir.is_dir() and any(run_dir.iterdir()):
+            raise ConfigError(f"extend: {run_dir} is not empty; choose another folder for the longer run") from error
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync(run_dir.parent)
+
+
+def _copy_method(earlier: Path, target: Path, hash_there: str, hash_here: str) -> None:
+    """Copies what a method has done, as far as it has begun."""
+    if not earlier.is_dir():
+        return
+    target.mkdir(mode=0o700)
+    for name in RECORD_FILES:
+        if (earlier / name).is_file():
+            shutil.copyfile(earlier / name, target / name)
+            sync(target / name)
+    copy_events(earlier, target)
+    CheckpointStore(earlier, hash_there).copy_to(CheckpointStore(target, hash_here))
+    sync(target)

@@ -1,0 +1,42 @@
+"""The config.yaml of a run directory, which makes the folder a run. Its first line is the config hash."""
+
+from pathlib import Path
+
+from cfl_ray import config
+from cfl_ray.config import Experiment
+from cfl_ray.config.paths import recorded_in
+from cfl_ray.core.credentials import remember_credentials
+from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.files import read_text, write_text
+from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.runtime.trust import sign_record
+
+_HASH = "# config hash "
+
+
+def write_config(directory: Path, experiment: Experiment, run_dir: Path | None = None) -> None:
+    """Writes config.yaml, without credentials. run_dir: where the directory will be moved; None: nowhere."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
+    remember_credentials(experiment.to_dict())
+    sign_record(directory, experiment)
+    header = f"{_HASH}{experiment.config_hash}\n{recorded_in(run_dir or directory)}"
+    write_text(directory / CONFIG, header + experiment.to_record())
+
+
+def recorded_hash(file: Path) -> str:
+    """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
+    first = (read_text(file) or "").partition("\n")[0]
+    return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(file).config_hash
+
+
+def check_hash_of_cell(file: Path, experiment: Experiment) -> None:
+    """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
+    if (hash := recorded_hash(file)) == experiment.config_hash:
+        return
+    rounds = config.load(file).rounds
+    shorter = rounds < experiment.rounds and experiment.model_copy(update={"rounds": rounds}).config_hash == hash
+    extend = f", where its runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
+    raise ConfigError(
+        f"{file.parent} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
+        f"move it away, or choose another folder for the study{extend}"
+    )
