@@ -771,7 +771,7 @@ class RuntimeConfig(ConfigSection):
     retries: int = Field(
         3,
         ge=0,
-        description="restarts of one host before the run goes on without it, and of the server before the run ends; "
+        description="restarts of one host before the run continues without it, and of the server before the run ends; "
         "the count begins anew after ten minutes without a fault",
     )
     wait_for_hosts: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
