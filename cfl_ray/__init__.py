@@ -1,6 +1,6 @@
 """Clustered federated learning on Ray.
 
-`Experiment` describes what to run; `run` runs it on Ray, `simulate` in this process with the same numbers.
+`Experiment` describes what to run; `run` runs it on Ray, `simulate` in the calling process, with the same results.
 """
 
 from typing import TYPE_CHECKING

@@ -15,10 +15,10 @@
 #   sbatch --gpus-per-node=2 cluster_configs/slurm.sh RUN mine.yaml runtime.gpus_per_host=0.25
 #
 # RUN is the folder of the run, on a file system that all nodes share. The same command continues a run that was interrupted: by
-# scancel, the time limit, preemption or a lost node. After the last two Slurm puts the job back into the queue by itself. Three
-# minutes before the time limit the run is ended, and with CFL_RAY_REQUEUE=1 the job goes back into the queue, too. A Ray that dies
-# on a node other than the first does not end the run; with `sbatch --no-kill`, neither does the loss of such a node (but then a
-# lost first node keeps the others until the time limit).
+# scancel, the time limit, preemption or a lost node. After preemption or a lost node, Slurm requeues the job
+# by itself. Three minutes before the time limit the run is ended, and with CFL_RAY_REQUEUE=1 the job is requeued, too. If Ray dies on a
+# node other than the first, the run continues; with `sbatch --no-kill` also if such a node is lost (but then, if the first node is
+# lost, the others stay allocated until the time limit).
 #
 # cfl_ray is found on the nodes by PATH: activate its virtual environment, on a shared file system, before sbatch, which passes
 # the environment on. Further variables:
@@ -26,7 +26,7 @@
 #   CFL_RAY_JOIN_SECONDS   limit for all nodes to join; default: 300
 #   SLURM_TMPDIR           node-local folder for Ray's files, where the cluster sets one; default: /tmp
 #
-# Not `ray symmetric-run`, which ends all of a user's Rays on a node, and so those of another job that shares it.
+# `ray symmetric-run` is not used, because it ends all Ray processes of the user on a node, including those of other jobs.
 #
 # shellcheck disable=SC2317,SC2329  # functions that are called on the nodes and by traps
 set -euo pipefail

@@ -1,8 +1,8 @@
-"""Server time and traffic of a round at sizes that no one machine has: `python jobs/benchmark.py scale`.
+"""Server time and traffic of a round with more hosts than one machine can run: `python jobs/benchmark.py scale`.
 
-The code of the server is the real one (`runtime.on_ray`: cutting, schedule, dispatch, collection). Hosts and object
-store are simulated in virtual time, and count what would move. Traffic is counted where it crosses between nodes. At
-the end, rounds on 2 and 16 real hosts of this machine stand beside the simulation.
+The code of the server is the real one (`runtime.on_ray`: pieces, schedule, dispatch, collection). Hosts and object
+store are simulated in virtual time. Traffic between nodes is counted. At
+the end, it compares rounds on 2 and 16 real hosts of this machine with the simulation.
 """
 
 import heapq

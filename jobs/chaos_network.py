@@ -1,4 +1,4 @@
-"""Faults of a network, a machine and a disk: each in a run of its own, which must have the undisturbed run's outcome.
+"""Faults of networks, machines and disks, each in its own run, whose outcome must be that of an undisturbed run.
 
     python jobs/chaos.py --network                       every scenario
     python jobs/chaos.py --network partition disk-full --methods ditto --rounds 6

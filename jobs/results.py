@@ -1,7 +1,7 @@
 """The page docs/results.md: results of the published experiments beside the published numbers.
 
     cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs a study, for hours
-    python jobs/results.py collect runs/fedclust-table1    keeps the metrics of its runs
+    python jobs/results.py collect runs/fedclust-table1    stores the metrics of its runs
     python jobs/results.py costs                           estimates the cost of all runs
     python jobs/results.py write                           writes the page
 

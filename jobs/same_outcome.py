@@ -1,4 +1,4 @@
-"""Whether a disturbed run has the outcome of an undisturbed one, bit for bit; shared by the jobs that disturb runs."""
+"""Bit-for-bit comparison of a run with faults and an undisturbed one; shared by chaos.py and chaos_network.py."""
 
 import hashlib
 import json

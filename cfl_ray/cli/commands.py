@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the help text does not wait for torch
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 app = typer.Typer(
     help="Clustered federated learning: groups clients with similar data and trains one model per group.",
-    epilog="Start with `cfl-ray run`: it needs no download and takes about a minute.",
+    epilog="Start with `cfl-ray run`: it downloads nothing and takes about half a minute.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -39,7 +39,7 @@ File = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Changes to the experiment, e.g. rounds=50 local.lr=0.05 methods=[stocfl]",
+        help="Keys of the experiment to override, e.g. rounds=50 local.lr=0.05 methods=[stocfl]",
         metavar="[SECTION.KEY=VALUE]...",
         show_default=False,
     ),
@@ -58,8 +58,8 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="Use the Python files, the cluster and the MLflow server that the run names, though you did not start it "
-        "on this machine.",
+        help="Use the Python files that the run names (resume: also its cluster and MLflow server), although you did "
+        "not start it on this machine.",
     ),
 ]
 
@@ -93,7 +93,7 @@ def run(
     replay: Annotated[
         Path | None,
         typer.Option(
-            help="Another run of this config; its requests to join and leave are repeated in the same rounds.",
+            help="Another run of this config, whose requests to join and leave are repeated in the same rounds.",
             show_default=False,
         ),
     ] = None,
@@ -236,7 +236,7 @@ def check(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
     ] = False,
-    trust: Annotated[bool, typer.Option("--trust", help="Import Python files of other users, too.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Also import Python files of other users.")] = False,
     settings: OnlySettings = None,
     methods: OnlyMethods = None,
     seeds: OnlySeeds = None,
@@ -244,9 +244,8 @@ def check(
     """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
 
     Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
-    (file.py:Name), and calls aggregation rules, attacks, availability and metrics in them once. FILE may be a study:
-    all its runs are validated, or those that --setting, --method and --seed select, and sizes and traffic printed for
-    every setting.
+    (file.py:Name), and tries the parts in them on random numbers. FILE may be a study: then all its runs are validated,
+    or those that --setting, --method and --seed select, and sizes and traffic are printed for every setting.
     """
     from cfl_ray.cli import estimate, tables
     from cfl_ray.config.study import is_study_file
@@ -316,13 +315,13 @@ def methods(
         tables.describe_method(find(name), out, name)
 
 
-@app.command(name="list", short_help="List the parts of one kind: methods, models, shifts, trackers ...")
+@app.command(name="list", short_help="List data sets, models, shifts, trackers ... with their parameters.")
 def list_parts(
     kind: Annotated[
         str | None, typer.Argument(help="A kind of part, e.g. models; default: all kinds.", show_default=False)
     ] = None,
 ) -> None:
-    """List the kinds of parts; or those of one kind with parameters, defaults, and how to bring your own."""
+    """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
     from cfl_ray.cli import tables
     from cfl_ray.core.errors import did_you_mean
     from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
@@ -342,7 +341,7 @@ StudyFile = Annotated[
 StudyOverrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Changes to the experiment of every run, e.g. rounds=20",
+        help="Keys to override in the experiment of every run, e.g. rounds=20",
         metavar="[SECTION.KEY=VALUE]...",
         show_default=False,
     ),
@@ -356,7 +355,7 @@ AtOnce = Annotated[
     typer.Option(
         "--at-once",
         min=1,
-        help="At most this many runs at the same time; default: as many as there is room for.",
+        help="Largest number of parallel runs; default: as many as there is room for.",
         show_default=False,
     ),
 ]
@@ -386,8 +385,8 @@ def compare(
 ) -> None:
     """Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
 
-    As many runs as the machine or the Ray cluster has room for are live at the same time. Finished runs in the folder
-    are not repeated, and stopped ones continue.
+    Runs are parallel, as many as the machine or the Ray cluster has room for. Finished runs in the folder are not
+    repeated, and stopped ones continue.
     """
     study = _study(file, overrides)
     if study.sweep is not None:
@@ -409,7 +408,7 @@ def sweep(
 ) -> None:
     """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
 
-    It ends with the trials in the order of their metric, best first. Otherwise like `compare`.
+    It ends with the trials, best first. Otherwise like `compare`.
     """
     study = _study(file, overrides)
     if study.sweep is None:
@@ -469,11 +468,11 @@ def table(
     style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
     trust: Trust = False,
 ) -> None:
-    """Print a table of the methods of some runs: mean and standard deviation over the seeds of each experiment.
+    """Print a table of the methods of some runs: mean and standard deviation over seeds.
 
-    Runs whose settings differ in the seed alone are one experiment; each setting of a study is one. With a single
-    --metric, several experiments are the columns. p is that of a paired t-test against the best method, from three
-    seeds on.
+    Runs that differ only in the seed are one experiment; so are those of one setting of a study. With a single
+    --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
+    seeds or more.
     """
     from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
     from cfl_ray.runtime.run_lock import command
@@ -486,7 +485,7 @@ def table(
     frame = compare_runs(run_dirs, metric or (), trust)
     if frame.empty:
         raise ConfigError(
-            f"nothing of {', '.join(map(str, run_dirs))} has ended with an evaluation yet; see it with: "
+            f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet; see its progress with: "
             f"{command('status', run_dirs[0])}"
         )
     if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
@@ -515,7 +514,7 @@ def report(
 ) -> None:
     """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
 
-    Runs whose settings differ in the seed alone are one experiment: curves and the table show the mean over its seeds.
+    Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
     """
     from cfl_ray.runtime.reporting import write_report
     from cfl_ray.runtime.run_lock import CONFIG
@@ -540,7 +539,7 @@ def export(
         int | None, typer.Option(help="Cluster whose model is written.", min=0, show_default=False)
     ] = None,
     client: Annotated[
-        int | None, typer.Option(help="Client whose own model is written, instead.", min=0, show_default=False)
+        int | None, typer.Option(help="Client whose model is written instead.", min=0, show_default=False)
     ] = None,
     trust: Trust = False,
 ) -> None:
@@ -557,7 +556,7 @@ def export(
 
 @app.command(short_help="Write the shards of a federation.")
 def prepare(file: File = None, overrides: Overrides = None) -> None:
-    """Write the shards of an experiment's federation; shards that exist are reused."""
+    """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime.prepare import prepare as prepare_setup
 

@@ -263,8 +263,8 @@ class TestDataConfig(ConfigSection):
     view: Literal["cluster", "label", "holdout"] | None = Field(
         None,
         description="cluster: the official test set, shifted like the client's group | label: its images of the "
-        "client's labels | holdout: a share of the client's own samples | null: what has the client's own "
-        "distribution: label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources "
+        "client's labels | holdout: a share of the client's own samples | null: the view with the client's "
+        "own distribution: label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources "
         "without test data; cluster otherwise",
     )
     fraction: float = Field(0.2, gt=0, lt=1, description="share of a client's samples held out for testing (holdout)")
@@ -501,14 +501,14 @@ class LocalConfig(ConfigSection):
     weight_decay: float = Field(0.0, ge=0, lt=1, description="factor of the L2 penalty in the gradient; 0: none")
     persist: bool = Field(
         False,
-        description="true: a client keeps the momentum buffer of the training whose result it keeps, for its next "
-        "round (the official code of CFL); false: every round begins with zeros",
+        description="true: a client keeps its momentum buffer for its next round, if it keeps the result of the "
+        "training (official code of CFL); false: every round begins with zeros",
     )
     optimizer: Any = Field(
         "sgd",
         description="sgd (with momentum and weight_decay above) | adam | adamw | adamax | nadam | radam | rmsprop | "
-        "adagrad | adadelta | rprop | path/to/file.py:Name of a torch.optim.Optimizer; those other than sgd begin "
-        "every round afresh, with lr as their learning rate",
+        "adagrad | adadelta | rprop | path/to/file.py:Name of a torch.optim.Optimizer; all but sgd are created "
+        "anew in every round, with lr as their learning rate",
     )
     optimizer_options: dict[str, Any] = Field(
         {}, description="keyword arguments of the optimiser, e.g. {weight_decay: 0.01}; sgd has none"
@@ -519,13 +519,14 @@ class LocalConfig(ConfigSection):
         "path/to/file.py:function of (round, rounds); with options {step: {every: 10, gamma: 0.5}}",
     )
     step_schedule: Any = Field(
-        "constant", description="likewise, a further factor in each local step, of (step, steps), from 1 in every round"
+        "constant",
+        description="further factor of lr in each local step: likewise, of (step, steps), from 1 in each round",
     )
     clip_norm: float | None = Field(
         None,
         gt=0,
-        description="largest norm of the gradient of a step, with its proximal terms, before weight decay; larger ones "
-        "are scaled down to it. null: no limit",
+        description="largest norm of the gradient of a step, with proximal terms, before weight decay; larger "
+        "gradients are scaled down to it. null: no limit",
     )
 
     @model_validator(mode="after")
@@ -700,8 +701,8 @@ class EvaluationConfig(ConfigSection):
     )
     target: float | None = Field(
         None,
-        description="value of the first metric for rounds_to_target and mbit_to_target (P-server), and the same with "
-        "_local (P-local): accuracy, above 0 and at most 1, or that of another task; null: do not measure them",
+        description="target of rounds_to_target and mbit_to_target (P-server, and _local for P-local): a value of the "
+        "first metric of the task, for accuracy above 0 and at most 1; null: do not measure them",
     )
     metrics: list[Any] = Field(
         [],
@@ -770,7 +771,7 @@ class RuntimeConfig(ConfigSection):
     retries: int = Field(
         3,
         ge=0,
-        description="restarts of one host before the run goes on without it, and of the server before the run ends; "
+        description="restarts of one host before the run continues without it, and of the server before the run ends; "
         "the count begins anew after ten minutes without a fault",
     )
     wait_for_hosts: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(

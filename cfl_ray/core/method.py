@@ -201,22 +201,22 @@ class Method(ABC, Generic[S]):
 
     @property
     def needs_mean(self) -> str:
-        """Why the method goes on from the mean of its clients itself; empty: it can have a server optimiser."""
+        """The reason why the method cannot have a server optimiser; empty: it can."""
         return ""
 
     @property
     def needs_classes(self) -> str:
-        """Why the method is for classification alone; empty: it is for any task."""
+        """The reason why the method is only for classification; empty: any task."""
         return ""
 
     @property
     def needs_sgd(self) -> str:
-        """Why local steps must be those of SGD with one learning rate in a round; empty: any optimiser will do."""
+        """The reason why it needs SGD with one learning rate per round; empty: any local optimiser."""
         return ""
 
     @property
     def needs_fresh_momentum(self) -> str:
-        """Why every round must begin without momentum of earlier ones; empty: `local.persist` will do."""
+        """The reason why `local.persist` with momentum is not possible; empty: it is."""
         return ""
 
     @property

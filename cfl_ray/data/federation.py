@@ -120,7 +120,7 @@ class Federation(ABC):
         return self
 
     def group_transform(self, group: int) -> GroupTransform:
-        """Returns how a true group's samples derive from those of its family; by default, a family of its own."""
+        """Returns the `GroupTransform` of a true group; by default, no two groups share samples."""
         return GroupTransform(family=group)
 
     @abstractmethod

@@ -86,7 +86,7 @@ class AutoCFLState(CentreState):
 
 @dataclass(frozen=True)
 class AutoCFL(Method[AutoCFLState], name="autocfl"):
-    """Training progress is evened out by epochs per client; then one clustering by votes on last-layer distances."""
+    """Epochs per client equalise training progress; then one clustering by votes on last-layer distances."""
 
     alpha: float = option(
         0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
@@ -121,7 +121,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     )
     progress: str = option(
         "sum",
-        "what the variance that ends the first phase is of: C_m, or C_m / t, the mean loss of the t rounds so far",
+        "quantity whose variance ends the first phase: C_m, or C_m / t, the mean loss of the t rounds so far",
         source="paper: C_m, which rises from the first round on; mean: ours",
         choices=("sum", "mean"),
     )

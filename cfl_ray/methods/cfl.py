@@ -165,7 +165,7 @@ class CFL(Method[CFLState], name="cfl"):
     )
     eps2: float | None = option(
         None,
-        "eps_2: and its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6",
+        "eps_2: and when its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6",
         source="official code; relative: ours",
         low=0,
     )
@@ -189,7 +189,7 @@ class CFL(Method[CFLState], name="cfl"):
     )
     stale_updates: str = option(
         "drop",
-        "what becomes of updates of earlier rounds: drop, or reapply (PACFL's code)",
+        "updates of earlier rounds: drop, or reapply (PACFL's code)",
         source="paper: all clients take part",
         choices=("drop", "reapply"),
     )

@@ -79,9 +79,12 @@ class FedAC(Method[FedACState], name="fedac"):
     # CNT
     adapt_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
     adapt_every: int = option(
-        10, "rounds between two steps of CNT, each one split or one merge at most", source="ours: lost", low=1
+        10,
+        "rounds between two steps of CNT, each one split or one merge at most",
+        source="ours: not known from the paper",
+        low=1,
     )
-    adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: lost", low=0)
+    adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: not known from the paper", low=0)
     adaptation: str = option(
         "significance",
         "rule of CNT: a test whether clusters are one or several, or rho",
@@ -99,15 +102,28 @@ class FedAC(Method[FedACState], name="fedac"):
         high=1,
     )
     rho_low: float = option(
-        0.2, "rho_lo: below this a cluster of a few clients merges into its nearest", source="ours: lost", low=0
+        0.2,
+        "rho_lo: below this a cluster of a few clients merges into its nearest",
+        source="ours: not known from the paper",
+        low=0,
     )
-    rho_high: float = option(1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", source="ours: lost", low=0)
+    rho_high: float = option(
+        1.0, "rho_hi: above this a cluster splits; at least 3 rho_lo", source="ours: not known from the paper", low=0
+    )
     max_clusters: int = option(20, "K_max", source="ours", low=1)
     # training and E-step
-    num_clusters: int = option(5, "K_0, clusters at first", source="ours: lost", low=1)
-    mu: float = option(0.1, "mu: proximal term to the cluster model (grid 0.01, 0.1, 1)", source="ours: lost", low=0)
+    num_clusters: int = option(5, "K_0, clusters at first", source="ours: not known from the paper", low=1)
+    mu: float = option(
+        0.1,
+        "mu: proximal term to the cluster model (grid 0.01, 0.1, 1)",
+        source="ours: not known from the paper",
+        low=0,
+    )
     lam: float = option(
-        0.1, "lambda: proximal term of the embedding to the global one (grid 0.01, 0.1, 1)", source="ours: lost", low=0
+        0.1,
+        "lambda: proximal term of the embedding to the global one (grid 0.01, 0.1, 1)",
+        source="ours: not known from the paper",
+        low=0,
     )
     start: str = option(
         "own",
@@ -115,7 +131,7 @@ class FedAC(Method[FedACState], name="fedac"):
         source="paper",
         choices=("own", "global"),
     )
-    rank: int = option(20, "q: principal components", source="ours: lost", low=1)
+    rank: int = option(20, "q: principal components", source="ours: not known from the paper", low=1)
     pca_every: int = option(100, "rounds between two PCAs", source="paper", low=1)
     similarity: str = option(
         "low_rank_cosine",

@@ -48,7 +48,7 @@ class FeSEMCAMState(SignatureState):
 
 @dataclass(frozen=True)
 class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
-    """FeSEM on what a shared global model leaves unexplained: the two predict together."""
+    """FeSEM whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
     num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)
     warmup_epochs: int = option(5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1)

@@ -49,7 +49,7 @@ class CAMState(State):
 
 @dataclass(frozen=True)
 class IFCACAM(Method[CAMState], name="ifca_cam"):
-    """IFCA on what a shared global model leaves unexplained: the two predict together."""
+    """IFCA whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
     num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)
     warmup_rounds: int = option(
@@ -69,7 +69,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
     )
     empty: str = option(
         "keep",
-        "what becomes of a cluster model without a client: keep it, or zero it, so that Theta_g predicts alone",
+        "cluster model without a client: keep it, or set it to zero, so that Theta_g predicts alone",
         source="ours: the paper says that clusters may become empty",
         choices=("keep", "zero"),
     )

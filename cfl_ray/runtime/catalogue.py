@@ -155,7 +155,7 @@ KINDS: Mapping[str, PartKind] = {
     ),
     "optimizers": PartKind(
         OPTIMIZERS,
-        "a class of torch.optim.Optimizer's form",
+        "a subclass of torch.optim.Optimizer, or a function that returns one",
         "local: {optimizer: my.py:Sign}",
         "docs/extend/optimizer.md",
         given=("params", "lr"),
@@ -220,7 +220,7 @@ KINDS: Mapping[str, PartKind] = {
     ),
     "backends": PartKind(
         BACKENDS,
-        "a class, e.g. a subclass of InProcessBackend",
+        "a subclass of InProcessBackend",
         "runtime: {backend: my.py:Backend}",
         "docs/extend/backend.md",
         given=("worker",),

@@ -42,18 +42,18 @@ Found = dict[tuple[str, str], dict[int, dict[str, float]]]
 def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
     """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
-    Runs of one experiment differ in their seed alone. A folder of a study stands for all its runs, and its settings are
-    experiments. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and METRIC_std
-    (standard deviation of a sample; NaN of one run); mbit (of a client, download plus upload), seconds (of all rounds),
-    and p: of a paired t-test of the first metric against the best method of the experiment, over the seeds that both
-    have; NaN for the best one and below 3 such seeds. A method that lacks the metric with one of its seeds is not the
-    best one. Methods that have no evaluation yet are left out.
+    Runs that differ only in the seed are one experiment. The folder of a study stands for all its runs; each of its
+    settings is an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
+    METRIC_std (sample standard deviation; NaN for one run); mbit (per client, download plus upload), seconds (of all
+    rounds), and p (p-value of a paired t-test of the first metric against the best method of the experiment, over
+    common seeds; NaN for the best method and for fewer than 3 common seeds). A method without the metric for one of its
+    seeds cannot be the best. Methods without an evaluation are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
-        which the last value counts; empty: the score of the task, those of P-local and of the worst decile, and those
-        of `_SHOWN` that occur. trust: as of `load_run`.
-    Raises ConfigError for a metric that no run has. A spread over clients, as accuracy_std, beside its metric has the
-    column `column_of`.
+        which the last value counts; empty: the score of the task, also of P-local and of the worst decile, macro F1,
+        test loss, number of clusters and ARI, if recorded. trust: as in `load_run`.
+    Raises ConfigError for a metric that no run has. Next to `accuracy`, the metric `accuracy_std` has the column
+    `accuracy_std_over_clients`.
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed

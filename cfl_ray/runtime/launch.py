@@ -62,9 +62,9 @@ def simulate(
     replay: str | Path | None = None,
     extend: str | Path | None = None,
 ) -> Results:
-    """Like `run`, with the same numbers, but in this process and without Ray.
+    """Like `run`, with the same results, but in the calling process and without Ray.
 
-    Keeps files only where `run_dir` is given, which `replay` and `extend` require.
+    Writes files only if `run_dir` is given, which `replay` and `extend` require.
     """
     return _Launch(
         experiment or config.load(),
@@ -84,14 +84,14 @@ def resume(
     experiment: Experiment | None = None,
     trust: bool = False,
 ) -> Results:
-    """Continues a run that stopped, from its last checkpoints; a finished one gives its results at once.
+    """Continues a stopped run from its last checkpoint; for a finished run, returns its results.
 
-    Raises ConfigError where `run_dir` holds no run, RunError where the run is live. RAY_ADDRESS, where it is set,
-    counts more than `runtime.address` of the run.
+    Raises ConfigError if `run_dir` holds no run, RunError if the run is live. RAY_ADDRESS takes precedence over
+    `runtime.address` of the run.
 
-    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
-    trust: whether Python files, a cluster and an MLflow server are used that the record names and that this user did
-        not sign on this machine, as `run` does; otherwise they are a ConfigError.
+    experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
+    trust: True uses the Python files, the cluster and the MLflow server that the run names, even if this user did not
+        start it on this machine; False raises ConfigError for such a run.
     """
     file = Path(run_dir) / CONFIG
     if not file.is_file():
@@ -273,7 +273,7 @@ class _Launch:
                 "choose another folder"
             )
         raise ConfigError(
-            f"{directory} holds a run of this config already; go on with it by `{command('resume', directory)}` "
+            f"{directory} already holds a run of this config; continue it with `{command('resume', directory)}` "
             "or choose another folder"
         )
 

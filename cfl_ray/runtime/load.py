@@ -17,12 +17,12 @@ from cfl_ray.tracking.tracker import METRICS_LOG
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
-    """The results of a run as far as they are recorded. Of a live or stopped run, models are those saved last.
+    """The recorded results of a run; for a live or stopped run, models are those of the last checkpoint.
 
-    experiment: the one that was run, where it has objects made in Python (a Federation, a model, a method).
-    trust: whether Python files are imported that the record names and that this user did not sign on this machine, as
-        `run` does; otherwise they are a ConfigError.
-    Raises ConfigError where `run_dir` holds no run. Data are read when a model is asked for.
+    experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
+    trust: True imports the Python files that the run names, even if this user did not start it on this machine; False
+        raises ConfigError for such files.
+    Raises ConfigError if `run_dir` holds no run. Data are read when a model is requested.
     """
     directory = Path(run_dir).absolute()
     if not (directory / CONFIG).is_file():

@@ -53,8 +53,8 @@ class Numerics:
         """The changes since this, one line each."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
         return [
-            f"this run began with {_TITLES[name]} {_in_words(before)} and goes on with {_in_words(after)}: its figures "
-            "will not be, bit for bit, those of an undisturbed run"
+            f"this run began with {_TITLES[name]} {_in_words(before)} and continues with {_in_words(after)}: "
+            "its results can differ from those of an undisturbed run"
             for name, before, after in pairs
             if before != after
         ]

@@ -144,8 +144,8 @@ class Requests:
         if both := [client for client in ids if client in granted]:
             change = "joins" if both[0] in granted[both[0]].join else "leaves"
             raise ConfigError(
-                f"{verb}: client {both[0]} {change} before round {round} already, as was asked; "
-                "ask again when that has happened"
+                f"{verb}: client {both[0]} {change} before round {round} already, as requested earlier; "
+                "try again after that round"
             )
         trial = self._trial()
         trial.advance(round)

@@ -24,7 +24,7 @@ BACKENDS: Registry[Any] = Registry(
     "backend",
     {
         "ray": BuiltinKind("on the hosts of a Ray cluster", ("runtime.address", "runtime.hosts")),
-        "in_process": BuiltinKind("in this process, for debugging and tests; the figures are the same"),
+        "in_process": BuiltinKind("in this process, for debugging and tests; the results are the same"),
     },
     RuntimeConfig.backends_group,
 )

@@ -88,9 +88,9 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
     signature = values.pop("signature", "")
     if not hmac.compare_digest(str(signature).encode(), _signature(run_dir, values, key).encode()):
         raise ConfigError(
-            f"{run_dir / SESSION} was not written with your Ray token for this folder, so it is not followed to the "
-            "cluster it names; use the token of whoever started the run, ask in the folder where it runs, or remove "
-            "the file if no run is live there"
+            f"{run_dir / SESSION} was not written with your Ray token for this folder, so its cluster is not "
+            "contacted; use the token of the user who started the run and the folder in which it runs, or remove the "
+            "file if no run is live there"
         )
     return ServerAddress(**values)
 

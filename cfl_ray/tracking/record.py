@@ -113,7 +113,7 @@ def now_ms() -> int:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """Metrics of one evaluated round. Two records of one run with the same `round` are the same record."""
+    """Metrics of one round. Two records of one run with the same `round` are the same record."""
 
     round: int  # rounds completed, 0 before the first
     metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged

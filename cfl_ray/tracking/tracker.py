@@ -1,7 +1,7 @@
 """Tracking in the files of the run directory, which outlive every process and server.
 
 run.json        identity and configuration of the run (RunInfo)
-metrics.jsonl   one line per evaluated round, written before `log` returns
+metrics.jsonl   one line per round, written before `log` returns
 end.json        status and metrics of the whole run (RunEnd); absent while the run is live or waits to be resumed
 artifacts/      files that belong to the result
 models/         models of the end, a folder each, which MLflow gets as its models; only with `tracking.log_models`

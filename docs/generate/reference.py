@@ -121,7 +121,7 @@ def method_pages() -> dict[str, str]:
         "# Methods\n\n"
         "One page per published method: its paper, the equations that are implemented, where the implementation\n"
         "departs from the paper, and its options. In an experiment a method is a name or a name with options:\n"
-        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Bringing a method](../../extend/method.md) shows how to add\n"
+        "`methods: [fedavg, {ifca: {num_clusters: 4}}]`. [Your own method](../../extend/method.md) shows how to add\n"
         "one.\n\n"
         f"| method | name in the config | |\n|---|---|---|\n{rows}\n"
     )

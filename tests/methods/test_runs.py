@@ -274,7 +274,7 @@ class TestRunDirectories:
 
     def test_a_directory_belongs_to_one_run(self, experiment, tmp_path):
         cfl_ray.simulate(experiment(rounds=1), tmp_path / "run")
-        with pytest.raises(ConfigError, match="holds a run of this config already; go on with it by `cfl-ray resume"):
+        with pytest.raises(ConfigError, match="already holds a run of this config; continue it with `cfl-ray resume"):
             cfl_ray.simulate(experiment(rounds=1), tmp_path / "run")
         with pytest.raises(
             ConfigError, match=r"belongs to another config \(hash \w{12}, this one has \w{12}\); choose another folder"

@@ -21,7 +21,7 @@ def test_directory_of_another_config(experiment, run_dir):
 
 
 def test_directory_of_the_same_config(experiment, run_dir):
-    message = "holds a run of this config already; go on with it by `cfl-ray resume .*run` or choose another folder"
+    message = "already holds a run of this config; continue it with `cfl-ray resume .*run` or choose another folder"
     with pytest.raises(ConfigError, match=message):
         run(experiment(rounds=2), run_dir)
 

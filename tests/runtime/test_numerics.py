@@ -67,10 +67,10 @@ def test_what_has_changed_is_said_with_both_values(interrupted):
     resume(interrupted, watcher, on_ray=False)
     begins = [line.partition(":")[0] for line in watcher.lines]
     assert begins == [
-        "this run began with device cuda, a GPU and goes on with cpu",
-        f"this run began with CPU instruction set VSX and goes on with {cpu.instruction_set()}",
-        f"this run began with PyTorch 1.0 and goes on with {torch.__version__}",
-        "this run began with time limit (runtime.round_deadline) on and goes on with off",
+        "this run began with device cuda, a GPU and continues with cpu",
+        f"this run began with CPU instruction set VSX and continues with {cpu.instruction_set()}",
+        f"this run began with PyTorch 1.0 and continues with {torch.__version__}",
+        "this run began with time limit (runtime.round_deadline) on and continues with off",
     ]
     assert json.loads(file.read_text()) == before  # of the beginning, also for the next resume
 

@@ -221,7 +221,7 @@ def test_a_client_is_requested_once_per_round(begin, newcomers, tmp_path):
     requests.leave([3])
     assert requests.join_shards(*shards) == "ditto: clients 8-11 join before round 1"
     for request, message in (
-        (lambda: requests.leave([3]), "client 3 leaves before round 1 already, as was asked"),
+        (lambda: requests.leave([3]), "client 3 leaves before round 1 already, as requested earlier"),
         (lambda: requests.join([3]), "client 3 leaves before round 1 already"),
         (lambda: requests.leave([9]), "client 9 joins before round 1 already"),
         (

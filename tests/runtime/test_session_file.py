@@ -24,7 +24,7 @@ def test_is_read_as_written_and_does_not_hold_the_token(tmp_path):
 def test_of_another_user_is_refused(tmp_path, monkeypatch):
     publish_server(tmp_path, HERE)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
-    with pytest.raises(ConfigError, match="was not written with your Ray token for this folder, so it is not followed"):
+    with pytest.raises(ConfigError, match="Ray token for this folder, so its cluster is not contacted"):
         read_server_address(tmp_path)
 
 

@@ -40,7 +40,7 @@ class Writer:
         if (latest := self._latest()) != self.epoch:
             raise RunError(
                 f"another server has taken over {self.directory} (epoch {latest}; this one has {self.epoch}), so this "
-                "one writes no more checkpoints; let it end"
+                "one must not write checkpoints any more; end it"
             )
 
     @contextmanager

@@ -232,7 +232,7 @@ class Pool:
             (instructions, torch), *_ = self.kinds
             self.notes.append(
                 f"host {host.number} ({host.numerics}, PyTorch {host.numerics.torch}) may compute other last bits than "
-                f"others ({instructions}, PyTorch {torch}): figures depend on which host does what"
+                f"others ({instructions}, PyTorch {torch}): results depend on which host trains which client"
             )
         self.kinds[kind] = None
 

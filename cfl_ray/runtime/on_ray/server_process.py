@@ -197,8 +197,7 @@ class ServerProcess:
             ) from error
         except RayError as error:
             raise RunError(
-                f"whether node {node[:8]} can read these shards could not be found out ({short_reason(error)}); "
-                "ask again"
+                f"could not check whether node {node[:8]} can read these shards ({short_reason(error)}); try again"
             ) from error
 
 

@@ -184,7 +184,7 @@ class _Launch:
         uri = resolve_uri(tracking, self.experiment.output)
         if HIDDEN in uri:
             raise ConfigError(
-                f"tracking.uri: {uri} lacks its credentials: the study is a copy that was made to be shown; give "
+                f"tracking.uri: {uri} lacks its credentials, which are hidden in this copy of the study; give "
                 "tracking.uri=... with them, or tracking.uri=null and the whole URI as MLFLOW_TRACKING_URI"
             )
         return uri

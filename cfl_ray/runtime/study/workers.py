@@ -175,7 +175,7 @@ class Crew:
             worker.process.join()
             raise RunError(
                 f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
-                "what it printed is above"
+                "see its output above"
             )
         if (cell := worker.cell) is None:
             return None
