@@ -94,6 +94,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             how=LocalTraining(frozen_model=theta_c),
             average=global_weights(clients.weights(self.weights)),
             keep_as_local_model=False,
+            average_number=1,  # number 0 is that of the cluster models, which the warm-up has too
         )
 
         # c <- k-means from the present centres, over the last uploads of all clients seen
@@ -140,7 +141,8 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
     def m_step(self, state: FeSEMCAMState, clients: Clients, updates: Updates) -> FeSEMCAMState:
         """Theta_k <- the mean of this round's participants in every cluster."""
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
-        return state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
+        averages = clients.average(updates, weight_KM, average_number=0)
+        return state.advance(models_KP=averages.averaged(default=state.models_KP))
 
     def join(self, state: FeSEMCAMState, clients: Clients) -> FeSEMCAMState:
         if state.phase == "warmup":

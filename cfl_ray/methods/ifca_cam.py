@@ -39,6 +39,8 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import cluster_weights, global_weights
 
+CLUSTERS, GLOBAL = 0, 1  # numbers of the averages, which the schedules and the warm-up make in different orders
+
 
 @dataclass(frozen=True, kw_only=True)
 class CAMState(State):
@@ -134,7 +136,8 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         """theta_i of all clients, with Theta_g frozen, averaged within the clusters."""
         assert theta_c.row_M is not None
         average = cluster_weights(theta_c.row_M, weight_M, self.num_clusters)
-        return clients.train(theta_c, how=LocalTraining(frozen_model=theta_g), average=average)
+        how = LocalTraining(frozen_model=theta_g)
+        return clients.train(theta_c, how=how, average=average, average_number=CLUSTERS)
 
     def train_global(self, clients: Clients, theta_g: Sent, theta_c: Sent, weight_M: np.ndarray) -> Updates:
         """theta0_i of all clients, with Theta_{c(i)} frozen, averaged."""
@@ -143,6 +146,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
             how=LocalTraining(frozen_model=theta_c),
             average=global_weights(weight_M),
             keep_as_local_model=False,
+            average_number=GLOBAL,
         )
 
     def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
@@ -154,7 +158,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
     def warm_up(self, state: CAMState, clients: Clients) -> CAMState:
         """One of the first rounds: FedAvg of Theta_g."""
         weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(clients.send(state.global_KP), average=weight_1M)
+        updates = clients.train(clients.send(state.global_KP), average=weight_1M, average_number=GLOBAL)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
 
