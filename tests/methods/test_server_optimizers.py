@@ -95,12 +95,16 @@ class Watched(ServerMoments):
         return after_RP
 
 
-@pytest.mark.parametrize("name", AVERAGING)
-def test_every_model_that_goes_on_has_its_moments_in_all_phases(name):
+SPLITTING = {"num_clusters": 1, "adaptation": "rho", "rho_low": 0.0, "rho_high": 0.05}
+
+
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in AVERAGING), ("fedac", SPLITTING)])
+def test_every_model_that_goes_on_has_its_moments_in_all_phases(name, options):
     """Warm-up, clustering, splits: in whichever order a round makes its averages."""
     server = Watched(FedAvgM(lr=0.5, momentum=0.5))
-    play(name, 6, server)
+    state, _ = play(name, 6, server, **options)
     assert server.went_on and not server.lost
+    assert state.num_clusters > 1 or options != SPLITTING
 
 
 def test_a_leaf_goes_on_with_its_moments_while_another_one_splits():
