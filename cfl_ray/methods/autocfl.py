@@ -233,7 +233,12 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         averages = clients.average(updates, weight_KM, average_number=0)  # in the place of that of w
         models_KP = averages.averaged(default=state.models_KP.repeat(num_clusters, 1))
         return state.advance(
-            models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate"
+            models_KP=models_KP,
+            assign_N=assign_N,
+            start_KP=state.models_KP,
+            centre_KF=centre_KF,
+            lr=clients.local.lr,
+            phase="federate",
         )
 
     def other_clusters(self, distance_MM: np.ndarray, rng: Draws) -> np.ndarray:
