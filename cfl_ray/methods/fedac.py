@@ -232,7 +232,8 @@ class FedAC(Method[FedACState], name="fedac"):
         if not self.by_cosine:
             return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=None)
         rank = max(min(self.rank, len(uploads_SF) - 1, len(state.mean_F)), 1)
-        pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
+        with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance of a single upload
+            pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
         basis_FQ = torch.from_numpy(pca.components_.T.copy()).float()
         return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=basis_FQ)
 
