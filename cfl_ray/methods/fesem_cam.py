@@ -99,6 +99,8 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
 
         # c <- k-means from the present centres, over the last uploads of all clients seen
         state = self.remember_uploads(state, clients, cluster_updates)
+        if not len(state.seen_S):  # they have left, and no update of this cohort is valid
+            return state.advance(global_KP=global_updates.averaged(default=state.global_KP))
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         found_S, _ = kmeans(
