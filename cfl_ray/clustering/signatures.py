@@ -3,7 +3,7 @@
 S are the clients with a signature.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -83,6 +83,7 @@ class CentreState(State):
 
     start_KP: Tensor  # float32 (1, P): the fixed model
     centre_KF: Tensor  # float32: mean signature of the members of each cluster when they were clustered
+    lr: float | None = None  # learning rate of the training that the centres result from; None: no centres yet
 
 
 C = TypeVar("C", bound=CentreState)
@@ -98,6 +99,8 @@ def place_by_training(
 ) -> C:
     """Assigns clients to the clusters with the nearest centres, by signatures from one local training.
 
+    Its learning rate is that of the training that the centres result from, whatever the schedule says by now.
+
     features: columns of the results that are the signatures. metric: as `agglomerative.distances`.
     steps_M: local steps of each client; None: the experiment's.
     within: a client further than this from every centre founds a cluster, with its signature as the centre and the
@@ -105,7 +108,8 @@ def place_by_training(
     """
     if not len(clients):
         return state
-    start, how = clients.send(state.start_KP), LocalTraining(steps_M=steps_M)
+    sgd = None if state.lr is None else replace(clients.local, lr=state.lr)
+    start, how = clients.send(state.start_KP), LocalTraining(sgd=sgd, steps_M=steps_M)
     updates = clients.train(start, how=how, features=features, keep_as_local_model=False)
     ids_M, feature_MF, centre_KF = clients.ids_M[updates.valid_M], updates.valid_features_MF, state.centre_KF
     found_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)

@@ -242,6 +242,7 @@ class Clients:
         features: UpdateFeatures | Columns | None = None,
         defer_aggregation: bool = False,
         keep_as_local_model: bool = True,
+        average_number: int | None = None,
     ) -> Updates:
         """Trains every client on its own data, from its row of `start`.
 
@@ -251,6 +252,9 @@ class Clients:
         features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
         keep_as_local_model: whether the result is the client's model, which protocol P-local measures.
+        average_number: which of the averages of a round `average` is. A server optimiser goes on from the average with
+            the same number of the round before: give it where their order is not the same in all rounds. None: their
+            order.
         """
         local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keep_as_local_model)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
@@ -268,12 +272,14 @@ class Clients:
         if not isinstance(self.aggregation, Mean) and averaging is not None:
             found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
-        return self._updates(outcome, averaging, private, work)
+        return self._updates(outcome, averaging, private, work, average_number)
 
-    def _updates(self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train) -> Updates:
+    def _updates(
+        self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None
+    ) -> Updates:
         if averaging is None or self.server is None:
             return Updates(outcome, averaging, private, work)
-        average = self.server.next_average()
+        average = self.server.next_average() if number is None else number
         return Updates(outcome, averaging, private, work, self.server, average, self.spec.trained)
 
     def _training_work(
@@ -318,10 +324,11 @@ class Clients:
             tables=tables.as_tuple(),
         )
 
-    def average(self, updates: Updates, weight_RM: Tensor) -> Updates:
+    def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
 
         weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
+        average_number: as in `train`.
         """
         averaging, work = Averaging.of(weight_RM, len(self)), updates.training
         address = self._next_address()
@@ -329,7 +336,7 @@ class Clients:
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
             outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
-        return self._updates(outcome, averaging, updates.private, work)
+        return self._updates(outcome, averaging, updates.private, work, average_number)
 
     def restart_moments(self, models_KP: Tensor) -> None:
         """Lets the server optimiser begin anew with these models, of clusters that merged; no effect without one."""

@@ -56,8 +56,15 @@ def place_by_loss(state: S, clients: Clients) -> S:
         return state
     loss_MK = clients.losses(clients.broadcast(state.models_KP))
     clients.count_upload(1)
-    valid_M = np.isfinite(loss_MK).any(1)
-    return state.advance(assign_N=state.place(clients.ids_M[valid_M], loss_MK[valid_M].argmin(1)))
+    return state.advance(assign_N=state.place(clients.ids_M, least_loss(loss_MK)))
+
+
+def least_loss(loss_MK: np.ndarray) -> np.ndarray:
+    """The model with the least loss for each client, int64 (M,), the lowest on ties.
+
+    UNASSIGNED for a client without any finite loss: its data are not valid, or it took too long.
+    """
+    return np.where(np.isfinite(loss_MK).any(1), loss_MK.argmin(1), UNASSIGNED)
 
 
 def with_mean(models_KP: Tensor) -> Tensor:

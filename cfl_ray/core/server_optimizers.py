@@ -193,7 +193,8 @@ def _in_words(found: Any) -> str:
 class ServerMoments:
     """The moments of all models that a method averages, between rounds.
 
-    A model is known by the number of its average among those of a round, and the checksum of its values.
+    A model is known by the number of its average among those of a round, and the checksum of its values. An average
+    that is made again in a round, with the same number, takes the place of the first one.
     """
 
     optimizer: ServerOptimizer
@@ -223,10 +224,12 @@ class ServerMoments:
         """
         after_RP, keys = mean_RP.clone(), [_checksum(row_P) for row_P in before_RP]
         count = Counter(keys)
+        of_round = self.before | self.moments  # with those of a model that an earlier average of this round has made
         found: dict[tuple[int, bytes], Moments] = {}
         for row, key in enumerate(keys):
             # equal models are parts of one that was split, or new ones with a common start
-            moments = self.before.get((average, key)) if count[key] == 1 else None
+            known = self.before if row in changed else of_round
+            moments = known.get((average, key)) if count[key] == 1 else None
             if row in changed:
                 delta_P = mean_RP[row, :trained] - before_RP[row, :trained]
                 step_P, moments = _step(self.optimizer, delta_P, moments)

@@ -32,14 +32,15 @@ class Updates:
         default: the models before (R, P). Rows without any contribution, and private columns, are theirs. Raises
         ValueError if nothing was averaged.
         """
-        return self._moved(default, self._means(default))
+        return self._moved(default, self.means(default))
 
     def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
         if self.server is None:
             return mean_RP
         return self.server.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
 
-    def _means(self, default: Tensor) -> Tensor:
+    def means(self, default: Tensor) -> Tensor:
+        """The same without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
         rows_RP = default.clone()
@@ -52,7 +53,7 @@ class Updates:
     def damped(self, start: Tensor, total: float) -> Tensor:
         """Rows of `start` (R, P), each moved towards its weighted mean by the share of its weight in `total`."""
         share_R = self.weight_R / total if total else np.zeros(len(start))
-        means = self._means(start)
+        means = self.means(start)
         rows = [torch.lerp(a, b, share) for a, b, share in zip(start, means, share_R.tolist(), strict=True)]
         return self._moved(start, torch.stack(rows))
 

@@ -344,7 +344,7 @@ class Worker:
             with naming_client(task.client, "training"):
                 result = self.train_one(task)
             result = self._attacked(work, piece, replace(result, index=index))
-            if work.chained and invalid_update_reason(result.upload_P, self.network.spec.trained) is None:
+            if work.chained and self._invalid_reason(result) is None:
                 before_P = result.upload_P.clone()
             yield result
 

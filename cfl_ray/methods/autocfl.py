@@ -230,9 +230,15 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         assign_N = state.place(clients.ids_M[valid_M], cluster_M)
         # theta_k <- Avg of W_m over the cluster
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), num_clusters)
-        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP.repeat(num_clusters, 1))
+        averages = clients.average(updates, weight_KM, average_number=0)  # in the place of that of w
+        models_KP = averages.averaged(default=state.models_KP.repeat(num_clusters, 1))
         return state.advance(
-            models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate"
+            models_KP=models_KP,
+            assign_N=assign_N,
+            start_KP=state.models_KP,
+            centre_KF=centre_KF,
+            lr=clients.local.lr,
+            phase="federate",
         )
 
     def other_clusters(self, distance_MM: np.ndarray, rng: Draws) -> np.ndarray:

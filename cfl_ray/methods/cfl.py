@@ -235,10 +235,10 @@ class CFL(Method[CFLState], name="cfl"):
         state = self.remember_updates(state, clients, updates)
         stays_M = state.assign_N[clients.ids_M] == leaf_M  # others count in no average and for no split
         # W_c <- W_c + sum_i p_i Delta_i
-        models_KP = self.averaged_models(state, clients, updates, stays_M)
+        models_KP, mean_KP = self.averaged_models(state, clients, updates, stays_M)
         if clients.round > self.min_rounds:  # t > t_min
             # split c iff ||sum_i p_i Delta_i|| < eps_1 and ..
-            mean_norm_K = (models_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
+            mean_norm_K = (mean_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
             updated_S = state.cluster_S if self.stale_updates == "reapply" else leaf_M[stays_M & updates.valid_M]
             for leaf in np.unique(updated_S).tolist():
                 state = self.split(state, leaf, mean_norm_K[leaf].item(), self.is_recent(state, clients))
@@ -246,7 +246,7 @@ class CFL(Method[CFLState], name="cfl"):
             if state.num_clusters > before.num_clusters:
                 record_similarity(clients, state.seen_S, state.signature_SF)
                 record_signatures(clients, state.seen_S, state.signature_SF)
-                models_KP = self.averaged_models(state, clients, updates, stays_M)
+                models_KP, _ = self.averaged_models(state, clients, updates, stays_M)
         return state.advance(models_KP=models_KP)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
@@ -285,18 +285,25 @@ class CFL(Method[CFLState], name="cfl"):
             open_S=np.full(count, NO_SPLIT),
         )
 
-    def averaged_models(self, state: CFLState, clients: Clients, updates: Updates, stays_M: np.ndarray) -> Tensor:
-        """The model (K, P) of every leaf after this round's updates; with `reapply`, after all members' last ones."""
+    def averaged_models(
+        self, state: CFLState, clients: Clients, updates: Updates, stays_M: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """The model of every leaf after this round's updates, and without a step of a server optimiser, (K, P) each.
+
+        With `reapply`, after the last updates of all members.
+        """
         weight_KM = cluster_weights(
             state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters
         )
-        models_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)
+        averages = clients.average(updates, weight_KM, average_number=0)  # a second time in a round with a split
+        models_KP, mean_KP = averages.averaged(default=state.models_KP), averages.means(default=state.models_KP)
         if self.stale_updates == "reapply":
             member_KS = cluster_weights(state.cluster_S, np.ones(len(state.seen_S)), state.num_clusters).float()
             step_KF = member_KS @ state.signature_SF / member_KS.sum(1, keepdim=True).clamp(min=1)
             trained = clients.spec.trained
-            models_KP[:, :trained] = state.models_KP[:, :trained] + step_KF
-        return models_KP
+            mean_KP[:, :trained] = state.models_KP[:, :trained] + step_KF
+            models_KP = mean_KP
+        return models_KP, mean_KP
 
     def is_recent(self, state: CFLState, clients: Clients) -> np.ndarray:
         """Whether each client's last update is from the last 1 / R rounds, bool (S,); with `reapply`, all are."""

@@ -68,7 +68,8 @@ class CGPFL(Method[State], name="cgpfl"):
         context = clients.send(with_mean(state.models_KP), row_or_last(state, clients))  # Omega_{c(i)}
         eta = clients.local.lr
         if self.mode == "full":
-            proximal = Proximal(min(self.lam, 1 / eta), context, follow=eta, every=self.inner_steps)
+            lam = min(self.lam, 1 / eta) if eta else self.lam
+            proximal = Proximal(lam, context, follow=eta, every=self.inner_steps)
         else:
             proximal = Proximal(self.mu, context)
         features = UpdateFeatures(clients.spec.trainable, sketch=self.sketch)

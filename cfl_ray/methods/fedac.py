@@ -55,6 +55,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights, global_weights
 
+CLUSTERS = 1  # number of the averages of the Omega_k; that of Phi is 0
 FEW = 4  # members: a cluster with fewer may merge, one with at least so many may split
 
 
@@ -196,7 +197,8 @@ class FedAC(Method[FedACState], name="fedac"):
             state = state.advance(models_KP=models_KP, assign_N=assign_N, phase="federate")
         # M-step: Omega_k
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], weight_M, state.num_clusters)
-        state = state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
+        averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
+        state = state.advance(models_KP=averages.averaged(default=state.models_KP))
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
         if had_no_clusters or clients.round % self.pca_every == 0 or self.adapts_in(clients.round):
@@ -246,7 +248,8 @@ class FedAC(Method[FedACState], name="fedac"):
         if not self.by_cosine:
             return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=None)
         rank = max(min(self.rank, len(uploads_SF) - 1, len(state.mean_F)), 1)
-        pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
+        with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance of a single upload
+            pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
         basis_FQ = torch.from_numpy(pca.components_.T.copy()).float()
         return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=basis_FQ)
 
@@ -404,7 +407,8 @@ def split_cluster(
     if not {*number_K.tolist()} <= {*assign_M.tolist()}:
         return state
     before_KP = torch.cat([state.models_KP, state.models_KP[k].expand(parts - 1, -1)])
-    averages = clients.average(updates, cluster_weights(assign_M, weight_M, len(before_KP)))
+    weight_KM = cluster_weights(assign_M, weight_M, len(before_KP))
+    averages = clients.average(updates, weight_KM, average_number=CLUSTERS)
     return state.advance(models_KP=averages.averaged(default=before_KP), assign_N=assign_N)
 
 

@@ -41,5 +41,9 @@ class FedAvgPlus(Method[State], name="fedavg_plus"):
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         return fedavg_each(state, clients, self.weights)
 
+    def join(self, state: State, clients: Clients) -> State:
+        """Newcomers choose no model: all vote."""
+        return state
+
     def serve(self, state: State, clients: Clients) -> Serving:
         return Serving(state.models_KP, clients.first_row(), vote=True)

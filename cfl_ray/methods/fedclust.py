@@ -126,6 +126,7 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
             models_KP=state.start_KP.repeat(len(centre_KF), 1),
             assign_N=state.place(ids_M, cluster_M),
             centre_KF=centre_KF,
+            lr=clients.local.lr,
             height=self.height(distance),
             phase="federate",
         )

@@ -58,6 +58,10 @@ class FedGroup(Method[CentreState], name="fedgroup"):
     sketch: int = sketch_option()
     weights: str = weights_option()
 
+    @property
+    def needs_mean(self) -> str:
+        return "eta_g above 0 mixes the means of the groups" if self.eta_g else ""
+
     def init(self, start: Start) -> CentreState:
         first_KP = start.new_model(0)[None]
         return CentreState(
@@ -100,8 +104,12 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         # w_k <- mean of w_0 + Delta_i,  Delta_k <- mean of Delta_i over group k
         centre_KF, _ = cluster_means(delta_MF, group_M, group_M.max() + 1)
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights("uniform"), len(centre_KF))
-        models_KP = clients.average(updates, weight_KM).averaged(default=state.start_KP.repeat(len(centre_KF), 1))
-        return state.advance(models_KP=models_KP, assign_N=assign_N, centre_KF=centre_KF, phase="federate")
+        averages = clients.average(updates, weight_KM, average_number=0)
+        models_KP = averages.averaged(default=state.start_KP.repeat(len(centre_KF), 1))
+        clients.restart_moments(models_KP)  # FedAvg begins after this
+        return state.advance(
+            models_KP=models_KP, assign_N=assign_N, centre_KF=centre_KF, lr=clients.local.lr, phase="federate"
+        )
 
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:
         """int64 (M,): the group of each client of the cold start."""

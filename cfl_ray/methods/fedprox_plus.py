@@ -42,5 +42,9 @@ class FedProxPlus(Method[State], name="fedprox_plus"):
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
         return fedavg_each(state, clients, self.weights, self.mu)
 
+    def join(self, state: State, clients: Clients) -> State:
+        """Newcomers choose no model: all vote."""
+        return state
+
     def serve(self, state: State, clients: Clients) -> Serving:
         return Serving(state.models_KP, clients.first_row(), vote=True)

@@ -94,10 +94,13 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             how=LocalTraining(frozen_model=theta_c),
             average=global_weights(clients.weights(self.weights)),
             keep_as_local_model=False,
+            average_number=1,  # number 0 is that of the cluster models, which the warm-up has too
         )
 
         # c <- k-means from the present centres, over the last uploads of all clients seen
         state = self.remember_uploads(state, clients, cluster_updates)
+        if not len(state.seen_S):  # they have left, and no update of this cohort is valid
+            return state.advance(global_KP=global_updates.averaged(default=state.global_KP))
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         found_S, _ = kmeans(
@@ -140,7 +143,8 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
     def m_step(self, state: FeSEMCAMState, clients: Clients, updates: Updates) -> FeSEMCAMState:
         """Theta_k <- the mean of this round's participants in every cluster."""
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
-        return state.advance(models_KP=clients.average(updates, weight_KM).averaged(default=state.models_KP))
+        averages = clients.average(updates, weight_KM, average_number=0)
+        return state.advance(models_KP=averages.averaged(default=state.models_KP))
 
     def join(self, state: FeSEMCAMState, clients: Clients) -> FeSEMCAMState:
         if state.phase == "warmup":

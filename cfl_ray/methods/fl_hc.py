@@ -98,7 +98,12 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
             weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
             models_KP = clients.average(updates, weight_KM).averaged(default=models_KP)
         return state.advance(
-            models_KP=models_KP, assign_N=assign_N, start_KP=state.models_KP, centre_KF=centre_KF, phase="federate"
+            models_KP=models_KP,
+            assign_N=assign_N,
+            start_KP=state.models_KP,
+            centre_KF=centre_KF,
+            lr=clients.local.lr,
+            phase="federate",
         )
 
     def update_features(self, clients: Clients) -> UpdateFeatures:

@@ -24,8 +24,9 @@ from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.rounds import least_loss
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
+from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
 
 
@@ -90,16 +91,17 @@ class IFCA(Method[State], name="ifca"):
 
         # j_i <- argmin_j f_i(theta_j)
         if warm_up:
-            theta = clients.send(state.models_KP, self.warmup_clusters(clients.ids_M, rng.seed))
+            chosen_M = self.warmup_clusters(clients.ids_M, rng.seed)
+            theta = clients.send(state.models_KP, chosen_M)
         else:
             received = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
-            theta = received.choose(self.choose_clusters(clients, received))
-        chosen_M = theta.row_M
-        assert chosen_M is not None
+            chosen_M = self.choose_clusters(clients, received)
+            theta = received.choose(np.maximum(chosen_M, 0))
+        known_M = chosen_M != UNASSIGNED  # a client that made no choice counts in no average
 
         # W_i <- SGD_i(theta_{j_i}), or theta_{j_i} - gamma g_i
         one_step = replace(clients.local, steps=1, batch_size=None, momentum=0.0) if gradients else None
-        weight_M = clients.weights("uniform" if gradients else self.weights)
+        weight_M = clients.weights("uniform" if gradients else self.weights) * known_M
         weight_RM = cluster_weights(chosen_M, weight_M, self.num_clusters)
         if self.share_base:
             weight_RM = torch.cat([weight_RM, global_weights(weight_M)])  # the last row: all participants
@@ -110,18 +112,18 @@ class IFCA(Method[State], name="ifca"):
         # theta_j <- Avg of W_i, or theta_j - (gamma / m) sum of g_i, over the clients that chose j
         return state.advance(
             models_KP=self.next_models(state.models_KP, updates, clients.spec),
-            assign_N=state.place(clients.ids_M[updates.valid_M], chosen_M[updates.valid_M]),
+            assign_N=state.place(clients.ids_M[updates.valid_M & known_M], chosen_M[updates.valid_M & known_M]),
             phase="warmup" if clients.round < self.warmup_rounds else "federate",
         )
 
     def choose_clusters(self, clients: Clients, received: Sent) -> np.ndarray:
-        """j_i (M,) of each client, among the models it received."""
+        """j_i (M,) of each client, among the models it received; UNASSIGNED where its losses did not arrive."""
         if self.select == "test_accuracy":
             return clients.accuracies(received).argmax(1)
         loss_MK = clients.losses(received, max_samples=self.select_samples)
         if not clients.evaluated:
             clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        return loss_MK.argmin(1)
+        return least_loss(loss_MK)
 
     def warmup_clusters(self, ids_M: np.ndarray, seed: int) -> np.ndarray:
         """Clusters (M,) of a random equal split, the same in all rounds.
@@ -154,4 +156,5 @@ class IFCA(Method[State], name="ifca"):
     def serve(self, state: State, clients: Clients) -> Serving:
         if state.phase == "warmup":
             return Serving(state.models_KP, self.warmup_clusters(clients.ids_M, clients.seed))
-        return Serving(state.models_KP, self.choose_clusters(clients, clients.known_models(state.models_KP)))
+        chosen_M = self.choose_clusters(clients, clients.known_models(state.models_KP))
+        return Serving(state.models_KP, np.maximum(chosen_M, 0))

@@ -35,9 +35,12 @@ from torch import Tensor
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.rounds import least_loss
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
+from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
+
+CLUSTERS, GLOBAL = 0, 1  # numbers of the averages, which the schedules and the warm-up make in different orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +99,21 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
     def round(self, state: CAMState, clients: Clients, rng: Draws) -> CAMState:
         if clients.round <= self.warmup_rounds:
             return self.warm_up(state, clients)
-        weight_M = clients.weights(self.weights)
-
         # (i) c(i) <- argmin_k loss(h(x; Theta_g) + f(x; Theta_k))
         theta_g, received = clients.send(state.global_KP), clients.broadcast(state.models_KP)
         assign_M = self.report_clusters(clients, received, theta_g)
 
         if self.schedule == "alternating":
             # (ii) Theta_g with Theta_{c(i)} frozen, (i) again, (iii) Theta_k with the new Theta_g frozen
-            global_updates = self.train_global(clients, theta_g, received.choose(assign_M), weight_M)
+            global_updates = self.train_global(clients, theta_g, received, assign_M)
             theta_g = clients.send(global_updates.averaged(default=state.global_KP))
             assign_M = self.report_clusters(clients, received, theta_g)
-            cluster_updates = self.train_clusters(clients, received.choose(assign_M), theta_g, weight_M)
+            cluster_updates = self.train_clusters(clients, theta_g, received, assign_M)
             global_KP = theta_g.models_KP
         else:
             # theta_i from Theta_{c(i)} with Theta_g frozen, and theta0_i from Theta_g with Theta_{c(i)} frozen
-            theta_c = received.choose(assign_M)
-            cluster_updates = self.train_clusters(clients, theta_c, theta_g, weight_M)
-            global_updates = self.train_global(clients, theta_g, theta_c, weight_M)
+            cluster_updates = self.train_clusters(clients, theta_g, received, assign_M)
+            global_updates = self.train_global(clients, theta_g, received, assign_M)
             global_KP = global_updates.averaged(default=state.global_KP)
 
         # averages: Theta_k over c(i) = k, Theta_g over all participants
@@ -121,7 +121,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
             models_KP = cluster_updates.damped(state.models_KP, total=cluster_updates.weight_R.sum())
         else:
             models_KP = cluster_updates.averaged(default=state.models_KP)
-        valid_M = cluster_updates.valid_M
+        valid_M = cluster_updates.valid_M & (assign_M != UNASSIGNED)
         state = state.advance(
             models_KP=models_KP,
             global_KP=global_KP,
@@ -130,19 +130,23 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         )
         return self.zeroed(state, clients) if self.empty == "zero" and valid_M.any() else state
 
-    def train_clusters(self, clients: Clients, theta_c: Sent, theta_g: Sent, weight_M: np.ndarray) -> Updates:
+    def train_clusters(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
         """theta_i of all clients, with Theta_g frozen, averaged within the clusters."""
-        assert theta_c.row_M is not None
-        average = cluster_weights(theta_c.row_M, weight_M, self.num_clusters)
-        return clients.train(theta_c, how=LocalTraining(frozen_model=theta_g), average=average)
+        return clients.train(
+            received.choose(np.maximum(assign_M, 0)),
+            how=LocalTraining(frozen_model=theta_g),
+            average=cluster_weights(assign_M, clients.weights(self.weights), self.num_clusters),
+            average_number=CLUSTERS,
+        )
 
-    def train_global(self, clients: Clients, theta_g: Sent, theta_c: Sent, weight_M: np.ndarray) -> Updates:
+    def train_global(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
         """theta0_i of all clients, with Theta_{c(i)} frozen, averaged."""
         return clients.train(
             theta_g,
-            how=LocalTraining(frozen_model=theta_c),
-            average=global_weights(weight_M),
+            how=LocalTraining(frozen_model=received.choose(np.maximum(assign_M, 0))),
+            average=global_weights(clients.weights(self.weights) * (assign_M != UNASSIGNED)),
             keep_as_local_model=False,
+            average_number=GLOBAL,
         )
 
     def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
@@ -154,7 +158,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
     def warm_up(self, state: CAMState, clients: Clients) -> CAMState:
         """One of the first rounds: FedAvg of Theta_g."""
         weight_1M = global_weights(clients.weights(self.weights))
-        updates = clients.train(clients.send(state.global_KP), average=weight_1M)
+        updates = clients.train(clients.send(state.global_KP), average=weight_1M, average_number=GLOBAL)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
 
@@ -164,11 +168,11 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         return self.choose_clusters(clients, received, theta_g)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
-        """c(i) (M,) of each client."""
+        """c(i) (M,) of each client; UNASSIGNED, which counts in no average, where its losses did not arrive."""
         loss_MK = clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples)
         if not clients.evaluated:
             clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        return loss_MK.argmin(1)
+        return least_loss(loss_MK)
 
     def join(self, state: CAMState, clients: Clients) -> CAMState:
         """Newcomers choose a model whenever they predict, until they have trained."""
@@ -178,4 +182,5 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         if state.phase == "warmup":
             return Serving(state.global_KP, clients.first_row())
         received, theta_g = clients.known_models(state.models_KP), clients.known_models(state.global_KP)
-        return Serving(state.models_KP, self.choose_clusters(clients, received, theta_g), frozen_P=state.global_KP[0])
+        assign_M = np.maximum(self.choose_clusters(clients, received, theta_g), 0)
+        return Serving(state.models_KP, assign_M, frozen_P=state.global_KP[0])

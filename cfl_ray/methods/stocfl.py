@@ -50,9 +50,10 @@ class AnchorDisplacement:
 
     epochs: int
     batch_size: int
+    lr: float
 
     def __call__(self, client: ClientData, anchor_P: Tensor) -> Tensor:
-        trained_P = client.train(anchor_P, epochs=self.epochs, steps=None, batch_size=self.batch_size)
+        trained_P = client.train(anchor_P, epochs=self.epochs, steps=None, batch_size=self.batch_size, lr=self.lr)
         return normalize((anchor_P - trained_P)[: client.spec.trained], dim=0)
 
 
@@ -64,6 +65,7 @@ class StoCFLState(SignatureState):
     global_KP: Tensor  # omega (1, P)
     empty_E: np.ndarray  # int64: clusters that all members have left
     mean_EF: Tensor  # mean signature of the last members of each
+    lr: float | None = None  # learning rate of the first displacements, and so of all; None: none yet
 
     def mean_signatures(self) -> Tensor:
         """Mean signature (K, F) of every cluster."""
@@ -71,10 +73,14 @@ class StoCFLState(SignatureState):
         mean_KF[self.empty_E] = self.mean_EF
         return mean_KF
 
-    def add_members(self, ids_M: np.ndarray, feature_MF: Tensor, cluster_M: np.ndarray) -> Self:
-        """The state with these clients in these clusters, which are no longer empty."""
+    def add_members(self, ids_M: np.ndarray, feature_MF: Tensor, cluster_M: np.ndarray, lr: float) -> Self:
+        """The state with these clients in these clusters, which are no longer empty. lr: of their displacements."""
         still_empty_E = ~np.isin(self.empty_E, cluster_M)
-        state = self.advance(empty_E=self.empty_E[still_empty_E], mean_EF=self.mean_EF[torch.from_numpy(still_empty_E)])
+        state = self.advance(
+            empty_E=self.empty_E[still_empty_E],
+            mean_EF=self.mean_EF[torch.from_numpy(still_empty_E)],
+            lr=self.lr or (lr if len(ids_M) else None),
+        )
         return state.remember(ids_M, feature_MF).advance(assign_N=self.place(ids_M, cluster_M))
 
     def forget(self, ids: np.ndarray) -> Self:
@@ -190,7 +196,8 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         alone_M = cosine_M < self.tau
         revived_M = np.append(state.empty_E, UNASSIGNED)[empty_M]
         num_clusters = state.num_clusters + int(alone_M.sum())
-        state = state.add_members(ids_M, feature_MF, self.with_new_clusters(state, revived_M, alone_M))
+        cluster_M = self.with_new_clusters(state, revived_M, alone_M)
+        state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
         if len(ids_M):
             record_signatures(clients, state.seen_S, state.signature_SF)
 
@@ -216,7 +223,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         if self.signature == "gradient":
             function = anchor_gradient
         else:
-            function = AnchorDisplacement(self.signature_epochs, self.signature_batch)
+            function = AnchorDisplacement(self.signature_epochs, self.signature_batch, state.lr or clients.local.lr)
         # psi = omega_0, which the participants of round 1 receive as omega
         first_round = clients.round == 1
         anchor = clients.known_models(state.anchor_KP) if first_round else clients.send(state.anchor_KP)
@@ -236,7 +243,8 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         best_M, cosine_M = most_similar(feature_MF, state.mean_signatures())
         alone_M = cosine_M < self.tau
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
-        state = state.add_members(ids_M, feature_MF, self.with_new_clusters(state, best_M, alone_M))
+        cluster_M = self.with_new_clusters(state, best_M, alone_M)
+        state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
         return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
 
     def diagnose(self, state: StoCFLState, clients: Clients) -> None:

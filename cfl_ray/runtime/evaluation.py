@@ -169,11 +169,13 @@ def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float
         f"{primary.name}_std": float(score_M.std()),
         f"{primary.name}_p{tail}": float(np.percentile(score_M, tail)),
     }
-    others = {name: _mean(values_M) for name, values_M in zip(task.score_names[1:-1], table_MS.T[1:-1], strict=True)}
-    return spread | others | {"test_loss": float(np.nanmean(table_MS[:, -1]))}
+    others = {
+        name: mean_of_defined(values_M) for name, values_M in zip(task.score_names[1:-1], table_MS.T[1:-1], strict=True)
+    }
+    return spread | others | {"test_loss": mean_of_defined(table_MS[:, -1])}
 
 
-def _mean(values_M: np.ndarray) -> float:
+def mean_of_defined(values_M: np.ndarray) -> float:
     """Mean of the values that are defined; NaN where none is."""
     defined = ~np.isnan(values_M)
     return float(np.nanmean(values_M)) if defined.any() else float("nan")

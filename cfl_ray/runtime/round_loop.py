@@ -32,6 +32,7 @@ from cfl_ray.runtime.evaluation import (
     cluster_metrics,
     cluster_vectors,
     initial_scores,
+    mean_of_defined,
     score_metrics,
 )
 from cfl_ray.runtime.journal import Journal
@@ -428,15 +429,15 @@ class RoundLoop:
             self.metrics |= self._local_metrics(clients)
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
-            self.metrics[f"{self.primary}_honest"] = float(np.nanmean(scores.primary_M[honest]))
+            self.metrics[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
         newcomers = np.isin(clients.ids_M, self.population.newcomers)
         if newcomers.any():
-            self.metrics[f"newcomer_{self.primary}"] = float(np.nanmean(scores.primary_M[newcomers]))
+            self.metrics[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
         if settings.tuned_epochs:
             tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
-            self.metrics[f"{self.primary}_tuned"] = float(np.nanmean(tuned_M))
+            self.metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
             if newcomers.any():
-                self.metrics[f"newcomer_{self.primary}_tuned"] = float(np.nanmean(tuned_M[newcomers]))
+                self.metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
         self.steps.diagnose(self.state, clients)
         self._note_excluded(stats)
         mbit = 1e-6 / self.present.num_clients  # from bits of all clients to Mbit per client of the federation
@@ -501,7 +502,7 @@ class RoundLoop:
         if not trained.all():
             untrained = clients.select(~trained)
             score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
-        return found | {f"{self.primary}_local": float(np.nanmean(score_M)), "trained_share": float(trained.mean())}
+        return found | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
 
     def _save(self, round: int) -> None:
         if self.store is None:

@@ -13,7 +13,9 @@ from cfl_ray.core.clients import ClientState, LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import stream
 from cfl_ray.core.work import Address, SavedState
+from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
+from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.engine.pieces import pieces_of
@@ -82,6 +84,25 @@ class TestChain:
                 clients.send(stage.model()[None]), how=LocalTraining(chained=True), features=stage.network.spec.all
             ).features_MF[1],
         )
+
+    def test_an_attacker_whose_training_failed_is_passed_over_whatever_it_uploads(self):
+        """Client 1 is left out of every mean, so its forgery, which is valid, is no start for client 2 either."""
+
+        class Large(SyntheticFederation):
+            def train(self, client):
+                x, y = super().train(client)
+                return (x * 2.0**15 if client == 1 else x), y
+
+        stage = Stage(Large(4, input=(1, 4, 4), classes=4, groups=2, samples=50), linear, LocalSGD(lr=100.0))
+        stage.backend.worker.attack = Attack("gaussian", frozenset([1]))
+        how, features = LocalTraining(chained=True), stage.network.spec.all
+        chains = []
+        for ids in ([0, 1, 2], [0, 2]):
+            clients = stage.clients(ids)
+            chains.append(clients.train(clients.send(stage.model()[None]), how=how, features=features))
+        whole, rest = chains
+        assert whole.valid_M.tolist() == [True, False, True]
+        assert torch.equal(whole.features_MF[[0, 2]], rest.features_MF)
 
     def test_is_one_piece_in_order(self):
         stage = Stage(planted(40), linear)

@@ -152,6 +152,16 @@ class OneShot:
         row = waiting.row_M[0]
         assert row == -1 or not torch.equal(waiting.models_KP[row], state.models_KP[state.assign_N[2]])
 
+    def test_newcomers_are_compared_at_the_learning_rate_of_the_clustering(self):
+        """A schedule may have lowered it by then: signatures of short trainings would all be near the fixed model."""
+        one = stage(self.federation())
+        one.online = range(9)
+        state = one.play(self.method, *[range(9)] * self.clustered)
+        for lr in (0.5, 1e-4, 0.0):
+            one.local = replace(one.local, lr=lr)
+            joined = self.method.join(state, one.clients([9, 10, 11], self.clustered + 1))
+            assert joined.assign_N[9:].tolist() == state.assign_N[6:9].tolist(), lr
+
     def test_clients_that_were_unreachable_are_placed_when_they_first_take_part(self):
         one = stage(self.federation())
         one.online = range(10)

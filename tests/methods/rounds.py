@@ -1,6 +1,7 @@
 """Checks of a method on a small federation: checkpoints, agreement of the engines, accuracy and traffic."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.state import State
+from cfl_ray.core.work import Exclusion, Losses, Outcome, Work
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator
 
@@ -77,6 +79,21 @@ def assert_engines_agree(make: Callable[[str], Stage], method: Method, cohorts: 
     found_states, expected_states = other.client_states, one.client_states
     assert found_states.keys() == expected_states.keys()
     assert all(torch.allclose(value, expected_states[key], rtol=0, atol=1e-5) for key, value in found_states.items())
+
+
+def make_late_in_choices(one: Stage, client: int) -> None:
+    """From now on this client takes too long whenever clients compare models by their losses, and only then."""
+    in_time = one.backend.run
+
+    def run(work: Work) -> Outcome:
+        outcome = in_time(work)
+        if not isinstance(work, Losses) or client not in work.ids_M:
+            return outcome
+        at = work.ids_M.tolist().index(client)
+        outcome.arrays["losses"][at] = np.inf
+        return replace(outcome, excluded={at: Exclusion("its part took too long", late=True)})
+
+    one.backend.run = run
 
 
 def floats(one: Stage) -> tuple[float, float]:

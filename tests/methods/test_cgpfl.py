@@ -1,5 +1,7 @@
 """CGPFL: personal models and context models by the formulas of pFedMe, and the clustering of the uploads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,12 @@ class TestFull:
         w = matrix(one.model())
         y_0, y_1 = (pfedme(one, client, w, w, 4, 5, lam=1 / ETA)[1] for client in (0, 1))
         assert_close(found[0], mean(y_0, y_1))
+
+    def test_a_learning_rate_of_zero_moves_nothing(self):
+        """A schedule may begin, or end, with a rate of 0."""
+        one = stage(4)
+        one.local = replace(one.local, lr=0.0)
+        assert torch.equal(one.play(CGPFL(num_clusters=1), None).models_KP[0], one.model())
 
     def test_without_the_proximal_term_y_stays(self):
         """lambda = 0: theta_i is that of Local, and Omega stays at its start."""

@@ -545,6 +545,7 @@ class TestJoinAndLeave:
         assert later.num_clusters == 2
         assert_equal(one.play(self.METHOD, cohort, state=later, first=3), later)
 
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
     def test_one_client(self):
         one = groups()
         state = one.play(FedAC(num_clusters=5), [3], [3])

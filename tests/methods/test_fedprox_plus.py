@@ -32,6 +32,15 @@ def test_of_one_model_it_is_fedprox_bit_for_bit(local):
     assert accuracy(one, FedProxPlus(num_models=1), found) == pytest.approx(accuracy(other, FedProx(), expected))
 
 
+@pytest.mark.parametrize("method", [FedProxPlus(num_models=2), FedAvgPlus(num_models=2)])
+def test_clients_that_return_choose_none_of_the_models_that_vote(method):
+    one = groups()
+    left = method.leave(one.play(method, None), np.array([1, 4]))
+    back = method.join(left, one.clients([1, 4], round=2))
+    assert floats(one) == (0, 0)
+    assert np.array_equal(back.assign_N, left.assign_N)
+
+
 def test_without_its_term_it_is_fedavg_plus_bit_for_bit():
     found, expected = (
         groups(batch_size=30).play(method, *COHORTS[1:]).models_KP

@@ -229,6 +229,13 @@ class TestComingAndGoing:
         later = one.play(self.METHOD, [5, 6], state=left, first=3)
         assert later.seen_S.tolist() == [5, 6] and later.assign_N[5] >= 0 and not later.models_KP.isnan().any()
 
+    def test_all_clients_leave_and_the_updates_of_those_who_come_are_not_valid(self):
+        one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
+        state = self.METHOD.leave(one.play(self.METHOD, [0, 1, 2]), np.array([0, 1, 2]))
+        later = one.play(self.METHOD, [4, 5], state=state, first=2)
+        assert_equal(later, state)
+        assert not one.stats.diagnostics.names, "of no client"
+
     @pytest.mark.parametrize("cohort", [[], [4, 5]])
     def test_a_warm_up_without_a_valid_update_is_repeated(self, cohort):
         one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))

@@ -1,5 +1,7 @@
 """Rounds of two clients with a linear model, full batch: the expected parameters are the paper's formula."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -171,6 +173,18 @@ class TestStoCFL:
         assert state.seen_S.tolist() == [0, 1]
         for client, expected in enumerate(self.signatures(one)):
             assert_close(state.signature_SF[client], expected)
+
+    def test_displacements_have_the_learning_rate_of_the_first_round_whatever_the_schedule_says(self):
+        """They are compared over all rounds, newcomers' too."""
+        method, signatures = StoCFL(signature="displacement", signature_epochs=3), []
+        for later in (ETA, ETA / 100, 0.0):
+            one = stage()
+            first = one.play(method, [0])
+            one.local = replace(one.local, lr=later)
+            for state in (one.play(method, [1], state=first, first=2), method.join(first, one.clients([1], round=2))):
+                assert state.seen_S.tolist() == [0, 1]
+                signatures.append(state.signature_SF)
+        assert all(torch.equal(signatures[0], other) for other in signatures[1:])
 
     def test_displacement_is_the_direction_in_which_training_moves_the_anchor(self):
         """psi - W after 3 epochs, full batch here (50 >= n), as a unit vector."""

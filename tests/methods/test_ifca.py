@@ -5,7 +5,16 @@ import pytest
 import torch
 from federations import Spoiled, Stage, planted
 from linear import ETA, assert_close, assert_layers, deep_sgd, deep_stage, gradient, layers, matrix, mean, sgd, stage
-from rounds import COHORTS, accuracy, assert_engines_agree, assert_survives_an_interruption, floats, groups, mlp
+from rounds import (
+    COHORTS,
+    accuracy,
+    assert_engines_agree,
+    assert_survives_an_interruption,
+    floats,
+    groups,
+    make_late_in_choices,
+    mlp,
+)
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
@@ -255,6 +264,16 @@ def test_traffic():
         assert floats(one) == (0, 0), options
         one.play(method, [0, 1], state=state, first=2)
         assert floats(one)[0] == 2 * (BASE + 3 * HEAD if "share_base" in options else 3 * 340), options
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS[:3]], ids=names)
+def test_a_client_whose_choice_comes_late_counts_in_no_average(options):
+    """It could train in time, but has chosen no model: the round is that of the others."""
+    method, one, other = IFCA(num_clusters=2, **options), groups(), groups()
+    make_late_in_choices(one, 3)
+    found, expected = one.play(method, [0, 1, 2, 3]), other.play(method, [0, 1, 2])
+    assert one.stats.late.keys() == {3} and found.assign_N.tolist() == expected.assign_N.tolist()
+    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=names)

@@ -15,6 +15,7 @@ from rounds import (
     assert_survives_an_interruption,
     floats,
     groups,
+    make_late_in_choices,
     mlp,
 )
 
@@ -270,6 +271,17 @@ class TestComingAndGoing:
         method, local = IFCACAM(num_clusters=2, warmup_rounds=0, damped=damped), LocalSGD(epochs=3, lr=0.3)
         one, other = Stage(Spoiled([5]), mlp, local), Stage(Spoiled([]), mlp, local)
         found, expected = one.play(method, [0, 1, 2, 5]), other.play(method, [0, 1, 2])
+        assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
+        assert torch.allclose(found.global_KP, expected.global_KP, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("schedule", ["parallel", "alternating"])
+    @pytest.mark.parametrize("damped", [False, True])
+    def test_a_client_whose_choice_comes_late_counts_in_no_average(self, schedule, damped):
+        method = IFCACAM(num_clusters=2, warmup_rounds=0, damped=damped, schedule=schedule)
+        one, other = groups(), groups()
+        make_late_in_choices(one, 3)
+        found, expected = one.play(method, [0, 1, 2, 3]), other.play(method, [0, 1, 2])
+        assert one.stats.late.keys() == {3} and found.assign_N.tolist() == expected.assign_N.tolist()
         assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=1e-6)
         assert torch.allclose(found.global_KP, expected.global_KP, rtol=0, atol=1e-6)
 

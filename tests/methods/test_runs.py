@@ -349,6 +349,15 @@ class TestFigures:
         assert [report.notes for report in watcher.reports] == [(note,)] * 2
         assert all(np.isfinite(value) for value in result.final.values())
 
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
+    def test_scores_are_not_defined_where_no_client_could_be_tested(self, experiment):
+        """Per-FedAvg tests clients after they adapt, which none of these can; newcomers among them. No warning."""
+        federation, schedule = Spoiled(range(4), clients=4, samples=40), [{"round": 2, "join": [3]}]
+        run = experiment(["per_fedavg"], 2, data=federation, schedule=schedule, evaluation={"tuned_epochs": 1})
+        final = cfl_ray.simulate(run)["per_fedavg"].final
+        undefined = ("accuracy", "accuracy_std", "accuracy_p10", "macro_f1", "test_loss", "accuracy_tuned")
+        assert all(np.isnan(final[name]) for name in undefined) and final["clients_rejected"] == 4
+
     def test_dropped_clients_are_counted(self, experiment):
         result = cfl_ray.simulate(experiment(rounds=5, cohort={"fraction": 1.0, "dropout": 0.5}))["fedavg"]
         dropped = [record.metrics.get("clients_dropped", 0.0) for record in result.records]

@@ -1,6 +1,7 @@
 """Server optimisers with every method that averages: formulas of two clients, reductions, and models that go on."""
 
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -72,6 +73,65 @@ def test_models_that_go_on_have_their_moments(name):
     assert torch.isfinite(state.models_KP).all()
 
 
+class Watched(ServerMoments):
+    """Notes the models that go on from one that a step of the round before has made, without its moments."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.made, self.made_before, self.went_on, self.lost = set(), set(), 0, 0
+
+    def begin(self):
+        self.made, self.made_before = set(), self.made
+        super().begin()
+
+    def moved(self, average, before_RP, mean_RP, changed, trained):
+        keys = [row_P.numpy().tobytes() for row_P in before_RP]
+        for row in changed:
+            if keys[row] in self.made_before and keys.count(keys[row]) == 1:
+                self.went_on += 1
+                self.lost += (average, sha256(keys[row]).digest()) not in self.before
+        after_RP = super().moved(average, before_RP, mean_RP, changed, trained)
+        self.made |= {after_RP[row].numpy().tobytes() for row in changed}
+        return after_RP
+
+
+SPLITTING = {"num_clusters": 1, "adaptation": "rho", "rho_low": 0.0, "rho_high": 0.05}
+
+
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in AVERAGING), ("fedac", SPLITTING)])
+def test_every_model_that_goes_on_has_its_moments_in_all_phases(name, options):
+    """Warm-up, clustering, splits: in whichever order a round makes its averages."""
+    server = Watched(FedAvgM(lr=0.5, momentum=0.5))
+    state, _ = play(name, 6, server, **options)
+    assert server.went_on and not server.lost
+    assert state.num_clusters > 1 or options != SPLITTING
+
+
+def test_a_leaf_goes_on_with_its_moments_while_another_one_splits():
+    """CFL, three groups of two clients: the leaf of two members is as in a run in which the other does not split."""
+
+    def last_round(**options):
+        method = construct(REGISTRY["cfl"], {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1, "server_optimizer": "fedavgm"})
+        one = Stage(planted(6, groups=3, samples=40), model, LocalSGD(epochs=2, batch_size=20, lr=0.3))
+        state = one.play(method, None, None)
+        assert state.members_K.tolist() == [4, 2]
+        return one.play(replace(method, **options), None, None, state=state, first=3)
+
+    split, whole = last_round(), last_round(eps1=0.0)
+    assert (split.num_clusters, whole.num_clusters) == (3, 2)
+    assert torch.equal(split.models_KP[1], whole.models_KP[1])
+
+
+@pytest.mark.parametrize("lr, splits", [(1e-3, False), (1.0, False), (1e3, False), (1e-3, True), (1e3, True)])
+def test_the_split_of_a_leaf_depends_on_the_mean_update_not_on_the_step_of_the_server(lr, splits):
+    one = Stage(planted(6, samples=40), model, LocalSGD(epochs=2, batch_size=20, lr=0.3))
+    first_KP = one.model()[None]
+    mean_norm = float((one.play(FedAvg(), None).models_KP - first_KP).norm())
+    eps1 = mean_norm * (1.01 if splits else 0.99)
+    options = {"eps1": eps1, "eps2": 0.0, "min_rounds": 0, "server_optimizer": {"fedavgm": {"lr": lr}}}
+    assert one.play(construct(REGISTRY["cfl"], options), None).num_clusters == 1 + splits
+
+
 def test_gradient_averaging_steps_with_the_damped_change():
     """IFCA with gradients: a cluster's change is its share of the participants times the mean change."""
     method = IFCA(num_clusters=2, average="gradients", server_optimizer={"fedavgm": {"lr": 2.0, "momentum": 0.0}})
@@ -124,6 +184,7 @@ def test_a_robust_mean_is_the_change():
         ("ifca", {"share_base": True}),
         ("cgpfl", {"beta": 0.5}),
         ("cfl", {"stale_updates": "reapply"}),
+        ("fedgroup", {"eta_g": 0.1}),
     ],
 )
 def test_methods_that_go_on_from_the_mean_themselves_refuse(name, options):
