@@ -78,6 +78,22 @@ def test_a_finished_run_without_its_metrics_is_named(capsys):
         assert status == 2 and f"{lost} is missing or empty, although the method has finished" in message
 
 
+def test_a_finished_run_that_lost_its_last_rounds_is_named_and_goes_on(capsys):
+    """Its table would show the figures of an earlier round."""
+    file = write(seeds=[0])
+    assert call(capsys, "compare", file)[0] == 0
+    (cut,) = Path("runs/small").glob("*/fedavg/*/*/metrics.jsonl")
+    whole = cut.read_text().splitlines(keepends=True)
+    cut.write_text("".join(whole[:-1]) + whole[-1][:20])
+    expected = f"{cut} ends with round {len(whole) - 1}, but the method finished with round {len(whole)}"
+    for command in (["compare", file], ["table", "runs/small"], ["table", str(cut.parents[1])]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and expected in message
+    (cut.parent / "end.json").unlink()  # as the message says
+    assert call(capsys, "compare", file)[0] == 0
+    assert [json.loads(line)["round"] for line in cut.read_text().splitlines()] == list(range(1, len(whole) + 1))
+
+
 def test_a_part_of_a_study_is_checked_alone(capsys):
     """A setting whose data are not at hand does not stop the others."""
     file = write(seeds=[0, 1], settings={"a": {}, "gone": {"data": {"source": "csv", "train_files": ["gone.csv"]}}})
