@@ -13,7 +13,7 @@ from cfl_ray.runtime.run_lock import CONFIG, no_run
 from cfl_ray.runtime.trained import TrainedMethod, load_trained
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
-from cfl_ray.tracking.tracker import END, METRICS_LOG
+from cfl_ray.tracking.tracker import METRICS_LOG
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
@@ -50,16 +50,11 @@ def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMe
     Raises DataError where the method is finished and the file of its metrics is missing, empty or too short.
     """
     records, end = list(read_records(directory)), read_end(directory)
-    if end is not None and end.status == "FINISHED":
-        if not records:
-            raise DataError(
-                f"{directory / METRICS_LOG} is missing or empty, although the method has finished; restore it, or "
-                "remove the folder of the run and run it again"
-            )
-        if records[-1].round < end.summary.round:
-            raise DataError(
-                f"{directory / METRICS_LOG} ends with round {records[-1].round}, but the method finished with round "
-                f"{end.summary.round}; restore it, or remove {directory / END} and resume the run, which writes the "
-                "rest again"
-            )
+    if end is not None and end.status == "FINISHED" and (not records or records[-1].round < end.summary.round):
+        last, final = records[-1].round if records else 0, end.summary.round
+        what = f"ends with round {last} of {final}" if records else "is missing or empty"
+        raise DataError(
+            f"{directory / METRICS_LOG} {what}, although the method has finished; restore it, or remove the folder of "
+            "the run and run it again"
+        )
     return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)
