@@ -3,11 +3,13 @@
 Exit status: 0 success, 1 failed run, 2 invalid input, 130 interrupted.
 """
 
+import io
 import os
 import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,8 +34,8 @@ app = typer.Typer(
 )
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
-File = Annotated[
-    Path | None,
+File = Annotated[  # as it was given: a path would take a slash out of an override, as in data.shards=s3://bucket/shards
+    str | None,
     typer.Argument(help="Experiment as YAML; default: the built-in example, rotated digits.", show_default=False),
 ]
 Overrides = Annotated[
@@ -52,6 +54,7 @@ RunDir = Annotated[
 OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
 OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
 OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
+_STDOUT = Path("-")  # as the value of --output
 _SELECTING = ("--setting", "--method", "--seed")
 Selected = tuple[list[str] | None, list[str] | None, list[int] | None]  # settings, methods and seeds of a study
 Trust = Annotated[
@@ -250,8 +253,8 @@ def check(
     from cfl_ray.cli import estimate, tables
     from cfl_ray.config.study import is_study_file
 
-    if file is not None and file.is_file() and is_study_file(file):
-        _check_study(_study(file, overrides), file, overrides, (settings, methods, seeds), as_yaml, trust)
+    if file is not None and _is_file(file) and is_study_file(file):
+        _check_study(_study(Path(file), overrides), Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
         return
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
@@ -499,7 +502,9 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File of the page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the page; -: standard output.")] = Path(
+        "report.html"
+    ),
     against: Annotated[
         Path | None, typer.Option(help="File of published tables (YAML) to compare with.", show_default=False)
     ] = None,
@@ -516,12 +521,15 @@ def report(
 
     Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
     """
-    from cfl_ray.runtime.reporting import write_report
+    from cfl_ray.runtime.reporting import report_page, write_report
     from cfl_ray.runtime.run_lock import CONFIG
 
     for run_dir in run_dirs:
         if (run_dir / CONFIG).is_file():
             trust = _may_import(run_dir, trust)
+    if output == _STDOUT:
+        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust).encode())
+        return
     path = write_report(run_dirs, output, against, column, trust)
     _print(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
 
@@ -547,6 +555,8 @@ def export(
     from cfl_ray.runtime.export import export_model
     from cfl_ray.runtime.load import load_run
 
+    if output == _STDOUT:
+        raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
     results = load_run(run_dir, trust=_may_import(run_dir, trust))
     if method is None and len(results.methods) > 1:
         raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
@@ -573,7 +583,7 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     _print(f"Next: {_command('run', file, *(overrides or ()))}")
 
 
-def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
+def _load(file: str | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
     """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
 
     asks: before a Python file of another user is imported.
@@ -583,8 +593,9 @@ def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) ->
     from cfl_ray.runtime.trust import check_owners
 
     changes = list(overrides or ())
-    if file is not None and "=" in str(file) and not file.exists():
-        file, changes = None, [str(file), *changes]
+    if file is not None and "=" in file and not _is_file(file):
+        changes = [file, *changes]
+        file = None
     experiment = config.load(file, changes)
     if asks:
         _is_trusted(lambda: check_owners(experiment))
@@ -593,6 +604,14 @@ def _load(file: Path | None, overrides: list[str] | None, asks: bool = False) ->
         experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
     _deliver_earlier_results(experiment)
     return experiment
+
+
+def _is_file(argument: str) -> bool:
+    """Whether an argument names a file; an override may be longer than names of files are."""
+    try:
+        return Path(argument).is_file()
+    except OSError:
+        return False
 
 
 def _may_import(run_dir: Path, trust: bool) -> bool:
@@ -655,6 +674,9 @@ def _warn(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line. Every error becomes one message and an exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of characters that the terminal lacks, such as the sign of a spread
     try:
         app(arguments, standalone_mode=True)
     except RunStopped as stopped:
@@ -683,8 +705,8 @@ def _message_of_interruption(error: BaseException | None) -> str | None:
 
 def _fail(message: str, status: int) -> None:
     err.print(redact(f"error: {message}"), markup=False, soft_wrap=True, style="red")
-    if status == Interrupted.exit_status and "ray" in sys.modules:
-        # Without the exit handlers of Ray, which may wait; its processes end when this one does.
+    if status == Interrupted.exit_status and ("ray" in sys.modules or active_children()):
+        # Without the exit handlers, which may wait for processes; those of Ray and of a study end when this one does.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -50,6 +50,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
     "evaluation": (("metrics", []),),
 }
 _SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
 _DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
@@ -221,17 +222,38 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file. Raises ConfigError."""
-    if not file.is_file():
+    text = read_text(file)
+    if text is None:
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
-    values = _parse(read_text(file) or "", str(file)) or {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+    values = _parse(text, str(file)) or {}
+    if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got the key {key!r}")
     return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which PyYAML takes the last one and drops the others."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                where = f"line {line}" if line == lines[name] else f"lines {lines[name]} and {line}"
+                raise ValueError(f"key {key.value!r} is given twice, in {where}; leave one out")
+            lines[name] = line
+        return node
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = _Loader(text).get_single_data()
         _size_of(value, {}, _DEEPEST)
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
@@ -351,6 +373,7 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
                 what = f"expected a list, write [{problem['input']}]"
             own = problem["type"] == "value_error"  # a message of ours
             is_said = own and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
+            is_said = is_said or problem["type"] == "missing"  # its input is all that is around it
             given = "" if is_said else f", got {problem['input']!r}"
             lines.append(f"{where}: {what}{given}"[:500])
     return "\n".join(lines)

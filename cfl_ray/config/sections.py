@@ -56,10 +56,20 @@ WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn",
 UNDIVIDED = ("synthetic", "arrays")  # sources whose samples already belong to clients
 
 
+_LARGEST = 2**63 - 1  # of the whole numbers that arrays hold
+
+
 class ConfigSection(BaseModel):
     """One section of the YAML file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"a whole number is at most {_LARGEST}")
+        return value
 
 
 TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # classes of `tracking`, by these names
@@ -72,6 +82,11 @@ def _check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> No
         names = [*builtin, *entry_points_of(group)]
         if value not in names:
             raise ValueError(f"unknown {part} {value!r}{did_you_mean(value, names)}")
+    _check_part(value, part)
+
+
+def _check_part(value: Any, part: str) -> None:
+    """Raises ValueError for a value of YAML that can be no part."""
     if value is None or isinstance(value, (bool, int, float, dict, list)):
         raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
 
@@ -484,6 +499,12 @@ class ModelConfig(ConfigSection):
         "mlp", description="name of a registered model, or path/to/file.py:Factory that returns a torch.nn.Module"
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of the model, e.g. {hidden: 200}")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: Any) -> Any:
+        _check_part(value, "model")
+        return value
 
 
 class LocalConfig(ConfigSection):

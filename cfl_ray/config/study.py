@@ -201,6 +201,9 @@ class Study(ConfigSection):
             for key, place in (_OF_STUDY | _OF_ALL_RUNS).items():
                 if isinstance(values, dict) and key in values:
                     raise ValueError(f"{name}.{key} cannot differ between settings: it is {place}; leave it out")
+        names = [str(name) for name in settings]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two settings are named {twice[0]!r}, as a text and as a number; rename one")
         return {str(name): _yaml_copy(values or {}, f"settings.{name}") for name, values in settings.items()}
 
     @field_validator("seeds", "metrics")

@@ -23,6 +23,7 @@ from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
+from cfl_ray.runtime.study.folder import is_study
 from cfl_ray.runtime.trust import load_record, sign_record
 from cfl_ray.tracking import read_end, redact, resolve_uri
 
@@ -262,9 +263,11 @@ class _Launch:
         return RaySession(setup, self.directory, self.watcher.warn)
 
     def _new_directory(self) -> Path:
-        """The run directory, not yet made. Raises ConfigError where it holds a run."""
+        """The run directory, not yet made. Raises ConfigError where it holds a run or a study."""
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
         file = directory / CONFIG
+        if is_study(directory):
+            raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
         if not file.is_file():
             return directory
         if (there := recorded_hash(file)) != self.experiment.config_hash:

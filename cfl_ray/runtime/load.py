@@ -47,12 +47,14 @@ def _method(setup: Callable[[], Setup], label: str, run_dir: Path) -> MethodResu
 def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:
     """The result of a method as its folder has it on record.
 
-    Raises DataError where the method is finished and the file of its metrics is missing or empty.
+    Raises DataError where the method is finished and the file of its metrics is missing, empty or too short.
     """
     records, end = list(read_records(directory)), read_end(directory)
-    if end is not None and end.status == "FINISHED" and not records:
+    if end is not None and end.status == "FINISHED" and (not records or records[-1].round < end.summary.round):
+        last, final = records[-1].round if records else 0, end.summary.round
+        what = f"ends with round {last} of {final}" if records else "is missing or empty"
         raise DataError(
-            f"{directory / METRICS_LOG} is missing or empty, although the method has finished; restore it, or remove "
-            "the folder of the run and run it again"
+            f"{directory / METRICS_LOG} {what}, although the method has finished; restore it, or remove the folder of "
+            "the run and run it again"
         )
     return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)

@@ -67,12 +67,33 @@ def write_report(
         `load_run`.
     Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
     """
+    runs, comparisons, paper = _compared_runs(paths, against, column, trust)
+    return write_report_of(runs, output, comparisons, paper, SHARED)
+
+
+def report_page(
+    paths: Sequence[str | Path],
+    against: str | Path | None = None,
+    column: str | None = None,
+    trust: bool = False,
+) -> str:
+    """The page that `write_report` writes, as HTML."""
+    from cfl_ray.report.page import render
+
+    return render(report_of(*_compared_runs(paths, against, column, trust)))
+
+
+def _compared_runs(
+    paths: Sequence[str | Path], against: str | Path | None, column: str | None, trust: bool
+) -> tuple[Sequence[FoundRun], Sequence[Comparison], str]:
+    """The runs, the published numbers beside theirs, and the paper."""
+    if column is not None and against is None:
+        raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
     if against is None:
-        return write_report_of(runs, output, *_of_study(paths, runs), mode=SHARED)
+        return runs, *_of_study(paths, runs)
     published = load_published(against)
-    comparisons = compare_with(runs, published, column)
-    return write_report_of(runs, output, comparisons, published.paper.reference, SHARED)
+    return runs, compare_with(runs, published, column), published.paper.reference
 
 
 def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
@@ -414,6 +435,8 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
     """
     if unknown := unknown_metric(runs, published):
         raise ConfigError(unknown)
+    if column is not None and column not in (columns := _columns_of(published)):
+        raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
     tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
     found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
     for run in runs:
@@ -433,10 +456,10 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
         raise ConfigError(f"no run has a number for the published tables: {metrics} is not known with every seed")
     if not comparisons:
         rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
-        columns = dict.fromkeys(column for table in published.tables.values() for column in table.columns)
+        ours = "; ".join(f"{label}, {column}" for column, label in found)
         raise ConfigError(
             f"no run is in the published tables: they have the methods {', '.join(rows)} and the columns "
-            f"{', '.join(columns)}; the runs have {'; '.join(f'{label}, {column}' for column, label in found)}"
+            f"{', '.join(_columns_of(published))}; the runs have {ours}"
         )
     return comparisons
 
@@ -458,8 +481,12 @@ def _tables_of(runs: Sequence[FoundRun]) -> list[str]:
     return [name for study in studies for name in load_study(study / STUDY).tables]
 
 
+def _columns_of(published: PublishedTables) -> list[str]:
+    return list(dict.fromkeys(column for table in published.tables.values() for column in table.columns))
+
+
 def _only_column(published: PublishedTables) -> str:
-    columns = list(dict.fromkeys(column for table in published.tables.values() for column in table.columns))
+    columns = _columns_of(published)
     if len(columns) > 1:
         raise ConfigError(f"the published tables have several columns; name one with --column: {', '.join(columns)}")
     return columns[0]

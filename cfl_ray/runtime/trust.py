@@ -18,7 +18,7 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import read_json, write_json
+from cfl_ray.core.files import read_json, read_text, write_json
 from cfl_ray.core.redaction import redact
 from cfl_ray.core.signing import is_signed, sign
 from cfl_ray.runtime.run_lock import CONFIG
@@ -38,8 +38,11 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     """The experiment in the record of a run. Imports nothing.
 
     connects: whether the run's cluster and MLflow server will be used, beside its files.
-    Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`.
+    Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`, and
+    DataError where it is empty: an empty config would be another experiment, that of the defaults.
     """
+    if not (read_text(run_dir / CONFIG) or "").strip():
+        raise DataError(f"{run_dir / CONFIG} is empty, so it is not known what this run is; restore it")
     experiment = config.load(run_dir / CONFIG)
     if not trust:
         _require_signed(run_dir, CONFIG, _code_in(experiment) + (_connected_to(experiment) if connects else []))

@@ -1,5 +1,6 @@
 """Commands: their output, and for invalid input one message that names the cause, exit status 2 and no traceback."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -147,6 +148,79 @@ def test_resuming_a_live_run_says_one_thing(capsys, monkeypatch):
     folder = Path("my run").absolute()
     assert (status, printed) == (1, "")
     assert message == f"error: {folder} is live already; see it with: cfl-ray status '{folder}'\n"
+
+
+def test_a_first_override_is_taken_as_it_is(capsys):
+    """It stands where the file may be, whose name neither has two slashes in a row nor is so long."""
+    changes = ["data.shards=s3://bucket/shards", *(f"local.lr={digits}" for digits in ("0.1", "0.1" + 300 * "0"))]
+    for change in changes:
+        status, printed, message = call(capsys, "check", change, "tracking.enabled=false")
+        assert status == 0, message
+        assert printed.splitlines()[-1].endswith(f"cfl-ray run {change} tracking.enabled=false")
+
+
+def test_a_run_in_the_folder_of_a_study_is_refused(capsys):
+    Path("mine").mkdir()
+    Path("mine/study.yaml").write_text("name: mine\nexperiment: {}\n")
+    status, _, message = call(capsys, "run", "--in-process", "--run-dir", "mine", *QUICK)
+    assert status == 2 and "mine is the folder of a study; choose another folder for the run" in message
+    assert list(Path("mine").iterdir()) == [Path("mine/study.yaml")]
+
+
+def test_a_run_whose_config_is_empty_is_no_run_of_the_defaults(capsys):
+    call(capsys, "run", "--in-process", "--run-dir", "one", *QUICK)
+    Path("one/config.yaml").write_text("")
+    before = sorted(Path("one").rglob("*"))
+    for command in ("resume", "table", "report", "export"):
+        more = ["-o", "model.pt"] if command == "export" else []
+        status, _, message = call(capsys, command, "one", *more)
+        assert status == 2 and "one/config.yaml is empty" in message, command
+    assert sorted(Path("one").rglob("*")) == before
+
+
+def test_output_is_standard_output(capsysbinary):
+    """A page goes there as it is, and is no file called `-`; a model has no ending there that says its format."""
+    call(capsysbinary, "run", "--in-process", "--run-dir", "one", *QUICK)
+    status, page, message = call(capsysbinary, "report", "one", "-o", "-")
+    assert status == 0 and page.startswith(b"<!doctype html>") and page.rstrip().endswith(b"</html>") and not message
+    status, printed, message = call(capsysbinary, "export", "one", "-o", "-")
+    assert status == 2 and b"a model is not written to standard output" in message and not printed
+    assert not Path("-").exists()
+
+
+def test_a_character_that_the_terminal_lacks_ends_no_command():
+    program = (
+        "from cfl_ray.cli import commands\n"
+        "commands.app = lambda *_, **__: print('0.5 \\u00b1 0.1')\n"
+        "commands.main([])\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"0.5 ? 0.1\n", b"")
+
+
+def test_an_interrupted_command_does_not_wait_for_its_processes():
+    """After a second Ctrl-C they may be at work still; they end by themselves when the command has ended."""
+    program = (
+        "import multiprocessing, os\n"
+        "from cfl_ray.cli import commands\n"
+        "from cfl_ray.core.errors import Interrupted\n"
+        "read, write = os.pipe()\n"
+        "def work():\n"
+        "    os.close(write)\n"
+        "    os.read(read, 1)  # until the command has ended\n"
+        "def interrupted(*_, **__):\n"
+        "    multiprocessing.get_context('fork').Process(target=work).start()\n"
+        "    raise Interrupted('stopped')\n"
+        "commands.app = interrupted\n"
+        "commands.main([])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (130, "error: stopped\n")
 
 
 def test_commands_for_a_folder_with_spaces_can_be_pasted(capsys):

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -76,6 +77,22 @@ def test_a_finished_run_without_its_metrics_is_named(capsys):
     for command in (["compare", file], ["table", "runs/small"], ["table", str(lost.parents[1])]):
         status, _, message = call(capsys, *command)
         assert status == 2 and f"{lost} is missing or empty, although the method has finished" in message
+
+
+def test_a_finished_run_that_lost_its_last_rounds_is_named(capsys):
+    """Its table would show the figures of an earlier round."""
+    file = write(seeds=[0])
+    assert call(capsys, "compare", file)[0] == 0
+    (cut,) = Path("runs/small").glob("*/fedavg/*/*/metrics.jsonl")
+    whole = cut.read_text().splitlines(keepends=True)
+    cut.write_text("".join(whole[:-1]) + whole[-1][:20])
+    expected = f"{cut} ends with round {len(whole) - 1} of {len(whole)}, although the method has finished"
+    for command in (["compare", file], ["table", "runs/small"], ["table", str(cut.parents[1])]):
+        status, _, message = call(capsys, *command)
+        assert status == 2 and expected in message
+    shutil.rmtree(cut.parents[1])  # as the message says
+    assert call(capsys, "compare", file)[0] == 0
+    assert [json.loads(line)["round"] for line in cut.read_text().splitlines()] == list(range(1, len(whole) + 1))
 
 
 def test_a_part_of_a_study_is_checked_alone(capsys):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cfl_ray import config
 from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.method import Method
 from cfl_ray.core.plugins import load_plugin
 from cfl_ray.data import federation_from_arrays
@@ -66,6 +67,18 @@ class TestErrors:
         ],
     )
     def test_an_unknown_key_names_the_nearest(self, values, message):
+        refused(message, **values)
+
+    @pytest.mark.parametrize(
+        "values, message",
+        [
+            ({"local": {"batch_size": 2**63}}, rf"^local.batch_size: .* at most {2**63 - 1}, got {2**63}$"),
+            ({"rounds": 10**30}, rf"^rounds: a whole number is at most {2**63 - 1}, got {10**30}$"),
+            ({"model": {"name": 3}}, "^model.name: a model is a name, .*, got 3$"),
+            ({"schedule": [{"join": [1]}]}, "^schedule.0.round: Field required$"),
+        ],
+    )
+    def test_values_that_nothing_can_use(self, values, message):
         refused(message, **values)
 
     @pytest.mark.parametrize(
@@ -288,7 +301,12 @@ class TestYaml:
             ("rounds: [1", "experiment.yaml is not valid YAML"),
             ("- rounds", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got list"),
             ("just words", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got str"),
-            ("3: 4", "experiment.yaml must hold keys and values"),
+            ("3: 4", "experiment.yaml must hold keys and values, e.g. `rounds: 30`, got the key 3"),
+            (
+                "rounds: 1\nseed: 2\nrounds: 5",
+                "not valid YAML: key 'rounds' is given twice, in lines 1 and 3; leave one",
+            ),
+            ("local: {lr: 0.1, lr: 0.2}", "key 'lr' is given twice, in line 1"),
             ("self: 4", "unknown key 'self'"),
             ("rounds: 2020-99-99", "experiment.yaml is not valid YAML: month must be in 1..12"),
             (f"rounds: {'[' * 5000}", "experiment.yaml is not valid YAML"),
@@ -304,6 +322,17 @@ class TestYaml:
     def test_other_files_are_refused(self, text, message, file):
         with pytest.raises(ConfigError, match=message):
             load(file(text))
+
+    def test_a_merged_mapping_may_have_the_keys_of_the_one_that_takes_it(self, file):
+        text = "local: &shared {lr: 0.5, epochs: 2}\nmethods: [{fedavg: {local: {<<: *shared, lr: 0.1}}}]"
+        assert load(file(text)).methods == [{"fedavg": {"local": {"lr": 0.1, "epochs": 2}}}]
+
+    def test_a_folder_and_a_pipe_are_no_files(self, tmp_path):
+        (tmp_path / "folder.yaml").mkdir()
+        os.mkfifo(tmp_path / "pipe.yaml")
+        for name, why in (("folder.yaml", "Is a directory"), ("pipe.yaml", "it is a device or a pipe")):
+            with pytest.raises(DataError, match=f"{name} cannot be read: {why}"):
+                load(tmp_path / name)
 
     def test_a_file_that_is_no_text(self, tmp_path):
         (tmp_path / "image.yaml").write_bytes(b"\x89PNG\r\n")

@@ -63,6 +63,10 @@ REFUSED = {
     ),
     "a long one": ({"settings": {"a" * 101: {}}}, "at most 100 letters"),
     "a setting that is no mapping": ({"settings": {"a": [1]}}, "settings.a: Input should be a valid dictionary"),
+    "a setting twice": (
+        {"settings": {1: {"rounds": 2}, "1": {"rounds": 3}}},
+        "two settings are named '1', as a text and as a number",
+    ),
     "settings as a list": ({"settings": [1]}, "settings: Input should be a valid dictionary"),
     "a name with a slash": ({"name": "a/b"}, "name: String should match pattern"),
     "one seed": ({"seeds": 3}, "seeds: expected a list, write [3]"),

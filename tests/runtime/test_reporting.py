@@ -301,6 +301,10 @@ def test_errors_of_published_tables_say_what_is_there(runs, tmp_path):
         with pytest.raises(ConfigError, match=message):
             write_report([runs], tmp_path / "page.html", file)
     write_report([runs], tmp_path / "page.html", file, column="digits")
+    with pytest.raises(ConfigError, match=r"have no column 'digit' \(did you mean 'digits'\?\)"):
+        write_report([runs], tmp_path / "page.html", file, column="digit")
+    with pytest.raises(ConfigError, match="column 'digits' is one of published tables; name their file"):
+        write_report([runs], tmp_path / "page.html", column="digits")
 
 
 def test_a_study_is_compared_with_the_tables_that_it_repeats(tmp_path):

@@ -190,6 +190,14 @@ class _Launch:
         return uri
 
     def run(self) -> StudyResults:
+        try:
+            return self._run()
+        except OSError as error:  # a full disk, or a folder that is gone
+            file = error.filename or self.root
+            again = f"; go on with: {self._again()}" if is_study(self.root) else ""
+            raise RunError(f"{file}: {error.strerror or error}{again}") from error
+
+    def _run(self) -> StudyResults:
         self._check_folder()
         if self.extend is not None:
             self._check_extension(self.extend)

@@ -107,7 +107,7 @@ def test_a_study_whose_tables_cannot_be_written_has_failed(study, inline, monkey
             raise OSError(errno.ENOSPC, "No space left on device")
 
         full.setattr(run, "format_table", no_space)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(RunError, match="small: No space left on device; go on with: cfl-ray resume .*small"):
             run_study(study())
     root = Path(study().experiment["output"]) / study().name
     assert read_end(root).status == "FAILED" and len(inline) == 4
