@@ -212,7 +212,9 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
             connection.send(_run(*connection.recv()))
 
 
-def _run(cell: Cell, root: Path, hosts: int | None, extend: Path | None) -> tuple[Status, float, str, tuple[str, ...]]:
+def _run(
+    cell: Cell, root: Path, hosts: int | None, extend: Path | None = None
+) -> tuple[Status, float, str, tuple[str, ...]]:
     """Runs or continues one cell, and returns its status, seconds, reason and warnings."""
     began, folder, notes = time.monotonic(), cell.folder(root), _Notes()
     status: Status = "finished"

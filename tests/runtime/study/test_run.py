@@ -302,7 +302,7 @@ def test_own_files_of_a_study_that_is_resumed_elsewhere(tmp_path, monkeypatch, i
         ),
         (
             {"experiment": {"tracking": {"uri": "http://***@host"}}},
-            r"tracking.uri: http://\*\*\*@host lacks its credentials: .* give tracking.uri=... with them",
+            r"tracking.uri: http://\*\*\*@host lacks its credentials.*; give tracking.uri=... with them",
         ),
     ],
 )
