@@ -297,4 +297,4 @@ def test_readers_of(name, pristine, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_many_readers_of(name, pristine, tmp_path, monkeypatch):
-    run_mutants(name, 10 * TARGETS[name].mutants, pristine, tmp_path / "files", monkeypatch)
+    run_mutants(name, 5 * TARGETS[name].mutants, pristine, tmp_path / "files", monkeypatch)

@@ -21,7 +21,7 @@ from cfl_ray.runtime.prepare import resolve_learning
 from cfl_ray.runtime.record_files import RECORD_FILES
 from cfl_ray.runtime.run_lock import CONFIG, is_live, no_run
 from cfl_ray.runtime.run_record import recorded_hash, write_config
-from cfl_ray.tracking import flatten
+from cfl_ray.tracking import flatten, read_end
 
 _LISTED = 3  # keys that a message names
 
@@ -73,7 +73,7 @@ def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None
 def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None:
     """Makes a run directory in one step: a run that stopped after the last checkpoints of the earlier one.
 
-    Raises ConfigError where the folder is not empty, RunError where no checkpoint of a method can be used.
+    Raises ConfigError where the folder is not empty, RunError where a method has no checkpoint that can be used.
     """
     run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}-", dir=run_dir.parent))
@@ -96,14 +96,19 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
 
 
 def _copy_method(earlier: Path, target: Path, hash_there: str, hash_here: str) -> None:
-    """Copies what a method has done, as far as it has begun."""
+    """Copies what a method has saved; without a checkpoint it begins at its first round.
+
+    Raises RunError for a method that is finished and has no checkpoint any more.
+    """
     if not earlier.is_dir():
         return
     target.mkdir(mode=0o700)
-    for name in RECORD_FILES:
+    round = CheckpointStore(earlier, hash_there).copy_to(CheckpointStore(target, hash_here))
+    if round is None and (end := read_end(earlier)) is not None and end.status == "FINISHED":
+        raise RunError(f"extend: {earlier} has no checkpoint any more, so nothing can begin with its rounds")
+    copy_events(earlier, target)
+    for name in RECORD_FILES if round is not None else ():
         if (earlier / name).is_file():
             shutil.copyfile(earlier / name, target / name)
             sync(target / name)
-    copy_events(earlier, target)
-    CheckpointStore(earlier, hash_there).copy_to(CheckpointStore(target, hash_here))
     sync(target)

@@ -81,10 +81,12 @@ def test_it_is_resumed_like_any_run(plain, tmp_path, figures, notes):
 
 
 def test_a_run_that_did_not_finish_is_extended_from_where_it_stopped(plain, tmp_path, figures):
-    """One method is finished, one has three of four rounds, the others have not begun."""
+    """One method is finished, one has three of four rounds, one no checkpoint yet, the others have not begun."""
     whole = simulate(plain(6))
     simulate(plain(4), tmp_path / "short")
-    for label in ("adam", "stocfl", "autocfl"):
+    (tmp_path / "short/adam/end.json").unlink()
+    shutil.rmtree(tmp_path / "short/adam/checkpoints")
+    for label in ("stocfl", "autocfl"):
         shutil.rmtree(tmp_path / "short" / label)
     (tmp_path / "short/ditto/end.json").unlink()
     (tmp_path / "short/ditto/checkpoints/000004.json").unlink()
@@ -99,6 +101,9 @@ def test_a_damaged_checkpoint_is_not_copied(plain, tmp_path, figures):
     for file in (tmp_path / "short/ditto/checkpoints").glob("*.json"):
         file.write_text("{}")
     with pytest.raises(RunError, match="no checkpoint in .*ditto/checkpoints can be used"):
+        simulate(plain(6), tmp_path / "other", extend=tmp_path / "short")
+    shutil.rmtree(tmp_path / "short/ditto/checkpoints")
+    with pytest.raises(RunError, match="extend: .*short/ditto has no checkpoint any more"):
         simulate(plain(6), tmp_path / "other", extend=tmp_path / "short")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "other"))] == []
 
