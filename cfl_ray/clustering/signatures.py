@@ -85,6 +85,19 @@ class CentreState(State):
     centre_KF: Tensor  # float32: mean signature of the members of each cluster when they were clustered
     lr: float | None = None  # learning rate of the training that the centres result from; None: no centres yet
 
+    def clustered(
+        self, clients: Clients, start_KP: Tensor, models_KP: Tensor, assign_N: np.ndarray, centre_KF: Tensor
+    ) -> Self:
+        """The state after the clustering round, with centres of training from `start_KP` at its learning rate."""
+        return self.advance(
+            start_KP=start_KP,
+            models_KP=models_KP,
+            assign_N=assign_N,
+            centre_KF=centre_KF,
+            lr=clients.local.lr,
+            phase="federate",
+        )
+
 
 C = TypeVar("C", bound=CentreState)
 

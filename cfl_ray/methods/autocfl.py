@@ -232,14 +232,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), num_clusters)
         averages = clients.average(updates, weight_KM, average_number=0)  # in the place of that of w
         models_KP = averages.averaged(default=state.models_KP.repeat(num_clusters, 1))
-        return state.advance(
-            models_KP=models_KP,
-            assign_N=assign_N,
-            start_KP=state.models_KP,
-            centre_KF=centre_KF,
-            lr=clients.local.lr,
-            phase="federate",
-        )
+        return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def other_clusters(self, distance_MM: np.ndarray, rng: Draws) -> np.ndarray:
         """int64 (M,): clusters by k-means on the rows of the matrix, its UPGMA tree, or DBSCAN, by lowest member."""

@@ -122,14 +122,9 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         record_signatures(clients, ids_M, layer_MF)
         cluster_M = self.clusters(distance, len(ids_M))
         centre_KF, _ = cluster_means(layer_MF, cluster_M, cluster_M.max() + 1)
-        return state.advance(
-            models_KP=state.start_KP.repeat(len(centre_KF), 1),
-            assign_N=state.place(ids_M, cluster_M),
-            centre_KF=centre_KF,
-            lr=clients.local.lr,
-            height=self.height(distance),
-            phase="federate",
-        )
+        models_KP, assign_N = state.start_KP.repeat(len(centre_KF), 1), state.place(ids_M, cluster_M)
+        state = state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
+        return state.advance(height=self.height(distance))
 
     def join(self, state: FedClustState, clients: Clients) -> FedClustState:
         if state.phase == "cluster":

@@ -107,9 +107,7 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         averages = clients.average(updates, weight_KM, average_number=0)
         models_KP = averages.averaged(default=state.start_KP.repeat(len(centre_KF), 1))
         clients.restart_moments(models_KP)  # FedAvg begins after this
-        return state.advance(
-            models_KP=models_KP, assign_N=assign_N, centre_KF=centre_KF, lr=clients.local.lr, phase="federate"
-        )
+        return state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
 
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:
         """int64 (M,): the group of each client of the cold start."""

@@ -97,14 +97,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         if self.model == "mean":
             weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
             models_KP = clients.average(updates, weight_KM).averaged(default=models_KP)
-        return state.advance(
-            models_KP=models_KP,
-            assign_N=assign_N,
-            start_KP=state.models_KP,
-            centre_KF=centre_KF,
-            lr=clients.local.lr,
-            phase="federate",
-        )
+        return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def update_features(self, clients: Clients) -> UpdateFeatures:
         """Delta_i; a projection keeps no L1 distances."""

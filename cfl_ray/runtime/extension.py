@@ -89,7 +89,7 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
     except OSError as error:
         if run_dir.is_dir() and any(run_dir.iterdir()):
             raise ConfigError(f"extend: {run_dir} is not empty; choose another folder for the longer run") from error
-        raise
+        raise RunError(f"extend: {run_dir} could not be made: {error.strerror or error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync(run_dir.parent)

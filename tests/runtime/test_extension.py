@@ -1,5 +1,6 @@
 """Runs that begin with the rounds of a shorter one give what they would have given without."""
 
+import errno
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.core.errors import Interrupted, RunError
+from cfl_ray.runtime import extension
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.tracking import read_info, read_records
 
@@ -131,7 +133,11 @@ def test_what_cannot_be_extended_is_refused(experiment, run_dir, tmp_path, round
     assert not (tmp_path / "long").exists()
 
 
-def test_where_it_cannot_be_made(experiment, run_dir, tmp_path):
+def raise_no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_where_it_cannot_be_made(experiment, run_dir, tmp_path, monkeypatch):
     longer = experiment(rounds=6)
     with pytest.raises(ConfigError, match="extend: .*nothing holds no run: there is no .*config.yaml"):
         simulate(longer, tmp_path / "long", extend=tmp_path / "nothing")
@@ -144,6 +150,11 @@ def test_where_it_cannot_be_made(experiment, run_dir, tmp_path):
     with pytest.raises(ConfigError, match="extend: .*full is not empty; choose another folder"):
         simulate(longer, tmp_path / "full", extend=run_dir)
     assert (tmp_path / "full/notes.txt").read_text() == "mine"
+    with monkeypatch.context() as full:
+        full.setattr(extension.shutil, "copyfile", raise_no_space)
+        with pytest.raises(RunError, match="extend: .*long could not be made: No space left|No space left on device"):
+            simulate(longer, tmp_path / "long", extend=run_dir)
+    assert not (tmp_path / "long").exists() and not list(tmp_path.glob(".*"))
     with hold_run(run_dir / CONFIG), pytest.raises(RunError, match="extend: .*run is live; wait for its end"):
         simulate(longer, tmp_path / "long", extend=run_dir)
     with pytest.raises(ConfigError, match="replay and extend: a run repeats"):
