@@ -21,6 +21,8 @@ _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     },
     "newcomer_accuracy_tuned": {"newcomer_accuracy": "here before tuning", "num_clusters": "clusters"},
 }
+_ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
+_RANGE = "accuracy in the last quarter of the rounds"
 
 
 def page(cells: list[Compared]) -> str:
@@ -87,7 +89,8 @@ def _figures(paper: str) -> list[str]:
         lines += [f"### {_title(file.stem)}", "", *_commands(f"{paper}/{file.name}", runs)]
         lines += [f"Expected: {expected}", ""] if (expected := _from_header(file, "Expected")) else []
         lines += [f"Found: {found}", ""] if (found := _found(paper, file.stem)) else []
-        head = ["setting", *(["method"] if several else []), *metrics, "seeds"]
+        ranged = "accuracy" in metrics and {*_ENDS} <= {*runs} and runs[_ENDS[0]].ne(runs[_ENDS[1]]).any()
+        head = ["setting", *(["method"] if several else []), *metrics, *([_RANGE] if ranged else []), "seeds"]
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         order = {cell: place for place, cell in enumerate((cell.setting, cell.method) for cell in cells_of(study))}
         groups = sorted(runs.groupby(["setting", "method"]), key=lambda one: order.get(one[0], len(order)))
@@ -95,9 +98,16 @@ def _figures(paper: str) -> list[str]:
             values = [
                 _number(*_mean_and_std(own[name]), _unit(name)) if own[name].notna().all() else "-" for name in metrics
             ]
+            values += [_range(own)] if ranged else []
             lines.append(f"| {' | '.join([setting, *([method] if several else []), *values, str(len(own))])} |")
         lines.append("")
     return lines
+
+
+def _range(runs: pd.DataFrame) -> str:
+    """Least and greatest accuracy of runs in the last quarter of their rounds, in percent."""
+    low, high = runs[_ENDS[0]].min(), runs[_ENDS[1]].max()
+    return "-" if math.isnan(low) else f"{low * 100:.1f} to {high * 100:.1f}"
 
 
 def _found(paper: str, figure: str) -> str:

@@ -208,6 +208,28 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_cell
     ]
 
 
+def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(
+    results_cells, results_page, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results_page, "FIGURES", tmp_path)
+    monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
+    (tmp_path / "explanations.yaml").write_text("{}\n")
+    columns = ["setting", "method", "seed", "changed", "accuracy", "accuracy_low", "accuracy_high", "seconds"]
+    rows = [
+        ("fashion_mnist,threshold=0.5", "fedclust", 0, None, 0.91, 0.9, 0.91, 60),
+        ("fashion_mnist,threshold=0.5", "fedclust", 1, None, 0.93, 0.88, 0.94, 60),
+        ("fashion_mnist,threshold=2", "fedclust", 0, None, 0.5, None, None, 60),
+    ]
+    pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "fedclust-figure4.csv", index=False)
+    assert results_page._figures("fedclust")[-5:] == [
+        "| setting | accuracy | accuracy in the last quarter of the rounds | seeds |",
+        "|---|---|---|---|",
+        "| fashion_mnist,threshold=0.5 | 92.0 ± 1.4 | 88.0 to 94.0 | 2 |",
+        "| fashion_mnist,threshold=2 | 50.0 | - | 1 |",
+        "",
+    ]
+
+
 def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_cells, results_page):
     changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
