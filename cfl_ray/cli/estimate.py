@@ -226,7 +226,7 @@ def show(found: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
     _show_sizes(sizes, experiment.rounds, console)
-    for warning in experiment.data.warnings:
+    for warning in experiment.warnings:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")
@@ -253,7 +253,7 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int,
         by_method = {cell.method: next(iter(one.traffic.values())) for cell, one in of_setting}
         _print(console, f"setting {setting}:")
         _show_sizes(sizes, rounds, console)
-        for warning in of_setting[0][0].experiment.data.warnings:
+        for warning in of_setting[0][0].experiment.warnings:
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(sizes, by_method, rounds), console)
     for warning in metric_warnings(study, [cell for cell, _ in found]):

@@ -12,6 +12,7 @@ class AttackConfig(PartConfig):
 
     part = "attack"
     group = "cfl_ray.attacks"
+    keys_of_all = ("fraction", "clients", "from_round")
     builtin = {
         "none": BuiltinKind("all clients are honest"),
         "label_flip": BuiltinKind("y -> C - 1 - y"),

@@ -168,6 +168,12 @@ class Experiment(ConfigSection):
         return self._moved
 
     @property
+    def warnings(self) -> list[str]:
+        """Keys that are valid and have no effect, or probably another one than was meant."""
+        of_data = self.data.warnings if self.data.federation is None else []
+        return [*of_data, *self.local.warnings, *self.cohort.warnings, *self.attack.unused("attack")]
+
+    @property
     def config_hash(self) -> str:
         """12 hex digits: a hash of what decides a result, up to the rounding of engines and devices."""
         values = {key: value for key, value in self.to_dict_as_written().items() if key not in NOT_HASHED}

@@ -91,6 +91,16 @@ def _check_part(value: Any, part: str) -> None:
         raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
 
 
+def _without_effect(section: ConfigSection, where: str, names: Iterable[str], reason: str) -> list[str]:
+    """Warnings of those keys of a section that have no effect and yet a value of their own."""
+    fields, unused = type(section).model_fields, set(names)
+    return [
+        f"{where}.{name} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}"
+        for name, value in section
+        if name in unused and value != fields[name].default
+    ]
+
+
 def _kinds(builtin: dict[str, BuiltinKind]) -> str:
     """The description of a key `kind`."""
     return " | ".join(f"{name} ({kind.meaning})" for name, kind in builtin.items()) + " | path/to/file.py:Name"
@@ -102,6 +112,8 @@ class PartConfig(ConfigSection):
     part: ClassVar[str] = ""  # e.g. "shift": for messages
     group: ClassVar[str] = ""  # entry-point group of installed packages
     builtin: ClassVar[dict[str, BuiltinKind]] = {}
+    keys_of_own: ClassVar[tuple[str, ...]] = ()  # used by kinds that are not of this package
+    keys_of_all: ClassVar[tuple[str, ...]] = ()  # used by all kinds but "none"
 
     kind: Any = Field(None, description="name of the part, or path/to/file.py:Name")
     options: dict[str, Any] = Field(
@@ -112,6 +124,14 @@ class PartConfig(ConfigSection):
     def is_own(self) -> bool:
         """Whether the kind is not of this package."""
         return self.kind not in self.builtin if isinstance(self.kind, str) else True
+
+    def unused(self, where: str) -> list[str]:
+        """Warnings of keys that the kind does not use. where: the section's place, e.g. "data.shift"."""
+        used = self.keys_of_own if self.is_own else self.builtin[self.kind].keys
+        used = () if self.kind == "none" else (*used, *self.keys_of_all)
+        known = {*self.keys_of_own, *self.keys_of_all, *(key for kind in self.builtin.values() for key in kind.keys)}
+        reason = f"{where}.kind is {reference_of(self.kind)}" + (f", which uses {', '.join(used)}" if used else "")
+        return _without_effect(self, where, known - set(used), reason)
 
     @field_validator("kind")
     @classmethod
@@ -139,6 +159,7 @@ class ShiftConfig(PartConfig):
 
     part = "shift"
     group = "cfl_ray.shifts"
+    keys_of_own = ("groups",)
     builtin = {
         "none": BuiltinKind("all clients draw from one distribution, or keep the groups that the data came with"),
         "rotated": BuiltinKind("rotated images", ("angles",)),
@@ -195,10 +216,13 @@ class PartitionConfig(PartConfig):
 
     part = "partition"
     group = "cfl_ray.partitions"
+    keys_of_own = ("min_samples",)
     builtin = {
-        "iid": BuiltinKind("at random, in equal or given sizes", ("sizes",)),
+        "iid": BuiltinKind("at random, in equal or given sizes", ("sizes", "min_samples")),
         "dirichlet": BuiltinKind("label skew", ("alpha", "capped", "groups", "group_alpha", "min_samples")),
-        "classes": BuiltinKind("n classes per client", ("classes_per_client", "groups", "classes_per_group")),
+        "classes": BuiltinKind(
+            "n classes per client", ("classes_per_client", "groups", "classes_per_group", "min_samples")
+        ),
         "writer": BuiltinKind("one client per writer", ("min_samples",)),
     }
 
@@ -246,6 +270,11 @@ class PartitionConfig(PartConfig):
         description="fewest samples that the division gives to a client, held-out ones included; dirichlet draws again "
         "until all have them, writer excludes smaller clients",
     )
+
+    def unused(self, where: str) -> list[str]:
+        of_groups = {"dirichlet": "group_alpha", "classes": "classes_per_group"}.get(self.kind, "")
+        without = [] if self.groups else _without_effect(self, where, [of_groups], f"{where}.groups is null")
+        return super().unused(where) + without
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -432,8 +461,35 @@ class DataConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """Keys of this section that are valid and probably have another effect than the one that was meant."""
-        return [one for one in (self.view_warning, self.client_warning) if one is not None]
+        """Keys of this section that are valid and have no effect, or probably another one than was meant."""
+        meant = [one for one in (self.view_warning, self.client_warning) if one is not None]
+        return [*meant, *self._unused_keys, *self._unused_division, *self._unused_test]
+
+    @property
+    def _unused_keys(self) -> list[str]:
+        """Warnings of keys that other sources use."""
+        if self.is_function:
+            return []
+        known = {key for source in SOURCES.values() for key in source.keys} - {"root", "download"}
+        return _without_effect(self, "data", known - set(SOURCES[self.source].keys), f"data.source is {self.source}")
+
+    @property
+    def _unused_division(self) -> list[str]:
+        """Warnings of keys of the shift and the partition."""
+        if self.source not in UNDIVIDED:
+            return [*self.shift.unused("data.shift"), *self.partition.unused("data.partition")]
+        reason = f"the samples of source {self.source} belong to clients already"
+        division = PartitionConfig.model_fields.keys() - {"clients"}
+        return [
+            *_without_effect(self.shift, "data.shift", ShiftConfig.model_fields, reason),
+            *_without_effect(self.partition, "data.partition", division, reason),
+        ]
+
+    @property
+    def _unused_test(self) -> list[str]:
+        """Warnings of keys that other views use."""
+        key = {"cluster": "fraction", "label": "fraction", "holdout": "max_images"}.get(self.test.view or "", "")
+        return _without_effect(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
 
     @property
     def client_warning(self) -> str | None:
@@ -560,6 +616,11 @@ class LocalConfig(ConfigSection):
                 raise ValueError(f"{key} is that of sgd, got {value} with optimizer {self.optimizer}; {other}")
         return self
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of keys that others replace."""
+        return [] if self.steps is None else _without_effect(self, "local", ["epochs"], f"local.steps is {self.steps}")
+
 
 class AvailabilityConfig(PartConfig):
     """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
@@ -627,6 +688,13 @@ class CohortConfig(ConfigSection):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="chance that a selected client fails before it reports; 0: never"
     )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of keys that others replace, or that the kind of availability does not use."""
+        reason = f"cohort.clients is {self.clients}"
+        replaced = [] if self.clients is None else _without_effect(self, "cohort", ["fraction"], reason)
+        return replaced + self.availability.unused("cohort.availability")
 
     @field_validator("availability", mode="before")
     @classmethod

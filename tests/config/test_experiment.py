@@ -629,6 +629,65 @@ class TestDefaultView:
         assert Experiment(data={"test": {"view": "cluster"}}).data.view_warning is None
 
 
+WITHOUT_EFFECT = [  # values, the key without effect, and why
+    ({"data": {"shift": {"kind": "rotated", "offsets": [1]}}}, "data.shift.offsets ([1])", "which uses angles"),
+    ({"data": {"shift": {"kind": "rotated", "groups": 3}}}, "data.shift.groups (3)", "data.shift.kind is rotated"),
+    ({"data": {"shift": {"angles": [0, 9]}}}, "data.shift.angles ([0, 9])", "data.shift.kind is none"),
+    ({"data": {"partition": {"alpha": 0.3}}}, "data.partition.alpha (0.3)", "is iid, which uses sizes, min_samples"),
+    (
+        {"data": {"partition": {"kind": "dirichlet", "group_alpha": 3}}},
+        "data.partition.group_alpha (3.0)",
+        "data.partition.groups is null",
+    ),
+    ({"data": {"synthetic_groups": 9}}, "data.synthetic_groups (9)", "data.source is digits"),
+    ({"data": {"source": "mnist", "test_files": "t*"}}, "data.test_files (t*)", "data.source is mnist"),
+    ({"data": {"test": {"fraction": 0.3}}}, "data.test.fraction (0.3)", "data.test.view is cluster"),
+    ({"data": {"test": {"view": "holdout", "max_images": 9}}}, "data.test.max_images (9)", "data.test.view is holdout"),
+    (
+        {"data": {"source": "synthetic", "partition": {"kind": "classes"}}},
+        "data.partition.kind (classes)",
+        "the samples of source synthetic belong to clients already",
+    ),
+    ({"local": {"epochs": 3, "steps": 9}}, "local.epochs (3)", "local.steps is 9"),
+    ({"cohort": {"fraction": 0.2, "clients": 3}}, "cohort.fraction (0.2)", "cohort.clients is 3"),
+    ({"cohort": {"availability": {"chance": 0.2}}}, "cohort.availability.chance (0.2)", "kind is always"),
+    ({"attack": {"fraction": 0.3}}, "attack.fraction (0.3)", "attack.kind is none"),
+    ({"attack": {"kind": "gaussian", "scale": 2}}, "attack.scale (2.0)", "is gaussian, which uses sigma, fraction"),
+]
+
+
+@pytest.mark.parametrize("values, key, why", WITHOUT_EFFECT, ids=[key for _, key, _ in WITHOUT_EFFECT])
+def test_a_key_without_effect_is_worth_a_warning(values, key, why):
+    (warning,) = Experiment(**values).warnings
+    assert warning.startswith(f"{key} has no effect: ") and why in warning
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"data": {"shift": {"kind": "rotated_labels", "angles": [0], "label_sets": [[0, 1]]}}},
+        {"data": {"shift": {"kind": "shift.py:f", "groups": 3, "options": {"by": 2}}}},
+        {"data": {"partition": {"min_samples": 2}}},
+        {"data": {"partition": {"kind": "dirichlet", "alpha": 3, "groups": 2, "group_alpha": 1, "capped": False}}},
+        {"data": {"partition": {"kind": "divide.py:f", "min_samples": 2}, "test": {"fraction": 0.3}}},
+        {"data": {"download": True, "root": "x"}},  # of all sources, though some need neither
+        {"data": {"source": "synthetic", "synthetic_groups": 9, "partition": {"clients": 9}}},
+        {"data": {"source": "load.py:f", "options": {"size": 9}}},
+        {"cohort": {"clients": 3, "availability": {"kind": "diurnal", "zones": 3}}},
+        {"local": {"steps": 9}},
+        {"attack": {"kind": "scaled", "clients": [1], "scale": 9, "from_round": 2}},
+        {"attack": {"kind": "attack.py:f", "fraction": 0.3}},
+    ],
+)
+def test_a_key_with_an_effect_is_worth_no_warning(values):
+    assert Experiment(**values).warnings == []
+
+
+def test_a_federation_from_python_has_no_warnings(federation):
+    assert Experiment(data=federation).warnings == []
+
+
 def test_paths_of_a_file_are_relative_to_its_folder(tmp_path, monkeypatch):
     """A path in the YAML that exists beside it; those of overrides, and absent ones, stay as they are."""
     (tmp_path / "conf" / "data").mkdir(parents=True)
