@@ -167,6 +167,18 @@ class Estimate:
     sizes: _Sizes
     traffic: dict[str, TrafficEstimate]  # by method
 
+    @property
+    def warnings(self) -> list[str]:
+        """Keys that are valid and have no effect, or probably another one than was meant."""
+        clients = self.sizes.federation.clients
+        wanted = {label: getattr(method, "num_clusters", None) or 0 for label, method in self.setup.methods.items()}
+        empty = [
+            f"{label}.num_clusters ({number}) is more than the {clients} clients: some clusters stay empty"
+            for label, number in wanted.items()
+            if number > clients
+        ]
+        return self.setup.experiment.warnings + empty
+
 
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
     """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses.
@@ -226,7 +238,7 @@ def show(found: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
     _show_sizes(sizes, experiment.rounds, console)
-    for warning in experiment.warnings:
+    for warning in found.warnings:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")
@@ -253,7 +265,7 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int,
         by_method = {cell.method: next(iter(one.traffic.values())) for cell, one in of_setting}
         _print(console, f"setting {setting}:")
         _show_sizes(sizes, rounds, console)
-        for warning in of_setting[0][0].experiment.warnings:
+        for warning in dict.fromkeys(text for _, one in of_setting for text in one.warnings):
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(sizes, by_method, rounds), console)
     for warning in metric_warnings(study, [cell for cell, _ in found]):

@@ -464,6 +464,12 @@ def test_what_clients_are_tested_on_is_said_before_and_after(capsys):
     assert "each client is tested on the test set of its true group (data.test.view cluster)" in output
 
 
+def test_more_clusters_than_clients_are_worth_a_warning(capsys):
+    _, output, _ = call(capsys, "check", "methods=[{ifca: {num_clusters: 40}}, {fesem: {num_clusters: 41}}, pacfl]")
+    assert output.count("warning") == 1
+    assert "warning: fesem.num_clusters (41) is more than the 40 clients: some clusters stay empty" in output
+
+
 def test_a_clustering_into_single_clients_is_worth_a_warning(capsys):
     alone = ["methods=[{fedclust: {threshold: 0.0}}]", "data.partition.clients=6", "schedule=[]", *QUICK[1:]]
     _, output, _ = call(capsys, "run", "--in-process", *alone)
