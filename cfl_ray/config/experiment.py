@@ -63,7 +63,7 @@ class Experiment(ConfigSection):
     """
 
     name: str = Field(
-        "rotated-digits",
+        "experiment",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
         description="name of the experiment, the run directory and the MLflow run",
     )
