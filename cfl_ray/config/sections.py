@@ -470,7 +470,7 @@ class DataConfig(ConfigSection):
         """Warnings of keys that other sources use."""
         if self.is_function:
             return []
-        known = {key for source in SOURCES.values() for key in source.keys} - {"root", "download"}
+        known = {"options", *(key for source in SOURCES.values() for key in source.keys)} - {"root", "download"}
         return _without_effect(self, "data", known - set(SOURCES[self.source].keys), f"data.source is {self.source}")
 
     @property

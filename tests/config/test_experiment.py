@@ -640,6 +640,7 @@ WITHOUT_EFFECT = [  # values, the key without effect, and why
         "data.partition.groups is null",
     ),
     ({"data": {"synthetic_groups": 9}}, "data.synthetic_groups (9)", "data.source is digits"),
+    ({"data": {"options": {"size": 9}}}, "data.options ({'size': 9})", "data.source is digits"),
     ({"data": {"source": "mnist", "test_files": "t*"}}, "data.test_files (t*)", "data.source is mnist"),
     ({"data": {"test": {"fraction": 0.3}}}, "data.test.fraction (0.3)", "data.test.view is cluster"),
     ({"data": {"test": {"view": "holdout", "max_images": 9}}}, "data.test.max_images (9)", "data.test.view is holdout"),
