@@ -351,7 +351,8 @@ def _means(runs: pd.DataFrame) -> dict[str, str]:
 
 
 def _title(name: str) -> str:
-    return name.replace("table", "Table ").replace("figure", "Fig. ").replace("_", " ").strip()
+    title = name.replace("table", "Table ").replace("figure", "Fig. ").replace("_", " ").strip()
+    return title[:1].upper() + title[1:]
 
 
 def _number(mean: float | None, std: float | None, unit: str) -> str:
