@@ -11,6 +11,7 @@ class AttackConfig(PartConfig):
     """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
 
     part = "attack"
+    where = "attack"
     group = "cfl_ray.attacks"
     keys_of_all = ("fraction", "clients", "from_round")
     builtin = {

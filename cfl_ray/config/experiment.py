@@ -171,7 +171,7 @@ class Experiment(ConfigSection):
     def warnings(self) -> list[str]:
         """Keys that are valid and have no effect, or probably another one than was meant."""
         of_data = self.data.warnings if self.data.federation is None else []
-        return [*of_data, *self.local.warnings, *self.cohort.warnings, *self.attack.unused("attack")]
+        return [*of_data, *self.local.warnings, *self.cohort.warnings, *self.attack.warnings]
 
     @property
     def config_hash(self) -> str:

@@ -110,6 +110,7 @@ class PartConfig(ConfigSection):
     """A section whose `kind` names a part: of this package, of an installed one, or a user's own."""
 
     part: ClassVar[str] = ""  # e.g. "shift": for messages
+    where: ClassVar[str] = ""  # the section's place, e.g. "data.shift": for messages
     group: ClassVar[str] = ""  # entry-point group of installed packages
     builtin: ClassVar[dict[str, BuiltinKind]] = {}
     keys_of_own: ClassVar[tuple[str, ...]] = ()  # used by kinds that are not of this package
@@ -125,13 +126,14 @@ class PartConfig(ConfigSection):
         """Whether the kind is not of this package."""
         return self.kind not in self.builtin if isinstance(self.kind, str) else True
 
-    def unused(self, where: str) -> list[str]:
-        """Warnings of keys that the kind does not use. where: the section's place, e.g. "data.shift"."""
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of keys that the kind does not use."""
         used = self.keys_of_own if self.is_own else self.builtin[self.kind].keys
         used = () if self.kind == "none" else (*used, *self.keys_of_all)
         known = {*self.keys_of_own, *self.keys_of_all, *(key for kind in self.builtin.values() for key in kind.keys)}
-        reason = f"{where}.kind is {reference_of(self.kind)}" + (f", which uses {', '.join(used)}" if used else "")
-        return _without_effect(self, where, known - set(used), reason)
+        reason = f"{self.where}.kind is {reference_of(self.kind)}" + (f", which uses {', '.join(used)}" if used else "")
+        return _without_effect(self, self.where, known - set(used), reason)
 
     @field_validator("kind")
     @classmethod
@@ -158,6 +160,7 @@ class ShiftConfig(PartConfig):
     """How the true groups of clients differ (StoCFL, section 5)."""
 
     part = "shift"
+    where = "data.shift"
     group = "cfl_ray.shifts"
     keys_of_own = ("groups",)
     builtin = {
@@ -215,6 +218,7 @@ class PartitionConfig(PartConfig):
     """How the samples of a group are divided among its clients, and how many of them each client keeps."""
 
     part = "partition"
+    where = "data.partition"
     group = "cfl_ray.partitions"
     keys_of_own = ("min_samples",)
     builtin = {
@@ -271,10 +275,12 @@ class PartitionConfig(PartConfig):
         "until all have them, writer excludes smaller clients",
     )
 
-    def unused(self, where: str) -> list[str]:
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings of keys that the kind does not use, or uses with groups alone."""
         of_groups = {"dirichlet": "group_alpha", "classes": "classes_per_group"}.get(self.kind, "")
-        without = [] if self.groups else _without_effect(self, where, [of_groups], f"{where}.groups is null")
-        return super().unused(where) + without
+        without = [] if self.groups else _without_effect(self, self.where, [of_groups], f"{self.where}.groups is null")
+        return super().warnings + without
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -477,12 +483,12 @@ class DataConfig(ConfigSection):
     def _unused_division(self) -> list[str]:
         """Warnings of keys of the shift and the partition."""
         if self.source not in UNDIVIDED:
-            return [*self.shift.unused("data.shift"), *self.partition.unused("data.partition")]
+            return self.shift.warnings + self.partition.warnings
         reason = f"the samples of source {self.source} belong to clients already"
         division = PartitionConfig.model_fields.keys() - {"clients"}
         return [
-            *_without_effect(self.shift, "data.shift", ShiftConfig.model_fields, reason),
-            *_without_effect(self.partition, "data.partition", division, reason),
+            *_without_effect(self.shift, self.shift.where, ShiftConfig.model_fields, reason),
+            *_without_effect(self.partition, self.partition.where, division, reason),
         ]
 
     @property
@@ -626,6 +632,7 @@ class AvailabilityConfig(PartConfig):
     """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
 
     part = "availability"
+    where = "cohort.availability"
     group = "cfl_ray.availability"
     builtin = {
         "always": BuiltinKind("every client in every round"),
@@ -694,7 +701,7 @@ class CohortConfig(ConfigSection):
         """Warnings of keys that others replace, or that the kind of availability does not use."""
         reason = f"cohort.clients is {self.clients}"
         replaced = [] if self.clients is None else _without_effect(self, "cohort", ["fraction"], reason)
-        return replaced + self.availability.unused("cohort.availability")
+        return replaced + self.availability.warnings
 
     @field_validator("availability", mode="before")
     @classmethod
