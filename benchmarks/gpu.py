@@ -10,7 +10,7 @@ Ways, all of them FedAvg on the same clients, data and model sizes:
     bare loop          torch.optim.SGD, one client after another in one process, everything on the device
     2 processes, ...   the same in several processes that share the device, each with its share of the clients: the
                        manner of pfl-research, without its framework
-    sequential, ...    the engines of `cfl_ray`, with the worker and the sums of a client host. Pieces are those of a
+    sequential, ...    the engines of `cfl_ray`, with the worker and the sums of a client host. Chunks are those of a
                        run, stacks as large as the memory allows; and, for the engines that stack clients, stacks of
                        at most 16, 64, 256 clients and of all
 
@@ -49,9 +49,9 @@ from benchmarks.workloads import INPUT, WORKLOADS, Workload
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
+from cfl_ray.engine.chunks import chunk_size, outcome_of
 from cfl_ray.engine.device_memory import DeviceMemory
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.pieces import outcome_of, piece_size
 from cfl_ray.engine.precision import autocast, products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.task import TrainingTask
@@ -199,13 +199,13 @@ class Case:
         return ((model_P - self.expected_P).norm() / (self.expected_P - self.start()).norm()).item()
 
     def rounds(self, engine: str, precision: str, most: int | None) -> Iterator[Tensor]:
-        """The global models after each round of an engine. most: clients of a stack, and of a piece."""
+        """The global models after each round of an engine. most: clients of a stack, and of a chunk."""
         network, model_P = self.networks[precision], self.start()
         network.memory = DeviceMemory(network.device, most=most)
         worker = Worker(network, self.federation, engine)
         if self.arguments.data == "host":
             worker.samples.limit = 0
-        size = most or piece_size(self.cohort, engine)
+        size = most or chunk_size(self.cohort, engine)
         for number in itertools.count():
             order, sums = self.order(number, model_P), HostSums()
             models = (model_P,)  # the one table has one row

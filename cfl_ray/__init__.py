@@ -5,13 +5,12 @@
 
 from typing import TYPE_CHECKING
 
-from cfl_ray.core.lazy import lazy_names
+from cfl_ray.system.lazy import lazy_names
 
 if TYPE_CHECKING:
     from cfl_ray.config import Experiment, load
     from cfl_ray.config.study import Study, load_study
     from cfl_ray.core.clients import ClientState, LocalTraining, Proximal, UpdateFeatures
-    from cfl_ray.core.errors import ConfigError, UserError
     from cfl_ray.core.method import Method, option
     from cfl_ray.core.metrics import Metric
     from cfl_ray.core.serving import Serving
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from cfl_ray.core.tasks import Task
     from cfl_ray.core.weights import cluster_weights, global_weights
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
+    from cfl_ray.errors import ConfigError, UserError
     from cfl_ray.runtime.comparison import compare_runs
     from cfl_ray.runtime.launch import resume, run, simulate
     from cfl_ray.runtime.load import load_run
@@ -59,7 +59,7 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.config": ("Experiment", "load"),
     "cfl_ray.config.study": ("Study", "load_study"),
     "cfl_ray.core.clients": ("ClientState", "LocalTraining", "Proximal", "UpdateFeatures"),
-    "cfl_ray.core.errors": ("ConfigError", "UserError"),
+    "cfl_ray.errors": ("ConfigError", "UserError"),
     "cfl_ray.core.method": ("Method", "option"),
     "cfl_ray.core.metrics": ("Metric",),
     "cfl_ray.core.serving": ("Serving",),

@@ -1,6 +1,6 @@
 """Server time and traffic of a round with more hosts than one machine can run: `python jobs/benchmark.py scale`.
 
-The code of the server is the real one (`runtime.on_ray`: pieces, schedule, dispatch, collection). Hosts and object
+The code of the server is the real one (`runtime.on_ray`: chunks, schedule, dispatch, collection). Hosts and object
 store are simulated in virtual time. Traffic between nodes is counted. At
 the end, it compares rounds on 2 and 16 real hosts of this machine with the simulation.
 """
@@ -23,7 +23,7 @@ import torch
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address, Averaging, PieceResult, Rows, Train
+from cfl_ray.core.work import Address, Averaging, ChunkResult, Rows, Train
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray import collect as collect_module
@@ -110,7 +110,7 @@ class SimulatedHost:
         begin = max(self.pool.now, self.free_at)
         self.free_at, self.busy = begin + seconds, self.busy + seconds
         arrays = {"valid": np.ones(len(index_m), bool), "train_loss": np.zeros(len(index_m))}
-        ref = Ref((PieceResult(index_m, arrays), {}), 0, self.node)
+        ref = Ref((ChunkResult(index_m, arrays), {}), 0, self.node)
         heapq.heappush(self.pool.ends, (self.free_at, next(self.pool.order), ref))
         return ref
 
@@ -324,10 +324,10 @@ def _counting(counted: Counter[str]) -> Iterator[None]:
                 counted["sent"] += 4 * self.work.tables[0].shape[1]
         return found
 
-    def counted_receive(self: Any, pieces: Any, returns: Any) -> None:
+    def counted_receive(self: Any, chunks: Any, returns: Any) -> None:
         counted["calls"] += 1
         counted["received"] += sum(total_2P.nbytes for total_2P in returns[0][1].values())
-        receive(self, pieces, returns)
+        receive(self, chunks, returns)
 
     def counted_totals(self: Any, position: int) -> Any:
         found = of_host(self, position)

@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from cfl_ray.core.threads import one_thread
+from cfl_ray.system.threads import one_thread
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 # The user's own folder; processes that tests start use it too.

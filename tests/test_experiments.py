@@ -10,7 +10,7 @@ import pytest
 from cfl_ray import config, data, models, simulate
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.runtime.study.cells import Cell, plan
 from cfl_ray.runtime.study.sweep import trials_of

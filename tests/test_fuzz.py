@@ -17,10 +17,9 @@ import yaml
 from mutants import other_bytes, other_json, other_json_lines, other_value, put_something_else
 
 from cfl_ray import Experiment, compare_runs, config, data, load_run, resume, simulate
-from cfl_ray.core import credentials
-from cfl_ray.core.errors import UserError
 from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
+from cfl_ray.errors import UserError
 from cfl_ray.runtime import live_client, session_file, trust
 from cfl_ray.runtime.checkpoint.manifest import _digest
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
@@ -31,6 +30,7 @@ from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.runtime.run_record import recorded_hash
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
+from cfl_ray.security import credentials
 from cfl_ray.tracking import FileTracker, delivery, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
 from cfl_ray.tracking.delivery import set_destination

@@ -141,7 +141,7 @@ def test_every_key_command_method_and_public_name_is_explained(pages):
 def test_a_method_has_its_paper_its_equations_and_its_options(site):
     for name, cls in REGISTRY.items():
         page = (site / "reference" / "methods" / f"{name}.html").read_text()
-        assert "Departures from the paper" in page and "Paper and equations" in page
+        assert "Deviations from the paper" in page and "Paper and equations" in page
         for option in cls.options():
             assert f"<code>{option['name']}</code>" in page, (name, option["name"])
     assert "https://arxiv.org/abs/2006.04088" in (site / "reference" / "methods" / "ifca.html").read_text()

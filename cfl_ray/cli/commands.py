@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, says_where
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError, says_where
+from cfl_ray.errors.redaction import redact
 
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
@@ -326,7 +326,7 @@ def list_parts(
 ) -> None:
     """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
     from cfl_ray.cli import tables
-    from cfl_ray.core.errors import did_you_mean
+    from cfl_ray.errors import did_you_mean
     from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
 
     if kind is None:

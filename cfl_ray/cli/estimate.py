@@ -21,17 +21,17 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.clients import Clients, RoundStats
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
-from cfl_ray.core.redaction import redact
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Work
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import ConfigError
+from cfl_ray.errors.redaction import redact
 from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address

@@ -21,7 +21,7 @@ from cfl_ray.cli.tables import (
     print_table,
     score_of,
 )
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors.redaction import redact
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
@@ -165,7 +165,7 @@ def list_parts(kind: "PartKind", console: Console) -> None:
 
 
 def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) -> None:
-    """Prints the header of the method's module (paper, equations, departures) and a table of its options.
+    """Prints the header of the method's module (paper, equations, deviations) and a table of its options.
 
     reference: the name by which a config refers to the method.
     """

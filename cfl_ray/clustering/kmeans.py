@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from cfl_ray.clustering.agglomerative import by_lowest_member, nearest_centre, require_finite
-from cfl_ray.core.threads import one_thread
+from cfl_ray.system.threads import one_thread
 
 ITERATIONS = 300  # at most, of Lloyd's algorithm
 

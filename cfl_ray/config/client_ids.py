@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 
 MAX_RANGE = 10_000_000  # ids in one range; a longer one is a typing error
 

@@ -29,9 +29,9 @@ from cfl_ray.config.sections import (
     RuntimeConfig,
     TrackingConfig,
 )
-from cfl_ray.core.credentials import redact_values, with_known_credentials
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.files import read_text
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.security.credentials import redact_values, with_known_credentials
+from cfl_ray.system.files import read_text
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.

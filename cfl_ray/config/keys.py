@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.sections import ConfigSection, PartConfig
-from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
 _LIMITS = {

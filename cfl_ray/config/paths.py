@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.core.plugins import note_folder
+from cfl_ray.plugins.loading import note_folder
 
 _WRITTEN = "# paths as written "
 _RECORDED_IN = "# run directory "

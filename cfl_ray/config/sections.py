@@ -17,9 +17,9 @@ from pydantic import (
 
 from cfl_ray.config.client_ids import compress_ids, parse_ids
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.own_parts import reference_of
-from cfl_ray.core.plugins import entry_points_of
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.loading import entry_points_of
 
 
 class BuiltinKind(NamedTuple):
@@ -122,14 +122,14 @@ class PartConfig(ConfigSection):
     )
 
     @property
-    def is_own(self) -> bool:
+    def is_plugin(self) -> bool:
         """Whether the kind is not of this package."""
         return self.kind not in self.builtin if isinstance(self.kind, str) else True
 
     @property
     def warnings(self) -> list[str]:
         """Warnings of keys that the kind does not use."""
-        used = self.keys_of_own if self.is_own else self.builtin[self.kind].keys
+        used = self.keys_of_own if self.is_plugin else self.builtin[self.kind].keys
         used = () if self.kind == "none" else (*used, *self.keys_of_all)
         known = {*self.keys_of_own, *self.keys_of_all, *(key for kind in self.builtin.values() for key in kind.keys)}
         reason = f"{self.where}.kind is {reference_of(self.kind)}" + (f", which uses {', '.join(used)}" if used else "")
@@ -143,7 +143,7 @@ class PartConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.options and not self.is_own:
+        if self.options and not self.is_plugin:
             keys = ", ".join(self.builtin[self.kind].keys) or "none"
             raise ValueError(f"options are for kinds of your own (file.py:Name); the keys of {self.kind} are: {keys}")
         return self
@@ -456,7 +456,7 @@ class DataConfig(ConfigSection):
             return "cluster"
         if has_tests is None:
             has_tests = self.test_files is not None or self.source in WITH_TESTS
-        if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_own or not has_tests:
+        if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_plugin or not has_tests:
             return "holdout"
         return "label" if part.kind == "classes" or part.sizes or part.cut else "cluster"
 
@@ -512,7 +512,7 @@ class DataConfig(ConfigSection):
     def view_warning(self) -> str | None:
         """Why the given view does not measure clients on their own distribution; None where it does."""
         part = self.partition
-        skewed = (part.is_own or part.kind in ("dirichlet", "classes")) and self.source not in UNDIVIDED
+        skewed = (part.is_plugin or part.kind in ("dirichlet", "classes")) and self.source not in UNDIVIDED
         if self.test.view != "cluster" or not skewed:
             return None
         return (
@@ -860,7 +860,7 @@ class RuntimeConfig(ConfigSection):
     round_deadline: float | None = Field(
         None,
         gt=0,
-        description="seconds for one piece of a host's work (a few clients), loading included, before the host is "
+        description="seconds for one chunk of a host's work (a few clients), loading included, before the host is "
         "ended and its clients are tried one by one; a client over the limit then is excluded from the round, so "
         "results then depend on the clock. null: no limit. No effect in a run within one process",
     )

@@ -25,9 +25,9 @@ from pydantic import (
 from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.sections import ConfigSection
-from cfl_ray.core.credentials import redact_values, with_known_credentials
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.files import read_text
+from cfl_ray.errors import ConfigError
+from cfl_ray.security.credentials import redact_values, with_known_credentials
+from cfl_ray.system.files import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")  # of a folder
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")

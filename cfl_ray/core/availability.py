@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import call_own, described, place_of
 from cfl_ray.core.rng import stream
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 ARGUMENTS = ("clients", "round", "draw")  # of a user's function
 
@@ -119,7 +119,7 @@ class OwnAvailability(Availability):
         """Raises RunError, with the author's line, where the function does not return a bool for each client."""
         clients = np.arange(num_clients or self.num_clients)
         draw = stream(self.seed, round, 0, -1, "own availability")
-        result = call_own("availability", self.function, clients, round, draw)
+        result = call_plugin("availability", self.function, clients, round, draw)
         found = np.asarray(result)
         if found.shape != clients.shape or found.dtype != bool:
             raise RunError(

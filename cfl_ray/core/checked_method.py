@@ -8,12 +8,12 @@ import numpy as np
 
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.contract import check_serving, check_state
-from cfl_ray.core.errors import RunError, says_where
 from cfl_ray.core.method import Method, Start
-from cfl_ray.core.own_parts import described, is_own, place_of, raised_at
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+from cfl_ray.errors import RunError, says_where
+from cfl_ray.plugins.calling import described, is_user_file, place_of, raised_at
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
         return hook(*arguments)
     except Exception as error:
         found = raised_at(hook, error)
-        if found and (is_own(found[0]) or not says_where(error)):
+        if found and (is_user_file(found[0]) or not says_where(error)):
             error.add_note(f"in {hook.__qualname__}, {found[0]}, line {found[1]}")
         raise

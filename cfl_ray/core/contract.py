@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import call_own, described, place_of
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CheckedDescription:
         return getattr(self.function, "floats", None)
 
     def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
-        found = call_own("function", self.function, client, anchor_P, where=" of Clients.describe")
+        found = call_plugin("function", self.function, client, anchor_P, where=" of Clients.describe")
         try:
             vector = torch.as_tensor(found).float().reshape(-1)
         except (TypeError, ValueError, RuntimeError):

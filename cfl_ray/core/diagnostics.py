@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import call_own, described
 from cfl_ray.core.rng import stream
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described
 
 CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
 MOST_PAIRED = 1_000  # clients of a matrix whose other axis is clients or clusters too
@@ -130,7 +130,7 @@ class Diagnostics:
             self._fail(name, "has values that are infinite, or beyond float32; NaN stands for what is not defined")
 
     def _called(self, name: str, function: Callable[[], Any]) -> Any:
-        return call_own("function", function, where=f" of the diagnostic {name!r} of {self.method}")
+        return call_plugin("function", function, where=f" of the diagnostic {name!r} of {self.method}")
 
     def _resolved(self, name: str, array: _Array) -> Diagnostic:
         value = self._numbers(name, self._called(name, array.value) if callable(array.value) else array.value)

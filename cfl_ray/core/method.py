@@ -16,13 +16,13 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import place_by_loss
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.errors import ConfigError
 
 S = TypeVar("S", bound=State)  # the state of a method
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.core.own_parts import call_own, described, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
+from cfl_ray.plugins.registry import Registry
 
 MetricFunction = Callable[[Tensor, Tensor], Any]  # (outputs, targets) of one client's test samples -> one number
 
@@ -41,7 +41,7 @@ class Metric:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The value. Raises RunError, with the author's line, for anything but one number."""
-        value = call_own(f"metric {self.name}:", self.function, outputs, targets)
+        value = call_plugin(f"metric {self.name}:", self.function, outputs, targets)
         if isinstance(value, (Tensor, np.ndarray)) and not value.shape:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import check_options, failure_of, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins.calling import check_options, failure_of, place_of
+from cfl_ray.plugins.registry import Registry
 
 OptimizerFactory = Callable[..., optim.Optimizer]  # (parameters, lr=..., **options)
 OPTIMIZERS: Registry[OptimizerFactory] = Registry(

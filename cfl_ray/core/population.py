@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.core.availability import ALWAYS, Availability
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.rng import stream
+from cfl_ray.errors import ConfigError
 
 
 def count_of(fraction: float, count: int) -> int:

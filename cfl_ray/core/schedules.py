@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import call_own, check_options, parse_choice, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins.calling import call_plugin, check_options, parse_choice, place_of
+from cfl_ray.plugins.registry import Registry
 
 ScheduleFunction = Callable[..., float]  # (t, T, **options) -> factor
 
@@ -71,7 +71,7 @@ class RateSchedule:
 
     def __call__(self, t: int, total: int) -> float:
         """The factor. Raises ConfigError for anything but a finite number >= 0."""
-        factor = call_own("schedule", partial(self.function, **self.options), t, total, error=ConfigError)
+        factor = call_plugin("schedule", partial(self.function, **self.options), t, total, error=ConfigError)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise ConfigError(
                 f"schedule {place_of(self.function)} returns {factor!r} at {t} of {total}, expected a number >= 0"

@@ -28,9 +28,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import ConfigError, RunError, UserError
-from cfl_ray.core.own_parts import check_options, described, failure_of, parse_choice, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError, RunError, UserError
+from cfl_ray.plugins.calling import check_options, described, failure_of, parse_choice, place_of
+from cfl_ray.plugins.registry import Registry
 
 Moments = tuple[Tensor, ...]  # each of the shape of the change
 

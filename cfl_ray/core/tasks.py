@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
-from cfl_ray.core.own_parts import call_own, failure_of, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.calling import call_plugin, failure_of, place_of
+from cfl_ray.plugins.registry import Registry
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) of n samples -> the loss of each (n,)
 
@@ -211,7 +211,7 @@ def resolve_task(value: Any) -> Task:
         return _task_of(value)
     found = TASKS.find(value) if isinstance(value, str) else value
     if not isinstance(found, Task) and callable(found):
-        found = call_own(f"task {value!r}:", found, error=ConfigError)
+        found = call_plugin(f"task {value!r}:", found, error=ConfigError)
     if not isinstance(found, Task):
         raise ConfigError(
             f"task {value!r} is {type(found).__name__}, expected a cfl_ray.Task or a function that returns one"

@@ -1,4 +1,4 @@
-"""Work orders: one exchange with the clients, described by value so that any host can carry out any piece of it.
+"""Work orders: one exchange with the clients, described by value so that any host can carry out any chunk of it.
 
 There is one class per kind of work. It declares the models that the work uses (`rows`), whether it changes client
 states (`updates_client_state`) or leaves results on the hosts (`defers_results`), and the result of an excluded client
@@ -93,7 +93,7 @@ class Averaging:
 
     @cached_property
     def _order_E(self) -> np.ndarray:
-        """The entries by client, found once: a cut into many pieces costs no more than its pieces."""
+        """The entries by client, found once: a cut into many chunks costs no more than its chunks."""
         return np.argsort(self.client_E, kind="stable")
 
     @cached_property
@@ -146,7 +146,7 @@ class Work:
     client_state: ClientState | None = None
     frozen_model: Rows | None = None  # its logits are added to those of the other models
     averaging: Averaging | None = None
-    chained: bool = False  # all clients in one piece; each starts from the result of the one before
+    chained: bool = False  # all clients in one chunk; each starts from the result of the one before
     deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none
 
     def take(self, index_m: np.ndarray) -> Self:
@@ -379,12 +379,12 @@ class Exclusion:
 
 
 @dataclass
-class PieceResult:
-    """Results of one piece: arrays whose first axis are its clients. Weighted sums stay on the host."""
+class ChunkResult:
+    """Results of one chunk: arrays whose first axis are its clients. Weighted sums stay on the host."""
 
-    index_m: np.ndarray  # the piece's clients, as positions among the M clients of the work
+    index_m: np.ndarray  # the chunk's clients, as positions among the M clients of the work
     arrays: dict[str, np.ndarray]
-    excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the piece
+    excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the chunk
     seconds: float = 0.0  # that the host was at work on it; 0: not measured
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.images import Images
 from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSamples
 from cfl_ray.data.plan import split_rows
+from cfl_ray.errors import DataError, did_you_mean
 
 Array = np.ndarray | torch.Tensor | Sequence[Any]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+from cfl_ray.errors import DataError
 
 
 class ChainedFederation(Federation):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+from cfl_ray.errors import DataError
 
 
 @dataclass(frozen=True)

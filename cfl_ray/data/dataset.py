@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.arrays import Array, federation_from_arrays
 from cfl_ray.data.federation import Federation
+from cfl_ray.errors import DataError
 
 
 class PairDataset(Protocol):

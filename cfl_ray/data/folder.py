@@ -15,10 +15,10 @@ import pyarrow as pa
 from filelock import FileLock
 from pyarrow import fs
 
-from cfl_ray.core import files
-from cfl_ray.core.credentials import hides
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors import DataError
+from cfl_ray.errors.redaction import redact
+from cfl_ray.security.credentials import hides
+from cfl_ray.system import files
 
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _Read = TypeVar("_Read")

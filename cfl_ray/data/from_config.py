@@ -12,10 +12,6 @@ import numpy as np
 import torch
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import sha256
-from cfl_ray.core.own_parts import reference_of
-from cfl_ray.core.registry import Registry
 from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
@@ -29,6 +25,10 @@ from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
 from cfl_ray.data.shifts import SHIFTS
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import DataError
+from cfl_ray.plugins.calling import reference_of
+from cfl_ray.plugins.registry import Registry
+from cfl_ray.system.files import sha256
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
     if targets != "class":
         recipe["targets"] = targets
     for name, part in (("shift", data.shift), ("partition", data.partition)):
-        if part.is_own:  # shards of an edited function are not reused
+        if part.is_plugin:  # shards of an edited function are not reused
             recipe[f"{name} code"] = _code_of((SHIFTS if name == "shift" else PARTITIONS), part.kind)
     if sources is not None:
         recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]

@@ -8,12 +8,12 @@ import numpy as np
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.sections import SOURCES
-from cfl_ray.core.errors import DataError, did_you_mean
-from cfl_ray.core.own_parts import call_own, check_options, place_of
-from cfl_ray.core.registry import Registry
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Source
+from cfl_ray.errors import DataError, did_you_mean
+from cfl_ray.plugins.calling import call_plugin, check_options, place_of
+from cfl_ray.plugins.registry import Registry
 
 DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of samples without clients
 KEYS = (*DIVIDED, "clients", "test_clients")
@@ -32,7 +32,7 @@ def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federa
     if not callable(function):
         raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
     check_options("data.source", function, data.options)
-    result = call_own("data.source", partial(function, **data.options), error=DataError)
+    result = call_plugin("data.source", partial(function, **data.options), error=DataError)
     if isinstance(result, Federation):
         return result
     try:

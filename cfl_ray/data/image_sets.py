@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import ColumnsConfig, DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import parquet
 from cfl_ray.data.images import Images, Progress, Source, find, roots
+from cfl_ray.errors import DataError
 
 
 @dataclass(frozen=True)

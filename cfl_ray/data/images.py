@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import DataShape
+from cfl_ray.errors import DataError
 
 Progress = Callable[[str, int, int], None]  # (what is being done, how many are done, out of how many)
 

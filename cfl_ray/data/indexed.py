@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.federation import DataShape, Federation, TensorSamples
+from cfl_ray.errors import DataError
 
 StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, *target_shape)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.errors import DataError
 
 SIDE = 28  # pixels
 CLASSES = 62

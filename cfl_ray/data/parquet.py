@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import ColumnsConfig
-from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.data.images import Images, Progress
+from cfl_ray.errors import DataError, did_you_mean
 
 BATCH_ROWS = 2048  # encoded images in memory at a time
 

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import PartitionConfig
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.own_parts import call_own, described, place_of, with_options
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import DataError
+from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
+from cfl_ray.plugins.registry import Registry
 
 MAX_REDRAWS = 1000
 PARTITIONS: Registry[Any] = Registry("partition", PartitionConfig.builtin, PartitionConfig.group)
@@ -34,7 +34,7 @@ def divide(
             f"{clients} clients cannot hold at least {min_samples} samples each of {len(y)} samples; "
             "lower data.partition.clients (or min_samples)"
         )
-    if partition.is_own:
+    if partition.is_plugin:
         parts = _own(y, clients, partition, rng)
     elif partition.kind == "iid":
         parts = _iid(y, clients, partition, rng)
@@ -55,7 +55,7 @@ def divide(
 def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns the parts of a user's function f(labels, clients, draw). Raises DataError where they are no division."""
     function = with_options(PARTITIONS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
-    result = call_own("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
+    result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
     where = f"data.partition {place_of(function)} returned"
     if not isinstance(result, list | tuple) or len(result) != clients:
         raise DataError(

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cfl_ray.config import DataConfig, PartitionConfig
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.own_parts import reference_of
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
 from cfl_ray.data.shifts import Change, Group, Variant, make_groups
+from cfl_ray.errors import DataError
+from cfl_ray.plugins.calling import reference_of
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import sha256, sync
 from cfl_ray.data.folder import Folder, cache
 from cfl_ray.data.images import Progress
 from cfl_ray.data.plan import FederationPlan, PlannedClient
 from cfl_ray.data.shards import MANIFEST, ShardFile, ShardManifest, index_schema, sample_schema
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import sha256, sync
 
 FILE_BYTES = 64 << 20  # approximate bytes of pixels in one file; a client is never split between two files
 

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cfl_ray.config import ShiftConfig
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.own_parts import call_own, described, place_of, with_options
-from cfl_ray.core.registry import Registry
 from cfl_ray.core.rng import stream
 from cfl_ray.data import pixels
 from cfl_ray.data.images import Images
+from cfl_ray.errors import DataError
+from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
+from cfl_ray.plugins.registry import Registry
 
 T = TypeVar("T")
 SHIFTS: Registry[Any] = Registry("shift", ShiftConfig.builtin, ShiftConfig.group)
@@ -38,7 +38,7 @@ class Change:
         draw_of: the samples, in words: the address of the draw.
         """
         draw = stream(self.seed, -1, -1, self.group, f"data/shift of {draw_of}")
-        found = call_own("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
+        found = call_plugin("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
         where = f"data.shift {place_of(self.function)}"
         if not isinstance(found, tuple) or len(found) != 2:
             raise DataError(f"{where} returned {described(found)}, expected a pair (x, y)")
@@ -115,7 +115,7 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
     other: the second data set of a hybrid. natural: whether an unshifted data set keeps the groups that it came with.
     seed: of the draws of the shift.
     """
-    if shift.is_own:
+    if shift.is_plugin:
         function = with_options(SHIFTS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
         return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
     if shift.kind in ("noise", "blur", "brightness"):

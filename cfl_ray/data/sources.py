@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig, DataConfig
 from cfl_ray.config.sections import SOURCES, UNDIVIDED
-from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables
 from cfl_ray.data.images import Images, Progress, Source, find, roots, with_file_as_root
+from cfl_ray.errors import DataError, did_you_mean
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:

@@ -9,10 +9,10 @@ import pyarrow.csv
 from PIL import Image, UnidentifiedImageError
 
 from cfl_ray.config import ColumnsConfig
-from cfl_ray.core.errors import DataError, did_you_mean
 from cfl_ray.core.tasks import TARGETS
 from cfl_ray.data.arrays import targets_of
 from cfl_ray.data.images import Images
+from cfl_ray.errors import DataError, did_you_mean
 
 MAX_LABEL = np.iinfo(np.int16).max
 Named = tuple[str, pa.Table]  # the name of a part for messages, and its rows

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from cfl_ray.core.errors import DataError, did_you_mean
+from cfl_ray.errors import DataError, did_you_mean
 
 COLUMNS = ("client", "from", "to")
 

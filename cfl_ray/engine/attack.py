@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.core.own_parts import call_own, described, place_of
 from cfl_ray.core.rng import stream, torch_stream
 from cfl_ray.core.work import Address
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 UPLOAD = ("upload_P", "start_P", "draw")  # arguments of a user's attack
 
@@ -73,7 +73,7 @@ class Attack:
         if not hasattr(self.kind, "labels"):
             return y
         draw = stream(address.seed, address.round, -1, client, "own attack/labels")
-        found = call_own("attack", self.kind.labels, y.numpy().copy(), classes, draw)
+        found = call_plugin("attack", self.kind.labels, y.numpy().copy(), classes, draw)
         labels = np.asarray(found)
         if labels.shape != tuple(y.shape) or labels.dtype.kind not in "iu":
             where = f"attack {place_of(self.kind.labels)} returned {described(found)}"
@@ -87,7 +87,7 @@ class Attack:
         if function is None:
             return value_F
         draw = stream(address.seed, address.round, address.exchange, client, "own attack/upload")
-        found = call_own("attack", function, value_F.cpu().clone(), sent_F.cpu().clone(), draw)
+        found = call_plugin("attack", function, value_F.cpu().clone(), sent_F.cpu().clone(), draw)
         try:
             forged_F = torch.as_tensor(found).detach().float()
         except (TypeError, ValueError, RuntimeError):

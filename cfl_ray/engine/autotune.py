@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine import manual, sequential, span, vectorised
+from cfl_ray.engine.chunks import chunk_size
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.pieces import piece_size
-from cfl_ray.engine.reduce import HostSums, PieceSums
+from cfl_ray.engine.reduce import ChunkSums, HostSums
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
+from cfl_ray.errors import DataError
 
 ENGINES = ("sequential", "manual", "vectorised", "span")
-_CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one piece of clients
-_STACK = 256  # most clients of the measurement where the clients of several pieces are trained together
+_CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of clients
+_STACK = 256  # most clients of the measurement where the clients of several chunks are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
 _BUDGET = 1.0  # seconds
 # On a CPU: a step of a stack costs about a millisecond before any arithmetic, however few its clients, and loses where
@@ -40,16 +40,16 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Division:
-    """How the clients of a round are divided into pieces; see `piece_size`."""
+    """How the clients of a round are divided into chunks; see `chunk_size`."""
 
     cohort: int  # clients of a round
     one_by_one: bool = False
 
     def size(self, engine: str) -> int:
-        return piece_size(self.cohort, engine, self.one_by_one)
+        return chunk_size(self.cohort, engine, self.one_by_one)
 
     def together(self, engine: str, network: Network) -> int:
-        """Number of clients that the engine is given at once: of several pieces on a GPU, else of one."""
+        """Number of clients that the engine is given at once: of several chunks on a GPU, else of one."""
         if engine not in ("vectorised", "span") or self.one_by_one or not network.memory.measurable:
             return self.size(engine)
         return max(self.size(engine), min(self.cohort, _STACK))
@@ -74,18 +74,18 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
-        f"clients per piece: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)
+        f"clients per chunk: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)
     )
 
 
 def measure(network: Network, federation: Federation, local: LocalSGD, seed: int, division: Division) -> EngineChoice:
     """Times a few local steps of a few clients, and the sum of their results, with every engine that applies to them.
 
-    Each engine is given pieces of the size that it has in a run, or on a GPU stacks of several pieces; there the
+    Each engine is given chunks of the size that it has in a run, or on a GPU stacks of several chunks; there the
     samples are on the device, and times end when it is done. The vectorised engine comes last, against the fastest of
     the others. On a CPU it is timed only where it may win, because importing `torch.func` costs each host 1.2 s of CPU:
-    where a piece takes the fastest of the others at least 2 ms per step, and a client at most 0.5 ms. CPU ms per
-    client, of the fastest other engine and vectorised, with clients per piece:
+    where a chunk takes the fastest of the others at least 2 ms per step, and a client at most 0.5 ms. CPU ms per
+    client, of the fastest other engine and vectorised, with clients per chunk:
 
         MLP 64-64-10, batches of 32, 5 clients (quickstart)     manual 0.41     vectorised 1.29    not timed
         MLP 64-64-10, batches of 5, 12 clients                  manual 0.40     vectorised 0.64    not timed
@@ -108,13 +108,13 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
         return tasks
 
     tasks = tasks_of(max(_CLIENTS, division.size("sequential")))
-    runs = {"sequential": _in_pieces(division.size("sequential"), lambda part: sequential.train(network, part))}
+    runs = {"sequential": _in_chunks(division.size("sequential"), lambda part: sequential.train(network, part))}
     if all(span.applies(network, task) for task in tasks):
         size = division.together("span", network)
         tasks = tasks_of(max(len(tasks), size))
         runs["span"] = _Run(size, lambda part: _span_sum(network, part))
     if all(manual.applies(network, task) for task in tasks):
-        runs["manual"] = _in_pieces(division.size("manual"), lambda part: manual.train(network, part))
+        runs["manual"] = _in_chunks(division.size("manual"), lambda part: manual.train(network, part))
     seconds = _seconds(runs, tasks, network)
     fastest, notes = min(seconds, key=seconds.__getitem__), []
     size = division.together("vectorised", network)
@@ -127,7 +127,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
         except RuntimeError as error:  # the network uses an operation that vmap does not support
             notes.append(f"not vectorised: {str(error).splitlines()[0][:120]}")
         else:
-            stacked = _in_pieces(size, lambda part: vectorised.train(network, part, on_device=True))
+            stacked = _in_chunks(size, lambda part: vectorised.train(network, part, on_device=True))
             seconds |= _seconds({fastest: runs[fastest], "vectorised": stacked}, stack, network)
             fastest = min(seconds, key=seconds.__getitem__)
     engine = fastest if seconds["sequential"] > _MARGIN * seconds[fastest] else "sequential"
@@ -141,12 +141,12 @@ def _too_slow_in_a_stack(network: Network, seconds: float, tasks: Sequence[Train
     step = seconds / max(task.steps for task in tasks)
     if network.device.type != "cpu" or (step <= _LONG_STEP_SECONDS and step * len(tasks) >= _STACK_SECONDS):
         return None
-    return f"no gain on a CPU for {len(tasks)} clients in a piece and {1e3 * step:.2f} ms per step"
+    return f"no gain on a CPU for {len(tasks)} clients in a chunk and {1e3 * step:.2f} ms per step"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The work of one engine: clients per piece, and what is done with a piece."""
+    """The work of one engine: clients per chunk, and what is done with a chunk."""
 
     size: int
     do: Callable[[Sequence[TrainingTask]], object]
@@ -156,13 +156,13 @@ class _Run:
             self.do(tasks[first : first + self.size])
 
 
-def _in_pieces(size: int, train: Callable[[Sequence[TrainingTask]], Iterable[TrainingResult]]) -> _Run:
+def _in_chunks(size: int, train: Callable[[Sequence[TrainingTask]], Iterable[TrainingResult]]) -> _Run:
     return _Run(size, lambda part: _sum_of(train(part), part))
 
 
 def _sum_of(results: Iterable[TrainingResult], tasks: Sequence[TrainingTask]) -> HostSums:
-    """The mean of all changes, summed as in a piece."""
-    sums, total = PieceSums(_mean_of(tasks)), HostSums()
+    """The mean of all changes, summed as in a chunk."""
+    sums, total = ChunkSums(_mean_of(tasks)), HostSums()
     for result in results:
         sums.add(result.index, result.upload_P, tasks[result.index].start_P)
     total.add(sums)
@@ -173,7 +173,7 @@ def _span_sum(network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
     """The same of the span engine, which sums without the rows where it can."""
     if not span.stackable(network):
         return _sum_of(span.train(network, tasks), tasks)
-    sums, total, weight = PieceSums(_mean_of(tasks)), HostSums(), 1 / len(tasks)
+    sums, total, weight = ChunkSums(_mean_of(tasks)), HostSums(), 1 / len(tasks)
     for _, stack in span.stacks(network, tasks):
         sums.add_change(0, stack.change(dict.fromkeys(range(len(stack.tasks)), weight)))
     total.add(sums)
@@ -204,7 +204,7 @@ def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[T
 
 
 def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: Network) -> dict[str, float]:
-    """Least seconds per client of each run, after a first piece. They are interleaved, so that all meet the same load.
+    """Least seconds per client of each run, after a first chunk. They are interleaved, so that all meet the same load.
 
     Runs that are clearly slower than the fastest are made once, and no further ones begin after `_BUDGET` seconds.
     """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.instructions import instructions_environment
+from cfl_ray.errors import ConfigError
+from cfl_ray.system.instructions import instructions_environment
 
 
 def instruction_set() -> str:

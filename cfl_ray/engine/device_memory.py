@@ -1,7 +1,7 @@
 """Memory of a device: what is free, what the training of one client needs, and so how many clients are stacked.
 
-A stack is what an engine trains in one go on the device. It is not the unit of the sums: these are formed piece by
-piece (`engine.pieces`), client after client, whatever the stacks were.
+A stack is what an engine trains in one go on the device. It is not the unit of the sums: these are formed chunk by
+chunk (`engine.chunks`), client after client, whatever the stacks were.
 """
 
 import gc
@@ -50,7 +50,7 @@ class DeviceMemory:
 
     @property
     def measurable(self) -> bool:
-        """Whether stacks are as large as this memory allows; elsewhere an engine is given one piece at a time."""
+        """Whether stacks are as large as this memory allows; elsewhere an engine is given one chunk at a time."""
         return self.device.type == "cuda"
 
     def free(self) -> int:

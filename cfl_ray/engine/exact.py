@@ -7,7 +7,7 @@ rounding error while
     no partial sum exceeds 2^22 = LIMIT in absolute value    (2^52 steps of 2^-30), and
     there are at most 2^20 = MAX_TERMS terms                 (remainders of at most 2^-31: 2^52 steps of 2^-63).
 
-Therefore the number of hosts, the order of arrival and the repetition of a piece on another host do not change a bit of
+Therefore the number of hosts, the order of arrival and the repetition of a chunk on another host do not change a bit of
 a sum.
 
 Error: each term is rounded once, by at most 2^-64; the sum of n terms is wrong by at most n 2^-64. For a million terms

@@ -12,7 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Self
 
-from cfl_ray.core.errors import DataError, UserError
+from cfl_ray.errors import DataError, UserError
 
 _MACHINE = (OSError, MemoryError, DataError)
 # of a RuntimeError, as torch's errors of accelerators are too; importing torch takes seconds

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from cfl_ray.core.work import ClientStateKey, Outcome, SavedState, Work
 from cfl_ray.data.federation import Federation
+from cfl_ray.engine.chunks import chunk_size, chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
-from cfl_ray.engine.pieces import outcome_of, piece_size, pieces_of
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
 
 
 class InProcessBackend:
-    """Backend of `simulate`: the same pieces and the same worker as on Ray, one piece after another."""
+    """Backend of `simulate`: the same chunks and the same worker as on Ray, one chunk after another."""
 
     def __init__(self, worker: Worker, one_by_one: bool = False):
         self.worker, self.one_by_one = worker, one_by_one
@@ -23,8 +23,8 @@ class InProcessBackend:
     def run(self, work: Work) -> Outcome:
         self.client_states.begin(work)
         sums, results = HostSums(), []
-        pieces = pieces_of(work, piece_size(len(work.ids_M), self.worker.engine, self.one_by_one))
-        cuts = ((part := work.take(cut.index_m), cut.index_m, self.client_states.of(part)) for cut in pieces)
+        chunks = chunks_of(work, chunk_size(len(work.ids_M), self.worker.engine, self.one_by_one))
+        cuts = ((part := work.take(cut.index_m), cut.index_m, self.client_states.of(part)) for cut in chunks)
         for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
             ids = work.ids_M[result.index_m].tolist()
             states = {ids[i]: value for i, value in kept.states.items()}

@@ -12,10 +12,10 @@ from cfl_ray.engine import exact
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
 
 
-class PieceSums:
-    """Weighted sums of the changes W - w of one piece, float32, with w the model that the client was sent.
+class ChunkSums:
+    """Weighted sums of the changes W - w of one chunk, float32, with w the model that the client was sent.
 
-    The clients of a piece are always added in the same order, so the rounding is always the same.
+    The clients of a chunk are always added in the same order, so the rounding is always the same.
     """
 
     def __init__(self, averaging: Averaging):
@@ -26,7 +26,7 @@ class PieceSums:
         self.changes: dict[int, Tensor] = {}  # (P,) by output row
 
     def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
-        """Adds the change of the client at this position in the piece."""
+        """Adds the change of the client at this position in the chunk."""
         terms = self.terms_of.get(client)
         if not terms:
             return
@@ -43,14 +43,14 @@ class PieceSums:
 
 
 class HostSums:
-    """Exact sums of the changes of pieces of one exchange, on a host or of all hosts: `exact` totals by output row."""
+    """Exact sums of the changes of chunks of one exchange, on a host or of all hosts: `exact` totals by output row."""
 
     def __init__(self, totals: Mapping[int, Tensor] | None = None) -> None:
         self.totals: dict[int, Tensor] = dict(totals or {})  # float64 (2, P)
 
-    def add(self, piece: PieceSums) -> None:
-        """Adds the sums of a piece."""
-        for out, change_P in piece.changes.items():
+    def add(self, chunk: ChunkSums) -> None:
+        """Adds the sums of a chunk."""
+        for out, change_P in chunk.changes.items():
             change_P = change_P.cpu()
             total_2P = self.totals.setdefault(out, exact.zeros(len(change_P)))
             exact.add_(total_2P, change_P)

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import described, place_of
 from cfl_ray.core.work import (
     Backend,
     ClientStateKey,
@@ -29,6 +27,8 @@ from cfl_ray.core.work import (
     Work,
 )
 from cfl_ray.data.federation import Federation
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import described, place_of
 
 _OWN_MODEL = -1  # in the place of a row: the client state is the whole model
 _NO_MODEL = -2  # in the place of a row: there is no such model

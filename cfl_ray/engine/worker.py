@@ -1,4 +1,4 @@
-"""Carries out pieces of exchanges; the same code runs in `simulate` and on a client host.
+"""Carries out chunks of exchanges; the same code runs in `simulate` and on a client host.
 
 `Worker` has one method per kind of work; `core.work` defines the kinds and the form of their results.
 """
@@ -19,13 +19,13 @@ from cfl_ray.core.rng import stream
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import (
     AverageDeferred,
+    ChunkResult,
     CombineColumns,
     Describe,
     EvaluateClients,
     EvaluateShared,
     Exclusion,
     Losses,
-    PieceResult,
     Rows,
     Train,
     UpdateFeatures,
@@ -38,7 +38,7 @@ from cfl_ray.engine.client_state import client_state_value, stored_velocity, wit
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
-from cfl_ray.engine.reduce import HostSums, PieceSums, combine_columns, upload_distance
+from cfl_ray.engine.reduce import ChunkSums, HostSums, combine_columns, upload_distance
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache, Samples
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
@@ -52,20 +52,20 @@ from cfl_ray.engine.validation import (
 
 Arrays = dict[str, np.ndarray]
 Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, or deferred results
-Cut = tuple[Work, np.ndarray, Stored]  # the work of a piece, its positions in the exchange, and its stored values
+Cut = tuple[Work, np.ndarray, Stored]  # the work of a chunk, its positions in the exchange, and its stored values
 
 
 @dataclass(frozen=True)
 class KeptByClients:
-    """Client states and deferred results of a piece, by position in the piece."""
+    """Client states and deferred results of a chunk, by position in the chunk."""
 
     states: dict[int, Tensor] = field(default_factory=dict)
     deferred: dict[int, Tensor] = field(default_factory=dict)  # results that a later exchange averages
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece while it is carried out: the work, access to its models, and its clients' stored values."""
+class _Chunk:
+    """A chunk while it is carried out: the work, access to its models, and its clients' stored values."""
 
     work: Work
     row: RowLookup
@@ -73,7 +73,7 @@ class _Piece:
     stored: Stored
     kept: KeptByClients = field(default_factory=KeptByClients)
     excluded: dict[int, Exclusion] = field(default_factory=dict)
-    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the piece is carried out
+    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the chunk is carried out
 
     def __len__(self) -> int:
         return len(self.work.ids_M)
@@ -109,9 +109,9 @@ class _Piece:
 
 @dataclass
 class Worker:
-    """Carries out pieces of exchanges with a network and the federation.
+    """Carries out chunks of exchanges with a network and the federation.
 
-    engine: "sequential", "manual", "vectorised" (the clients of a piece together) or "span". Where it does not apply,
+    engine: "sequential", "manual", "vectorised" (the clients of a chunk together) or "span". Where it does not apply,
         the sequential engine is used.
     """
 
@@ -126,8 +126,8 @@ class Worker:
 
     def run(
         self, work: Work, index_m: np.ndarray, row: RowLookup, stored: Stored, sums: HostSums
-    ) -> tuple[PieceResult, KeptByClients]:
-        """Carries out a piece. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
+    ) -> tuple[ChunkResult, KeptByClients]:
+        """Carries out a chunk. Returns its result and the values that its clients keep; adds weighted sums to `sums`.
 
         stored: client states or, where the work uses deferred results, those; by position.
         """
@@ -135,97 +135,97 @@ class Worker:
 
     def run_all(
         self, cuts: Iterable[Cut], row: RowLookup, sums: HostSums
-    ) -> Iterator[tuple[PieceResult, KeptByClients]]:
-        """Carries out pieces of one exchange, in order, and yields what `run` returns.
+    ) -> Iterator[tuple[ChunkResult, KeptByClients]]:
+        """Carries out chunks of one exchange, in order, and yields what `run` returns.
 
-        On a GPU, the vectorised and span engines train clients of several pieces together.
+        On a GPU, the vectorised and span engines train clients of several chunks together.
         """
         if self._sampled is not self.federation:
             self.samples.clear()
             self._sampled = self.federation
         device_row = DeviceRows(self.network.device, row)
-        pieces: Iterator[tuple[_Piece, np.ndarray]] = (
-            (_Piece(work, row, device_row, stored), index_m) for work, index_m, stored in cuts
+        chunks: Iterator[tuple[_Chunk, np.ndarray]] = (
+            (_Chunk(work, row, device_row, stored), index_m) for work, index_m, stored in cuts
         )
         ahead = None
-        if self._stacks_pieces():
-            listed = list(pieces)
-            works = [(piece.work, piece) for piece, _ in listed if isinstance(piece.work, Train)]
-            ahead, pieces = self._ahead(works), iter(listed)
-        for piece, index_m in pieces:
-            arrays = self._arrays(piece.work, piece, sums, ahead)
-            yield PieceResult(index_m, arrays, piece.excluded), piece.kept
+        if self._stacks_chunks():
+            listed = list(chunks)
+            works = [(chunk.work, chunk) for chunk, _ in listed if isinstance(chunk.work, Train)]
+            ahead, chunks = self._ahead(works), iter(listed)
+        for chunk, index_m in chunks:
+            arrays = self._arrays(chunk.work, chunk, sums, ahead)
+            yield ChunkResult(index_m, arrays, chunk.excluded), chunk.kept
 
-    def _stacks_pieces(self) -> bool:
-        """Whether clients of several pieces are trained together.
+    def _stacks_chunks(self) -> bool:
+        """Whether clients of several chunks are trained together.
 
-        Not with batch statistics: they need equal batches and steps, which a piece has or not.
+        Not with batch statistics: they need equal batches and steps, which a chunk has or not.
         """
         stacks = self.engine in ("vectorised", "span") and not self.network.batch_statistics
         return stacks and self.network.memory.measurable
 
-    def _ahead(self, works: Sequence[tuple[Train, _Piece]]) -> "_Ahead":
-        """The results of the clients of these pieces that are trained together."""
+    def _ahead(self, works: Sequence[tuple[Train, _Chunk]]) -> "_Ahead":
+        """The results of the clients of these chunks that are trained together."""
         if self.engine == "vectorised":
             return _Ahead(self._train_stacked(works))
         return _Ahead(self._span_stacks(works))
 
-    def _arrays(self, work: Work, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
-        """Carries out one piece. ahead: results of clients that are trained together with those of other pieces."""
+    def _arrays(self, work: Work, chunk: _Chunk, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
+        """Carries out one chunk. ahead: results of clients that are trained together with those of other chunks."""
         self.data = self.federation.at(work.address.round)
         match work:
             case Train():
-                return self._train(work, piece, sums, ahead)
+                return self._train(work, chunk, sums, ahead)
             case AverageDeferred():
-                return self._average_deferred(work, piece, sums)
+                return self._average_deferred(work, chunk, sums)
             case CombineColumns():
-                return {"combined": combine_columns(work, piece.stored)}
+                return {"combined": combine_columns(work, chunk.stored)}
             case Losses():
-                return self._losses(work, piece)
+                return self._losses(work, chunk)
             case Describe():
-                return self._describe(work, piece)
+                return self._describe(work, chunk)
             case EvaluateClients():
-                return self._evaluate_clients(work, piece)
+                return self._evaluate_clients(work, chunk)
             case EvaluateShared():
-                return self._evaluate_shared(work, piece)
+                return self._evaluate_shared(work, chunk)
             case _:
                 raise TypeError(f"no worker method for {type(work).__name__}")
 
     # ---- training
 
-    def _train(self, work: Train, piece: _Piece, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
+    def _train(self, work: Train, chunk: _Chunk, sums: HostSums, ahead: "_Ahead | None") -> Arrays:
         arrays = self._empty(work)
-        averages = PieceSums(work.averaging) if work.averaging is not None else None
-        summed = set() if averages is None else self._train_sums(work, piece, averages, arrays, ahead)
-        for result in self._results(work, piece, summed, ahead):
+        averages = ChunkSums(work.averaging) if work.averaging is not None else None
+        summed = set() if averages is None else self._train_sums(work, chunk, averages, arrays, ahead)
+        for result in self._results(work, chunk, summed, ahead):
             index, row_P, upload_P = result.index, result.row_P, result.upload_P
             if reason := self._invalid_reason(result):
-                piece.exclude(index, reason)
+                chunk.exclude(index, reason)
                 continue
             arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
             if averages is not None:
-                averages.add(index, upload_P, piece.beside(work.start, index, upload_P))
+                averages.add(index, upload_P, chunk.beside(work.start, index, upload_P))
             if work.features is not None:
-                start_P = piece.model(work.start, index) if work.features.change else None
+                start_P = chunk.model(work.start, index) if work.features.change else None
                 seed = work.address.seed
                 arrays["features"][index], arrays["norm"][index] = _features(work.features, upload_P, start_P, seed)
             if work.upload_distances:
-                sent_P = piece.model(work.start, index)
+                sent_P = chunk.model(work.start, index)
                 arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
             if work.client_state is not None:
-                piece.kept.states[index] = client_state_value(work.client_state, result)
+                chunk.kept.states[index] = client_state_value(work.client_state, result)
             if work.defer_aggregation:
-                piece.kept.deferred[index] = upload_P.cpu().clone()
+                chunk.kept.deferred[index] = upload_P.cpu().clone()
             if work.local_test_samples:  # last: it may load another row into the network
-                logits = scoring.additive_logits(self.network, row_P, piece.frozen(index))
-                scores, _ = self._scores(piece.client(index), logits, work.local_test_samples)
+                logits = scoring.additive_logits(self.network, row_P, chunk.frozen(index))
+                scores, _ = self._scores(chunk.client(index), logits, work.local_test_samples)
                 arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
         if averages is not None:
             sums.add(averages)
         return arrays
 
     def _train_sums(
-        self, work: Train, piece: _Piece, averages: PieceSums, arrays: Arrays, ahead: "_Ahead | None"
+        self, work: Train, chunk: _Chunk, averages: ChunkSums, arrays: Arrays, ahead: "_Ahead | None"
     ) -> set[int]:
         """Trains the clients whose results are only summed, where the span engine sums them without their rows.
 
@@ -234,14 +234,14 @@ class Worker:
         found: set[int] = set()
         if self.engine != "span":
             return found
-        ahead = self._ahead([(work, piece)]) if ahead is None else ahead
-        for stack, members in ahead.of(piece):
+        ahead = self._ahead([(work, chunk)]) if ahead is None else ahead
+        for stack, members in ahead.of(chunk):
             found |= set(members.values())
             weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
             for number, index in members.items():
                 reason = stack.invalid_reason(number) or _invalid_loss_reason(stack.losses[number])
                 if reason:
-                    piece.exclude(index, f"its update has {reason}")
+                    chunk.exclude(index, f"its update has {reason}")
                     continue
                 arrays["valid"][index], arrays["train_loss"][index] = True, stack.losses[number]
                 for out, weight in averages.terms_of.get(index, ()):
@@ -251,34 +251,34 @@ class Worker:
                 averages.add_change(out, stack.change(weight_of))
         return found
 
-    def _span_stacks(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, "_SpanMembers"]]:
+    def _span_stacks(self, works: Sequence[tuple[Train, _Chunk]]) -> Iterator[tuple[_Chunk, "_SpanMembers"]]:
         """Trains the clients whose results are only summed, where the span engine sums them without their rows.
 
-        Yields, for each piece, the stacks with its clients.
+        Yields, for each chunk, the stacks with its clients.
         """
-        places: list[tuple[_Piece, int]] = []
+        places: list[tuple[_Chunk, int]] = []
 
         def tasks() -> Iterator[TrainingTask]:
-            for work, piece in works:
+            for work, chunk in works:
                 if _uses_rows(work) or work.local_test_samples or work.chained or work.averaging is None:
                     continue
-                honest = [i for i in range(len(piece)) if not self.attack.attacks(piece.client(i), work.address)]
-                found = self._span_tasks(work, piece, honest)
-                places.extend((piece, index) for index in found)
+                honest = [i for i in range(len(chunk)) if not self.attack.attacks(chunk.client(i), work.address)]
+                found = self._span_tasks(work, chunk, honest)
+                places.extend((chunk, index) for index in found)
                 yield from found.values()
 
         for first, stack in span.stacks(self.network, tasks()):
             members = enumerate(places[first : first + len(stack.tasks)])
-            for _, of_piece in itertools.groupby(members, key=lambda member: id(member[1][0])):
-                listed = list(of_piece)
+            for _, of_chunk in itertools.groupby(members, key=lambda member: id(member[1][0])):
+                listed = list(of_chunk)
                 yield listed[0][1][0], (stack, {number: index for number, (_, index) in listed})
 
-    def _span_tasks(self, work: Train, piece: _Piece, indices: Iterable[int]) -> dict[int, TrainingTask]:
+    def _span_tasks(self, work: Train, chunk: _Chunk, indices: Iterable[int]) -> dict[int, TrainingTask]:
         """The tasks, by position, that the span engine trains together."""
         if self.engine != "span" or work.chained or not span.stackable(self.network):
             return {}
         self.data = self.federation.at(work.address.round)
-        tasks = {i: task for i in indices if (task := self._training_task(work, piece, i))}
+        tasks = {i: task for i in indices if (task := self._training_task(work, chunk, i))}
         return {i: task for i, task in tasks.items() if span.applies(self.network, task)}
 
     def _empty(self, work: Work) -> Arrays:
@@ -319,146 +319,146 @@ class Worker:
             return next(sequential.train(self.network, [task]))
         return next(engine.train(self.network, [task]))
 
-    def _results(self, work: Train, piece: _Piece, skip: set[int], ahead: "_Ahead | None") -> Iterator[TrainingResult]:
-        """Trains the clients of a piece except those to skip. Engines reuse the memory of a result for the next one."""
+    def _results(self, work: Train, chunk: _Chunk, skip: set[int], ahead: "_Ahead | None") -> Iterator[TrainingResult]:
+        """Trains the clients of a chunk except those to skip. Engines reuse the memory of a result for the next one."""
         if self.engine == "vectorised":
-            ahead = self._ahead([(work, piece)]) if ahead is None else ahead
-            if ahead.has(piece):
-                for result in ahead.of(piece):
-                    yield self._attacked(work, piece, result)
+            ahead = self._ahead([(work, chunk)]) if ahead is None else ahead
+            if ahead.has(chunk):
+                for result in ahead.of(chunk):
+                    yield self._attacked(work, chunk, result)
                 return
-        indices = [index for index in range(len(piece)) if index not in skip]
-        stacked = self._span_tasks(work, piece, indices)
+        indices = [index for index in range(len(chunk)) if index not in skip]
+        stacked = self._span_tasks(work, chunk, indices)
         positions = list(stacked)
         for result in span.train(self.network, list(stacked.values())):
-            yield self._attacked(work, piece, replace(result, index=positions[result.index]))
+            yield self._attacked(work, chunk, replace(result, index=positions[result.index]))
         before_P = None
         for index in indices:
             if index in stacked:
                 continue
-            task = self._training_task(work, piece, index)
+            task = self._training_task(work, chunk, index)
             if task is None:
                 continue
             if before_P is not None:
                 task = replace(task, start_P=before_P)
             with naming_client(task.client, "training"):
                 result = self.train_one(task)
-            result = self._attacked(work, piece, replace(result, index=index))
+            result = self._attacked(work, chunk, replace(result, index=index))
             if work.chained and self._invalid_reason(result) is None:
                 before_P = result.upload_P.clone()
             yield result
 
-    def _train_stacked(self, works: Sequence[tuple[Train, _Piece]]) -> Iterator[tuple[_Piece, TrainingResult]]:
-        """Trains the clients of all pieces that the vectorised engine can stack, as many together as there is memory.
+    def _train_stacked(self, works: Sequence[tuple[Train, _Chunk]]) -> Iterator[tuple[_Chunk, TrainingResult]]:
+        """Trains the clients of all chunks that the vectorised engine can stack, as many together as there is memory.
 
-        Where pieces are trained on their own, those of one client are left to the sequential engine.
+        Where chunks are trained on their own, those of one client are left to the sequential engine.
         """
-        places: deque[tuple[_Piece, int]] = deque()
-        least = 1 if self._stacks_pieces() else 2
+        places: deque[tuple[_Chunk, int]] = deque()
+        least = 1 if self._stacks_chunks() else 2
 
         def tasks() -> Iterator[TrainingTask]:
-            for work, piece in works:
-                found = {} if work.chained else self._tasks(work, piece)
+            for work, chunk in works:
+                found = {} if work.chained else self._tasks(work, chunk)
                 if len(found) >= least and vectorised.refusal(self.network, list(found.values())) is None:
-                    places.extend((piece, index) for index in found)
+                    places.extend((chunk, index) for index in found)
                     yield from found.values()
 
         on_device = not any(_uses_rows(work) for work, _ in works)
         for result in vectorised.train(self.network, tasks(), self.train_one, on_device):
-            piece, index = places.popleft()
-            yield piece, replace(result, index=index)
+            chunk, index = places.popleft()
+            yield chunk, replace(result, index=index)
 
-    def _tasks(self, work: Train, piece: _Piece) -> dict[int, TrainingTask]:
-        """The tasks of a piece's valid clients, by position."""
+    def _tasks(self, work: Train, chunk: _Chunk) -> dict[int, TrainingTask]:
+        """The tasks of a chunk's valid clients, by position."""
         self.data = self.federation.at(work.address.round)
-        return {i: task for i in range(len(piece)) if (task := self._training_task(work, piece, i))}
+        return {i: task for i in range(len(chunk)) if (task := self._training_task(work, chunk, i))}
 
-    def _attacked(self, work: Train, piece: _Piece, result: TrainingResult) -> TrainingResult:
+    def _attacked(self, work: Train, chunk: _Chunk, result: TrainingResult) -> TrainingResult:
         """The result; of an attacker, with its forged upload."""
-        client = piece.client(result.index)
+        client = chunk.client(result.index)
         if not self.attack.attacks(client, work.address):
             return result
-        sent_P = piece.beside(work.start, result.index, result.upload_P)
+        sent_P = chunk.beside(work.start, result.index, result.upload_P)
         return replace(result, replacement_P=self.attack.upload(client, result.upload_P, sent_P, work.address))
 
-    def _training_task(self, work: Train, piece: _Piece, index: int) -> TrainingTask | None:
+    def _training_task(self, work: Train, chunk: _Chunk, index: int) -> TrainingTask | None:
         """The task of one client; None, and the client is excluded, where its data are not valid."""
-        samples = self._device_samples(piece, index)
+        samples = self._device_samples(chunk, index)
         if samples is None:
             return None
-        value, state = piece.value_of(index), work.client_state
-        start_P = with_client_state(piece.on_device(work.start, index), state, value)
+        value, state = chunk.value_of(index), work.client_state
+        start_P = with_client_state(chunk.on_device(work.start, index), state, value)
         return TrainingTask(
-            piece.client(index),
+            chunk.client(index),
             start_P,
             *samples,
             steps=int(work.steps_M[index]),
             local=work.local,
             address=work.address,
             proximal=tuple(
-                ProximalTask(term.weight, piece.on_device(term.anchor, index), term.columns, term.follow, term.every)
+                ProximalTask(term.weight, chunk.on_device(term.anchor, index), term.columns, term.follow, term.every)
                 for term in work.proximal
             ),
             local_step=work.local_step,
-            frozen_P=piece.frozen(index),
+            frozen_P=chunk.frozen(index),
             velocity=stored_velocity(value, state, start_P) if work.local.persist and state is not None else None,
         )
 
-    def _samples(self, piece: _Piece, index: int) -> Samples | None:
+    def _samples(self, chunk: _Chunk, index: int) -> Samples | None:
         """Training samples of a client, with the labels it trains on; None, and the client is excluded, if invalid."""
-        samples = self._valid_samples(piece, index)
-        return None if samples is None else self._with_labels(piece, index, samples)
+        samples = self._valid_samples(chunk, index)
+        return None if samples is None else self._with_labels(chunk, index, samples)
 
-    def _device_samples(self, piece: _Piece, index: int) -> Samples | None:
+    def _device_samples(self, chunk: _Chunk, index: int) -> Samples | None:
         """The same, on the network's device where they are kept there."""
-        client = piece.client(index)
+        client = chunk.client(index)
         key = client, self.data.data_version(client)
         samples = self.samples.get(key)
         if samples is None:
-            samples = self._valid_samples(piece, index)
+            samples = self._valid_samples(chunk, index)
             samples = None if samples is None else self.samples.add(key, samples)
-        return None if samples is None else self._with_labels(piece, index, samples)
+        return None if samples is None else self._with_labels(chunk, index, samples)
 
-    def _valid_samples(self, piece: _Piece, index: int) -> Samples | None:
+    def _valid_samples(self, chunk: _Chunk, index: int) -> Samples | None:
         """Training samples of a client as they are read; None, and the client is excluded, if they are not valid."""
-        client = piece.client(index)
+        client = chunk.client(index)
         with naming_client(client, "reading its data"):
             x, y = self.data.train(client)
             reason = invalid_data_reason(x, y, self.federation.shape)
         if reason:
-            piece.exclude(index, f"its data have {reason}")
+            chunk.exclude(index, f"its data have {reason}")
             return None
         return x, y
 
-    def _with_labels(self, piece: _Piece, index: int, samples: Samples) -> Samples:
+    def _with_labels(self, chunk: _Chunk, index: int, samples: Samples) -> Samples:
         """The samples with the labels that the client trains on."""
         x, y = samples
-        return x, self.attack.labels(piece.client(index), y, self.federation.shape.num_classes, piece.work.address)
+        return x, self.attack.labels(chunk.client(index), y, self.federation.shape.num_classes, chunk.work.address)
 
-    def _average_deferred(self, work: AverageDeferred, piece: _Piece, sums: HostSums) -> Arrays:
-        assert work.averaging is not None and isinstance(piece.stored, Mapping)
-        averages = PieceSums(work.averaging)
-        for index in sorted(piece.stored):
-            averages.add(index, piece.stored[index], piece.model(work.start, index))
+    def _average_deferred(self, work: AverageDeferred, chunk: _Chunk, sums: HostSums) -> Arrays:
+        assert work.averaging is not None and isinstance(chunk.stored, Mapping)
+        averages = ChunkSums(work.averaging)
+        for index in sorted(chunk.stored):
+            averages.add(index, chunk.stored[index], chunk.model(work.start, index))
         sums.add(averages)
-        return {"valid": np.isin(np.arange(len(piece)), list(piece.stored))}
+        return {"valid": np.isin(np.arange(len(chunk)), list(chunk.stored))}
 
     # ---- losses and signatures
 
     @torch.no_grad()
-    def _losses(self, work: Losses, piece: _Piece) -> Arrays:
+    def _losses(self, work: Losses, chunk: _Chunk) -> Arrays:
         """A client's data are read once for all models, and a model is loaded once for all clients.
 
-        Clients share no batch: the result of one does not depend on the others in the piece.
+        Clients share no batch: the result of one does not depend on the others in the chunk.
         """
         arrays, parts = self._empty(work), {}
-        for index in range(len(piece)):
-            if samples := self._device_samples(piece, index):
-                chosen = _drawn(work, piece.client(index), len(samples[1]))
+        for index in range(len(chunk)):
+            if samples := self._device_samples(chunk, index):
+                chosen = _drawn(work, chunk.client(index), len(samples[1]))
                 parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
-        frozen = self._frozen_logits(piece, {index: x for index, (x, _) in parts.items()})
+        frozen = self._frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
         for model in range(work.num_models if parts else 0):
-            self.network.load(piece.row(0, model))
+            self.network.load(chunk.row(0, model))
             for index, (x, y) in parts.items():
                 logits_BC = self.network.logits(x)
                 if index in frozen:
@@ -467,61 +467,61 @@ class Worker:
                 arrays["losses"][index, model] = loss_B.cpu().mean().item()
         return arrays
 
-    def _frozen_logits(self, piece: _Piece, x_of: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Logits of the frozen model of each client on its samples, by position in the piece; empty without any."""
-        frozen = piece.work.frozen_model
+    def _frozen_logits(self, chunk: _Chunk, x_of: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Logits of the frozen model of each client on its samples, by position in the chunk; empty without any."""
+        frozen = chunk.work.frozen_model
         logits: dict[int, Tensor] = {}
         if frozen is not None:
             for row in np.unique(frozen.row_M[list(x_of)]).tolist():
-                self.network.load(piece.row(frozen.table, row))
+                self.network.load(chunk.row(frozen.table, row))
                 logits |= {i: self.network.logits(x) for i, x in x_of.items() if frozen.row_M[i] == row}
         return logits
 
-    def _describe(self, work: Describe, piece: _Piece) -> Arrays:
+    def _describe(self, work: Describe, chunk: _Chunk) -> Arrays:
         arrays = self._empty(work)
-        features = [torch.zeros(0)] * len(piece)
-        for index in range(len(piece)):
-            samples, client = self._samples(piece, index), piece.client(index)
+        features = [torch.zeros(0)] * len(chunk)
+        for index in range(len(chunk)):
+            samples, client = self._samples(chunk, index), chunk.client(index)
             if samples is None:
                 continue
             with naming_client(client, "describing itself"):
                 view = ClientView(client, *samples, self.network, work.address, work.local, self.train_one)
-                anchor_P = None if work.anchor is None else piece.model(work.anchor, index)
+                anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
                 vector = torch.as_tensor(work.function(view, anchor_P)).float().reshape(-1)
                 vector = self.attack.upload(client, vector, torch.zeros_like(vector), work.address)
             arrays["floats"][index] = len(vector)
             features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
             if reason := invalid_value_reason(vector, ANY_POWER):
-                piece.exclude(index, f"its signature has {reason}")
+                chunk.exclude(index, f"its signature has {reason}")
             else:
                 arrays["valid"][index] = True
         return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
 
     # ---- evaluation
 
-    def _evaluate_clients(self, work: EvaluateClients, piece: _Piece) -> Arrays:
+    def _evaluate_clients(self, work: EvaluateClients, chunk: _Chunk) -> Arrays:
         arrays = self._empty(work)
-        for index in range(len(piece)):
-            start_P = with_client_state(piece.model(work.start, index), work.client_state, piece.value_of(index))
+        for index in range(len(chunk)):
+            start_P = with_client_state(chunk.model(work.start, index), work.client_state, chunk.value_of(index))
             if work.tune is not None:
-                task = self._tuning_task(work, piece, index, start_P)
+                task = self._tuning_task(work, chunk, index, start_P)
                 if task is None:
                     continue
                 start_P = self.train_one(task).row_P
-            logits = self._predictor(work, piece, index, start_P)
-            arrays["scores"][index], reason = self._scores(piece.client(index), logits, work.max_test_samples)
+            logits = self._predictor(work, chunk, index, start_P)
+            arrays["scores"][index], reason = self._scores(chunk.client(index), logits, work.max_test_samples)
             if reason:
-                piece.exclude(index, f"its test data have {reason}")
+                chunk.exclude(index, f"its test data have {reason}")
         return arrays
 
-    def _tuning_task(self, work: EvaluateClients, piece: _Piece, index: int, start_P: Tensor) -> TrainingTask | None:
-        samples = self._device_samples(piece, index)
+    def _tuning_task(self, work: EvaluateClients, chunk: _Chunk, index: int, start_P: Tensor) -> TrainingTask | None:
+        samples = self._device_samples(chunk, index)
         if samples is None:
             return None
         assert work.tune is not None and work.steps_M is not None
-        steps, frozen_P = int(work.steps_M[index]), piece.frozen(index)
+        steps, frozen_P = int(work.steps_M[index]), chunk.frozen(index)
         return TrainingTask(
-            piece.client(index),
+            chunk.client(index),
             start_P,
             *samples,
             steps=steps,
@@ -531,12 +531,12 @@ class Worker:
         )
 
     def _predictor(
-        self, work: EvaluateClients | EvaluateShared, piece: _Piece, index: int, row_P: Tensor
+        self, work: EvaluateClients | EvaluateShared, chunk: _Chunk, index: int, row_P: Tensor
     ) -> scoring.Logits:
         """Predictor of a client: one model, the sum of its logits and a frozen model's, or a soft vote of several."""
         if work.vote:
-            return scoring.soft_vote(self.network, [piece.row(0, model) for model in range(work.vote)])
-        return scoring.additive_logits(self.network, row_P, piece.frozen(index))
+            return scoring.soft_vote(self.network, [chunk.row(0, model) for model in range(work.vote)])
+        return scoring.additive_logits(self.network, row_P, chunk.frozen(index))
 
     def _scores(
         self, client: int, logits: scoring.Logits, max_samples: int | None
@@ -553,14 +553,14 @@ class Worker:
             confusion_CC, loss_C = scoring.confusion(logits, x, y, self.federation.shape.num_classes)
         return scoring.scores(confusion_CC, loss_C), None
 
-    def _evaluate_shared(self, work: EvaluateShared, piece: _Piece) -> Arrays:
+    def _evaluate_shared(self, work: EvaluateShared, chunk: _Chunk) -> Arrays:
         arrays, shape = self._empty(work), self.federation.shape
         for index, test_set in enumerate(work.ids_M.tolist()):
             x, y = self.data.test_set(test_set)
             if reason := invalid_data_reason(x, y, shape, least=0):
-                piece.exclude(index, f"its test set {test_set} has {reason}")
+                chunk.exclude(index, f"its test set {test_set} has {reason}")
                 continue
-            logits = self._predictor(work, piece, index, piece.model(work.start, index))
+            logits = self._predictor(work, chunk, index, chunk.model(work.start, index))
             if not work.by_confusion:
                 with naming_client(test_set, "testing", "test set"):
                     arrays["scores"][index] = scoring.values(self.network.task, logits, x, y) if len(y) else np.nan
@@ -571,25 +571,25 @@ class Worker:
 
 _SpanMembers = tuple[
     span.Stack, dict[int, int]
-]  # a stack, and the positions of a piece's clients by their number in it
+]  # a stack, and the positions of a chunk's clients by their number in it
 
 
 class _Ahead:
-    """Results of the clients of several pieces that are trained together, in the order of the pieces."""
+    """Results of the clients of several chunks that are trained together, in the order of the chunks."""
 
-    def __init__(self, results: Iterator[tuple[_Piece, Any]]):
+    def __init__(self, results: Iterator[tuple[_Chunk, Any]]):
         self._results = results
-        self._next: tuple[_Piece, Any] | None = None
+        self._next: tuple[_Chunk, Any] | None = None
 
-    def has(self, piece: _Piece) -> bool:
-        """Whether the next result is of this piece."""
+    def has(self, chunk: _Chunk) -> bool:
+        """Whether the next result is of this chunk."""
         if self._next is None:
             self._next = next(self._results, None)
-        return self._next is not None and self._next[0] is piece
+        return self._next is not None and self._next[0] is chunk
 
-    def of(self, piece: _Piece) -> Iterator[Any]:
-        """The results of this piece."""
-        while self.has(piece):
+    def of(self, chunk: _Chunk) -> Iterator[Any]:
+        """The results of this chunk."""
+        while self.has(chunk):
             assert self._next is not None
             (_, result), self._next = self._next, None
             yield result

@@ -6,10 +6,10 @@ import pkgutil
 import re
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.method import Method
-from cfl_ray.core.own_parts import as_number, parse_choice
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.calling import as_number, parse_choice
+from cfl_ray.plugins.registry import Registry
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -32,7 +32,7 @@ Under label skew no reading is moved by alpha, so the default stays the printed 
 
 `alpha: 0` switches the adjustment of epochs off.
 
-Departures: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
+Deviations: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
 row m weigh |D_m| (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is compared from round
 3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored
 w and join the nearest representative.

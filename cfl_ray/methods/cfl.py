@@ -29,7 +29,7 @@ digits, 12 clients of 600 images of MNIST), where the bipartition has the true g
 It never splits IID clients, but also refuses right splits, since the mean of a side shrinks with training while the
 noise stays. So it is off by default, as in the official code.
 
-Departures: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
+Deviations: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
 code: kept; for that, `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a
 leaf predicts with the mean of the leaves. `stale_updates: reapply` is PACFL's CFL: every member's last update again in
 every round, zeros for clients that never took part or have not joined yet.

@@ -10,7 +10,7 @@ arXiv:2006.08848, Algorithm 1).
 
 theta_i stays with the client, which predicts with it; one that never took part predicts with Omega.
 
-Departures: written from memory of the paper. The clients upload y_i (`simple`: theta_i) alone, one model, and are
+Deviations: written from memory of the paper. The clients upload y_i (`simple`: theta_i) alone, one model, and are
 clustered by it. Every SGD step takes a new batch. lambda is at most 1 / eta, above which an explicit step would
 overshoot its anchor. k-means continues from the present centres, of which there are no more than clients in the first
 round, and K stays (the paper has a heuristic that changes it); a client that never took part starts from their mean.

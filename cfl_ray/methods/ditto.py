@@ -7,7 +7,7 @@ ICML 2021, arXiv:2012.04221, Algorithm 1.
 w_t is the downloaded model, not W_i; v_i = w_0 at first, and w_t for a newcomer. A client that never took part predicts
 with w.
 
-Departures: the personal model trains for as many steps as the global one; lambda is fixed instead of chosen per client.
+Deviations: the personal model trains for as many steps as the global one; lambda is fixed instead of chosen per client.
 """
 
 from dataclasses import dataclass, replace

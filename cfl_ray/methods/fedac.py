@@ -14,7 +14,7 @@ form.
 
 In the first round clients train from one w_0 and k-means of z gives the centres.
 
-Departures: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that
+Deviations: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that
 M is never sent. CNT takes one step in 10 rounds, after round 20. A client that never took part trains from Phi and the
 mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
 

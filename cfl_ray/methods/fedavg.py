@@ -4,7 +4,7 @@ Networks from Decentralized Data. AISTATS 2017, arXiv:1602.05629, Algorithm 1.
     W_i <- SGD_i(w_t)                          every client i of the cohort S_t
     w_{t+1} <- sum_i n_i W_i / sum_i n_i       over S_t
 
-Departures: none.
+Deviations: none.
 """
 
 from dataclasses import dataclass

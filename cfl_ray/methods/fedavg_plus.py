@@ -7,7 +7,7 @@ FedAvg run K times from independent starts, with soft voting.
     theta_k <- Avg(SGD_i(theta_k))                       for every k, over the same cohort
     prediction: argmax of (1/K) sum_k softmax(F(x; theta_k))
 
-Departures: the K models are trained side by side by the same cohorts. P-local measures a client's local result of the
+Deviations: the K models are trained side by side by the same cohorts. P-local measures a client's local result of the
 first model, and P-tune that model after local tuning.
 """
 

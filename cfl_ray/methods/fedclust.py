@@ -10,7 +10,7 @@ A newcomer trains from w_0 and joins the cluster whose mean signature of the fir
 `newcomers: found` it founds a cluster where that distance is above lambda. The first round needs every client: one that
 cannot be reached in it is a newcomer later.
 
-Departures: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
+Deviations: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
 the largest mean silhouette; where none is above 0.25, all clients are one cluster. The first round counts as a round,
 with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained heads.
 `layer` takes another layer than the final one as s_i, to show what the choice does (Fig. 1).
@@ -47,12 +47,12 @@ from cfl_ray.clustering.signature_diagnostics import record_signatures
 from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
 from cfl_ray.clustering.tree_cut import TreeCut
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
+from cfl_ray.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

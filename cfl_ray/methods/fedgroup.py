@@ -13,7 +13,7 @@ Decomposed Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 
 
     a client whose data changed leaves its group and is cold-started again                  FlexCFL, `regroup`
 
-Departures: the simulation tells a client that its data changed; the client does not measure its label distribution.
+Deviations: the simulation tells a client that its data changed; the client does not measure its label distribution.
 K-means has 10 starts of up to 300 iterations (official code: one of 20). Updates longer than `sketch` are projected.
 P-server is over clients that have a group. Where few clients can be reached for the cold start, there are no more
 groups than clients.

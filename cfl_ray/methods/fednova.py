@@ -8,7 +8,7 @@ Heterogeneous Federated Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
 With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg. These a_i hold for a momentum
 buffer that is empty when a round begins, as it is in the official code: `local.persist` with momentum is an error.
 
-Departures: with mu, the official code scales by sum_i p_i tau_i instead of sum_i p_i a_i. The server computes the same
+Deviations: with mu, the official code scales by sum_i p_i tau_i instead of sum_i p_i a_i. The server computes the same
 sum from the mean of W_i with weights p_i / a_i, so that sums form on the hosts. Statistics of batch normalisation are
 that mean.
 """
@@ -20,12 +20,12 @@ import torch
 
 from cfl_ray.core.aggregation import ClippingRule, Mean
 from cfl_ray.core.clients import Clients, LocalTraining, Proximal
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
+from cfl_ray.errors import ConfigError
 
 
 def accumulation(steps_M: np.ndarray, momentum: float, eta_mu: float) -> np.ndarray:

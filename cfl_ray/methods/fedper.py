@@ -6,7 +6,7 @@ arXiv:1912.00818, Algorithms 1 and 2.
 
 A client that never took part predicts with phi and the untrained head: nearly by chance.
 
-Departures: none.
+Deviations: none.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Networks. MLSys 2020, arXiv:1812.06127, Algorithm 2.
     W_i <- argmin_W f_i(W) + (mu / 2) ||W - w_t||^2, by SGD from w_t, with w_t frozen      (Eq. 2)
     w_{t+1} <- sum_i n_i W_i / sum_i n_i
 
-Departures: clients are sampled uniformly and averaged by samples (the paper samples by n_i and averages uniformly), and
+Deviations: clients are sampled uniformly and averaged by samples (the paper samples by n_i and averages uniformly), and
 every client does the same number of epochs, so that only mu differs from FedAvg.
 """
 

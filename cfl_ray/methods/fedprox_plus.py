@@ -7,7 +7,7 @@ FedProx run K times from independent starts, with soft voting.
     theta_k <- Avg(SGD_i on f_i + (mu / 2) ||theta - theta_k||^2, from theta_k)        for every k, over the same cohort
     prediction: argmax of (1/K) sum_k softmax(F(x; theta_k))
 
-Departures: the K models are trained side by side by the same cohorts. P-local measures a client's local version of the
+Deviations: the K models are trained side by side by the same cohorts. P-local measures a client's local version of the
 first model, and P-tune a tuned copy of the first model.
 """
 

@@ -8,7 +8,7 @@ Clustering for Better Personalization. World Wide Web 2023, arXiv:2005.01026, Al
 In the first round clients train from one common w_0 and k-means++ on W_i gives the centres: clients that start from
 different centres stay near them, and the assignment would never change.
 
-Departures: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are
+Deviations: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are
 weighted by samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres,
 which are by then far from w_0. Features longer than `sketch` are projected. There are no more centres than clients in
 the first round.

@@ -13,7 +13,7 @@ The first round is the warm-up: beta local epochs of theta_i alone, with h taken
 clients with many samples further than those with few, and k-means then separates clients by size as well as by labels:
 where sizes differ, count the warm-up in `warmup_steps`.
 
-Departures: Equation 13 multiplies the loss by n_i / n but not the proximal term; that factor is dropped. Equation 15 is
+Deviations: Equation 13 multiplies the loss by n_i / n but not the proximal term; that factor is dropped. Equation 15 is
 read with theta_i frozen at Theta_{c(i)}. Theta_g starts with a last layer of zeros, so that it is neutral. k-means runs
 over the participants and the last uploads of all others, on the fully connected layers; features longer than `sketch`
 are projected. A client that was never seen, and a newcomer, trains from the mean of the centres.

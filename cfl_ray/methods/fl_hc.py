@@ -9,7 +9,7 @@ Training on Non-IID Data. IJCNN 2020, arXiv:2004.11791, Algorithm 1.
 The clustering round needs every client. A client that cannot be reached in it is placed when it first takes part, as
 newcomers are, and predicts with that round's w until then.
 
-Departures: the threshold is not published; the default cuts where the mean silhouette is largest, as FedClust's does,
+Deviations: the threshold is not published; the default cuts where the mean silhouette is largest, as FedClust's does,
 which finds the same groups in updates as in heads; `cut: gap` makes two clusters of IID data. Updates longer than
 `sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the clustering round and join the
 nearest mean update.

@@ -9,7 +9,7 @@ m is the number of participants with a valid result. A model that no client chos
 independent initialisations: equal ones could never separate. With weight sharing they have one base, averaged over all
 participants, and a head each.
 
-Departures: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic counts the choice j_i
+Deviations: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic counts the choice j_i
 as one number with model averaging and as none with gradient averaging; in warm-up rounds, where clients do not choose,
 it counts one model down and no choice. With gradient averaging `local.weight_decay` is part of g_i.
 """

@@ -21,7 +21,7 @@ a ReLU network only the last bias has a gradient at zero). Clients that have not
 
 Traffic: K + 1 models down, two models and c(i) up; `alternating` adds Theta_g down and a second c(i).
 
-Departures: a cluster's average is normalised (`damped` for Equation 6, which moves it by its share q_k of the cohort's
+Deviations: a cluster's average is normalised (`damped` for Equation 6, which moves it by its share q_k of the cohort's
 samples). The warm-up is 5 rounds (paper: 30 of 100). The cluster models start at random, not neutral: with equal
 outputs every client would choose the first.
 """

@@ -4,7 +4,7 @@ Think Locally, Act Globally: Federated Learning with Local and Global Representa
     (l_i, g_i) <- SGD_i(l_i, g_t)              private lower and shared upper layers trained jointly
     g_{t+1} <- Avg(g_i)                        over the cohort
 
-Departures: training starts from the common initial model (official code: from a model trained with FedAvg), and the
+Deviations: training starts from the common initial model (official code: from a model trained with FedAvg), and the
 shared layers go to the cohort alone (official code: to all clients in every round).
 """
 

@@ -12,7 +12,7 @@ as newcomers are, and predicts with w_0 until then. A newcomer sends its U, A is
 newcomer joins the cluster of most of the old members with which it falls together. The uploaded vectors look like mean
 images of the client's classes: they are not private.
 
-Departures: the angles are principal angles, after QR (the official code takes the smallest angle between single
+Deviations: the angles are principal angles, after QR (the official code takes the smallest angle between single
 vectors, which are not orthogonal across classes: `angle: code`), the trace takes |U_i' U_j|, since the sign of a
 singular vector is arbitrary, over as many vectors as both clients have (`angle: trace`), and linkage is UPGMA (official
 code: WPGMA, `linkage: weighted`). Images are normalised as for training. Without a threshold (in degrees) the tree is
@@ -36,11 +36,11 @@ from cfl_ray.clustering.signatures import SignatureState, unplaced
 from cfl_ray.clustering.subspaces import KINDS, angles, angles_between, principal_vectors
 from cfl_ray.clustering.tree_cut import CUTS, TreeCut
 from cfl_ray.core.clients import ClientData, Clients
-from cfl_ray.core.errors import DataError
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
+from cfl_ray.errors import DataError
 
 
 @dataclass(frozen=True)

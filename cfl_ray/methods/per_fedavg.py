@@ -9,7 +9,7 @@
 b, b', b'' are fresh batches; a client with too few of them splits its samples. A client predicts after one epoch of
 SGD(alpha) on its training data.
 
-Departures: beta is the learning rate of the run (FedClust: 0.001, with which a model hardly moves in 20 rounds). Plain
+Deviations: beta is the learning rate of the run (FedClust: 0.001, with which a model hardly moves in 20 rounds). Plain
 SGD whatever `local.momentum` says. (The code of PACFL runs both steps through one optimiser with momentum, and
 evaluates without adaptation.)
 """

@@ -7,7 +7,7 @@ Algorithm 1.
     omega_i <- SGD on f_i, from omega_t
     theta_k <- Avg of theta_i over the cluster's participants;   omega <- Avg of omega_i over all participants
 
-Departures: averages are weighted by samples (official code: uniform; `weights`). The mean signature of a cluster covers
+Deviations: averages are weighted by samples (official code: uniform; `weights`). The mean signature of a cluster covers
 all its known members, and all clusters with a known member are compared (official code: this round's; `active_only`).
 The official code trains omega as a chain, each client from the one before (`global_update: chain`, a relay and not
 federated averaging), and takes as signature the displacement after ten epochs, not normalised (`signature:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import explained, place_of
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError
 from cfl_ray.models import cnn, mlp, resnet, vgg
+from cfl_ray.plugins.calling import explained, place_of
+from cfl_ray.plugins.registry import Registry
 
 REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp.mlp,

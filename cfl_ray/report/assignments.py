@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cfl_ray.core.files import drafted
+from cfl_ray.system.files import drafted
 
 SCHEMA = pa.schema(
     [

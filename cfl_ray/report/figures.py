@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cfl_ray.core.files import drafted, private_folder
 from cfl_ray.report.palette import COLOURS
+from cfl_ray.system.files import drafted, private_folder
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
 from cfl_ray.tracking.summary import mbit
 

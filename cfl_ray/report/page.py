@@ -17,7 +17,6 @@ from pathlib import Path
 
 import jinja2
 
-from cfl_ray.core.files import PRIVATE, write_text
 from cfl_ray.report.against import against_figures
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
@@ -25,6 +24,7 @@ from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, with_spread
 from cfl_ray.report.material import Comparison, Report, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
+from cfl_ray.system.files import PRIVATE, write_text
 
 _HEADINGS = {  # of the table's columns
     "ari": "ARI",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line, open_private, opened
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import append_line, open_private, opened
 
 
 class ArrowLog:

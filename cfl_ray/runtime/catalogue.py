@@ -18,19 +18,19 @@ from cfl_ray.config import (
 )
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.core.aggregation import AGGREGATION
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.core.optimizers import OPTIMIZERS
-from cfl_ray.core.registry import Registry
 from cfl_ray.core.schedules import SCHEDULES
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS
 from cfl_ray.core.tasks import LOSSES, TASKS, Task
 from cfl_ray.data.function import DATASETS
 from cfl_ray.data.partition import PARTITIONS
 from cfl_ray.data.shifts import SHIFTS
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import METHODS
 from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
+from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.prepare import ATTACKS, AVAILABILITY
 from cfl_ray.runtime.session import BACKENDS
 from cfl_ray.tracking import TRACKERS, MlflowTracker

@@ -12,8 +12,8 @@ import numpy as np
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, did_you_mean
 from cfl_ray.core.metrics import METRICS, Metric
+from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.drawing import LEAST_SHOWN
 from cfl_ray.runtime.load import load_run, recorded_result
 from cfl_ray.runtime.results import MethodResult

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.core.diagnostics import ReportedDiagnostic
-from cfl_ray.core.errors import DataError, RunStopped
-from cfl_ray.core.files import drafted, write_text
+from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.export import save_models
@@ -28,6 +27,7 @@ from cfl_ray.runtime.round_loop import RoundReport
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.session import Session
 from cfl_ray.runtime.trained import load_trained
+from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import (
     ARTIFACTS,
     MODELS,

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.files import SHARED, drafted, private_umask
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.trained import TrainedMethod
+from cfl_ray.system.files import SHARED, drafted, private_umask
 from cfl_ray.tracking import save_model
 
 

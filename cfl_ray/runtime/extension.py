@@ -11,8 +11,7 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
-from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.core.files import sync
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.journal import copy_events
@@ -21,6 +20,7 @@ from cfl_ray.runtime.prepare import resolve_learning
 from cfl_ray.runtime.record_files import RECORD_FILES
 from cfl_ray.runtime.run_lock import CONFIG, is_live, no_run
 from cfl_ray.runtime.run_record import recorded_hash, write_config
+from cfl_ray.system.files import sync
 from cfl_ray.tracking import flatten, read_end
 
 _LISTED = 3  # keys that a message names

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError, RunStopped
+from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.extension import begin_extended, check_extension

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from cfl_ray import config
-from cfl_ray.core.errors import RunError, UserError
+from cfl_ray.errors import RunError, UserError
 from cfl_ray.runtime.run_lock import CONFIG, command, is_live, no_run
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records

@@ -5,7 +5,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from cfl_ray.config import Experiment
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.results import MethodResult, Results

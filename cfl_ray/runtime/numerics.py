@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import read_json, write_json
 from cfl_ray.engine import cpu
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import read_json, write_json
 
 NUMERICS = "numerics.json"
 _TITLES = {
@@ -21,7 +21,7 @@ _TITLES = {
     "device": "device",
     "instructions": "CPU instruction set",
     "torch": "PyTorch",
-    "one_by_one": "pieces of one client (runtime.clients_per_host)",
+    "one_by_one": "chunks of one client (runtime.clients_per_host)",
     "has_deadline": "time limit (runtime.round_deadline)",
 }
 
@@ -34,7 +34,7 @@ class Numerics:
     device: str  # of the hosts
     instructions: str  # of the hosts' CPUs, as PyTorch uses them
     torch: str  # version
-    one_by_one: bool  # whether a piece of work is one client, which changes the order of sums
+    one_by_one: bool  # whether a chunk of work is one client, which changes the order of sums
     has_deadline: bool  # whether clients that take long are excluded
 
     @classmethod

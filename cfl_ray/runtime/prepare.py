@@ -20,15 +20,11 @@ from cfl_ray.core.availability import (
     OwnAvailability,
     Trace,
 )
-from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import SHARED, read_json, write_json
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
-from cfl_ray.core.own_parts import with_options
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
-from cfl_ray.core.registry import Registry
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import RateSchedule, constant, resolve_schedule
 from cfl_ray.core.tasks import CLASSIFICATION, Task, resolve_task
@@ -39,9 +35,13 @@ from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import UPLOAD, Attack, check_own
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.plugins.calling import with_options
+from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.trials import try_aggregation, try_attack, try_availability, try_metrics
+from cfl_ray.system.files import SHARED, read_json, write_json
 from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name
 
@@ -117,7 +117,7 @@ class Setup:
 
     @property
     def division(self) -> autotune.Division:
-        """The division of a full cohort into pieces."""
+        """The division of a full cohort into chunks."""
         cohort = self.experiment.cohort
         clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
         return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
@@ -267,7 +267,7 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
 
 def _attack_kind(given: AttackConfig) -> Any:
     """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
-    if not given.is_own:
+    if not given.is_plugin:
         return given.kind
     made = with_options(ATTACKS.resolve(given.kind), given.options, "attack", UPLOAD)
     check_own(made)
@@ -277,7 +277,7 @@ def _attack_kind(given: AttackConfig) -> Any:
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
     """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
-    if given.is_own:
+    if given.is_plugin:
         function = with_options(AVAILABILITY.resolve(given.kind), given.options, "availability", ARGUMENTS)
         return OwnAvailability(function, num_clients, experiment.seed)
     if given.kind == "trace":

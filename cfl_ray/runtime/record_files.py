@@ -7,7 +7,7 @@ of round r or later, and is written again by the run that goes on.
 
 from pathlib import Path
 
-from cfl_ray.core.files import sync
+from cfl_ray.system.files import sync
 from cfl_ray.tracking.tracker import METRICS_LOG
 
 CLIENT_METRICS, MOVES, DIAGNOSTICS = "client_metrics.arrow", "moves.jsonl", "diagnostics.arrow"

@@ -16,8 +16,7 @@ from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedT
 from cfl_ray.config.sections import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
-from cfl_ray.core.errors import ConfigError, DataError, did_you_mean
-from cfl_ray.core.files import PRIVATE, SHARED
+from cfl_ray.errors import ConfigError, DataError, did_you_mean
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
@@ -28,6 +27,7 @@ from cfl_ray.runtime.results import MethodResult, Results, read_client_metrics
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
 from cfl_ray.runtime.trust import load_record
+from cfl_ray.system.files import PRIVATE, SHARED
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
 from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, primary_of
 from cfl_ray.tracking.tracker import INFO

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
-from cfl_ray.core.errors import RunError, RunStopped, UserError
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Population, PopulationChange
 from cfl_ray.core.rng import Draws
@@ -24,6 +23,7 @@ from cfl_ray.core.work import Backend
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
+from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.checkpoint.cadence import Cadence
 from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import (

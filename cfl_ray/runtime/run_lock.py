@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError
 
 CONFIG = "config.yaml"
 _LOCK_SECONDS = 2  # `is_live` holds the lock for an instant

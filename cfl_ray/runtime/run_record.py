@@ -5,11 +5,11 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.credentials import remember_credentials
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.files import read_text, write_text
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.trust import sign_record
+from cfl_ray.security.credentials import remember_credentials
+from cfl_ray.system.files import read_text, write_text
 
 _HASH = "# config hash "
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cfl_ray.config import BuiltinKind, RuntimeConfig
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import call_own, place_of
-from cfl_ray.core.registry import Registry
-from cfl_ray.core.threads import one_thread
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.precision import products_in
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins.calling import call_plugin, place_of
+from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
+from cfl_ray.system.threads import one_thread
 
 BACKENDS: Registry[Any] = Registry(
     "backend",
@@ -108,7 +108,7 @@ class InProcessSession:
         found = BACKENDS.resolve(part)
         if not isinstance(found, type):
             raise ConfigError(f"backend {place_of(found)} is {type(found).__name__}, expected a class")
-        backend = call_own("backend", partial(found, **(options or {})), self.worker, error=ConfigError)
+        backend = call_plugin("backend", partial(found, **(options or {})), self.worker, error=ConfigError)
         if missing := [name for name in BACKEND_METHODS if not hasattr(backend, name)]:
             raise ConfigError(
                 f"backend {place_of(found)} has no method {missing[0]!r}; a backend has {', '.join(BACKEND_METHODS)} "

@@ -12,8 +12,8 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import read_json
+from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.system.files import read_json
 
 SESSION = "session.json"
 NAMESPACE = "cfl_ray"

@@ -3,7 +3,7 @@
 Importing this package does not import mlflow.
 """
 
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.chosen import TRACKERS, sinks
 from cfl_ray.tracking.delivery import Delivered, deliver_pending
 from cfl_ray.tracking.mlflow_models import check_mlflow, save_model

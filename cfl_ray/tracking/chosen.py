@@ -3,9 +3,9 @@
 from typing import Any
 
 from cfl_ray.config import TrackingConfig
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.own_parts import place_of, reference_of, with_options
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins.calling import place_of, reference_of, with_options
+from cfl_ray.plugins.registry import Registry
 from cfl_ray.tracking.csv_file import CsvFile
 from cfl_ray.tracking.mlflow_tracker import MlflowTracker
 from cfl_ray.tracking.sink import Sink

@@ -4,8 +4,8 @@ import csv
 import io
 from pathlib import Path
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import append_line, open_private, read_text, write_text
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import append_line, open_private, read_text, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.core.credentials import hides, with_credentials
-from cfl_ray.core.errors import DataError, UserError
-from cfl_ray.core.files import PRIVATE, read_record, sync, write_json
-from cfl_ray.core.redaction import redact
-from cfl_ray.core.signing import is_signed, sign
+from cfl_ray.errors import DataError, UserError
+from cfl_ray.errors.redaction import redact
+from cfl_ray.security.credentials import hides, with_credentials
+from cfl_ray.security.signing import is_signed, sign
+from cfl_ray.system.files import PRIVATE, read_record, sync, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, read_from, read_info

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from cfl_ray.core.errors import DataError, RunError
-from cfl_ray.core.files import PRIVATE, private_folder, write_text
+from cfl_ray.errors import DataError, RunError
+from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
 

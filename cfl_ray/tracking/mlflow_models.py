@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.tracking.mlflow import set_defaults
 
 NEEDED = (3, 11)  # the first MLflow that writes models as exported programs without pickle

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.delivery import Delivery, is_pending, redacted_reason, set_destination, waiting_rounds
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunInfo
 from cfl_ray.tracking.tracker import METRICS_LOG, FileTracker

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.files import parse_json
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors.redaction import redact
+from cfl_ray.system.files import parse_json
 
 LABEL_COUNTS = "label_counts"  # diagnostic of a run, (clients, classes): of clients in matrices of clients by clients
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]

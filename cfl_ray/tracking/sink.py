@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from cfl_ray.core.files import private_umask, read_json, write_json
-from cfl_ray.core.own_parts import place_of
+from cfl_ray.plugins.calling import place_of
+from cfl_ray.system.files import private_umask, read_json, write_json
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.tracker import Tracker, read_end, read_from, read_info
 

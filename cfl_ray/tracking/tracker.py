@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import (
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import (
     append_line,
     cut_torn_line,
     open_private,

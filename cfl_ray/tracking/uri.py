@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult
 
-from cfl_ray.core.credentials import with_credentials
-from cfl_ray.core.redaction import split
+from cfl_ray.errors.redaction import split
+from cfl_ray.security.credentials import with_credentials
 
 
 def resolve_uri(tracking: Any, output: str | Path) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 

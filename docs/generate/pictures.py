@@ -107,7 +107,7 @@ def system() -> Picture:
     drawn.box(245, 210, 200, 50, "object store\nK models; sums of hosts", "c")
     for host in range(2):
         drawn.box(
-            500, 206 + 86 * host, 220, 70, f"host {host}\ntrains clients of a piece\nand adds up their changes", "b"
+            500, 206 + 86 * host, 220, 70, f"host {host}\ntrains clients of a chunk\nand adds up their changes", "b"
         )
     drawn.box(245, 310, 200, 56, "shards\nArrow files, memory-mapped", "c")
     drawn.arrow((350, 116), (350, 208), label="models down", at=(298, 150))

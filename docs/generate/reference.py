@@ -138,7 +138,7 @@ def _title(cls: type[Method[Any]]) -> str:
 
 
 def _method_page(cls: type[Method[Any]]) -> str:
-    description, _, departures = _header(cls).partition("Departures: ")
+    description, _, deviations = _header(cls).partition("Deviations: ")
     rows = [
         f"| `{one['name']}` | `{default_text(one['default'])}` | {_cell(range_text(one) or one['type'])} | "
         f"{_cell(_meaning(one))} |"
@@ -154,7 +154,7 @@ def _method_page(cls: type[Method[Any]]) -> str:
         f"# {_title(cls)}\n\n*{_escaped(cls.summary())}*\n\n"
         f'```bash\ncfl-ray run "methods=[fedavg, {cls.name}]"\n```\n\n'
         f"## Paper and equations\n\n{_prose(description)}\n\n"
-        f"## Departures from the paper\n\n{_prose(departures[:1].upper() + departures[1:])}\n\n"
+        f"## Deviations from the paper\n\n{_prose(deviations[:1].upper() + deviations[1:])}\n\n"
         f"## Options\n\n{averaging}{options if rows else 'It has no options.'}\n"
     )
 

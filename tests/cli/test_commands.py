@@ -208,7 +208,7 @@ def test_an_interrupted_command_does_not_wait_for_its_processes():
     program = (
         "import multiprocessing, os\n"
         "from cfl_ray.cli import commands\n"
-        "from cfl_ray.core.errors import Interrupted\n"
+        "from cfl_ray.errors import Interrupted\n"
         "read, write = os.pipe()\n"
         "def work():\n"
         "    os.close(write)\n"
@@ -373,7 +373,7 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert status == 0 and all(name in printed for name in REGISTRY)
     for name in REGISTRY:
         status, printed, _ = call(capsys, "methods", name)
-        assert status == 0 and "Departures" in printed
+        assert status == 0 and "Deviations" in printed
         assert all(option["name"] in printed for option in REGISTRY[name].options())
     assert call(capsys, "methods", "stokfl")[0] == 2
 

@@ -15,13 +15,13 @@ from cfl_ray import config
 from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.core.method import Method
-from cfl_ray.core.plugins import load_plugin
 from cfl_ray.data import federation_from_arrays
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.methods.stocfl import StoCFL
+from cfl_ray.plugins.loading import load_plugin
 
 
 def refused(message: str, **values):

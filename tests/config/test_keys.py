@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from cfl_ray.config import Experiment, keys
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.tracking import flatten
 
 BY_NAME = {key.name: key for section in keys.sections() for key in section.keys}

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from cfl_ray.config.published import PublishedTables, load_published
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "experiments" / "published"
 

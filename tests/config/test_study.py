@@ -7,7 +7,7 @@ import yaml
 
 from cfl_ray import load
 from cfl_ray.config.study import RangeConfig, Study, SweepConfig, load_study, merged, name_of
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 
 
 def study(**changes) -> Study:

@@ -19,11 +19,11 @@ from cfl_ray.core.aggregation import (
     parse_rule,
 )
 from cfl_ray.core.aggregation.apply import ByColumns, squared_distances
-from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address, AverageDeferred, Averaging, ClientState, CombineColumns, Outcome, Rows, Train
 from cfl_ray.engine.reduce import combine_columns
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods.fedavg import FedAvg
 
 P = 40

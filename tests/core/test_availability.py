@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.availability import ALWAYS, Bernoulli, Diurnal, OwnAvailability, Trace
-from cfl_ray.core.errors import RunError
 from cfl_ray.core.population import Population, PopulationChange
+from cfl_ray.errors import RunError
 
 
 def cohort(population, number, availability, clients=None, fraction=1.0):

@@ -11,10 +11,10 @@ from torch import nn
 
 from cfl_ray import Method, Serving, State
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.errors import RunError
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.work import Losses
 from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.errors import RunError
 from cfl_ray.methods.fedavg import FedAvg
 
 

@@ -13,8 +13,8 @@ from cfl_ray import Method, Serving, State
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.diagnostics import Diagnostic, Diagnostics, sample_of
-from cfl_ray.core.errors import RunError
 from cfl_ray.core.rng import Draws
+from cfl_ray.errors import RunError
 
 
 @pytest.fixture

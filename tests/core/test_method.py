@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import cloudpickle
 import pytest
 
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.method import Method, option
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.methods.fedavg import FedAvg
 
@@ -145,7 +145,7 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(monkeypatc
 
     points = {"theirs": lambda kind: Theirs, "wrong": lambda kind: 3}
     monkeypatch.setattr(
-        "cfl_ray.core.registry.entry_points_of", lambda group: points if group == "cfl_ray.methods" else {}
+        "cfl_ray.plugins.registry.entry_points_of", lambda group: points if group == "cfl_ray.methods" else {}
     )
     assert isinstance(resolve(["theirs"])["theirs"], Theirs)
     with pytest.raises(ConfigError, match="method 'wrong' is a int, not a subclass of cfl_ray.Method"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sklearn import metrics as sklearn_metrics
 
-from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.metrics import METRICS, Metric, resolve_metric
+from cfl_ray.errors import ConfigError, RunError
 
 DRAW = torch.Generator().manual_seed(0)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.optimizers import OPTIMIZERS, resolve_optimizer
+from cfl_ray.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS.names() if name != "sgd"])

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.availability import Bernoulli
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.errors import ConfigError
 
 
 def draws(population, rounds, fraction=0.3, clients=None, availability=1.0, dropout=0.0):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.schedules import resolve_schedule
+from cfl_ray.errors import ConfigError
 
 T = 8
 CASES = {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.core.server_optimizers import FedAdam, FedAvgM, ServerMoments, resolve_server_optimizer
+from cfl_ray.errors import ConfigError, RunError
 
 DELTAS = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
 LR, B1, B2, TAU = 0.1, 0.8, 0.95, 0.01

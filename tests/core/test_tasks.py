@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.tasks import CLASSIFICATION, TASKS, Task, resolve_task
+from cfl_ray.errors import ConfigError
 
 DRAW = torch.Generator().manual_seed(0)
 F, G = torch.randn(7, 3, generator=DRAW), torch.randn(7, 3, generator=DRAW)

@@ -39,15 +39,15 @@ def train() -> Train:
     )
 
 
-def test_a_piece_has_its_clients_and_no_tables():
-    piece = train().take(np.array([3, 1]))
-    assert piece.ids_M.tolist() == [13, 11] and piece.steps_M.tolist() == [4, 2]
-    assert piece.start.table == 0 and piece.start.row_M.tolist() == [0, 1]
-    assert piece.proximal[0].anchor.row_M.tolist() == [1, 2] and piece.proximal[0].weight == 0.1
-    assert piece.tables == () and piece.address == Address(0, 1, 2) and piece.client_state == ClientState("personal")
+def test_a_chunk_has_its_clients_and_no_tables():
+    chunk = train().take(np.array([3, 1]))
+    assert chunk.ids_M.tolist() == [13, 11] and chunk.steps_M.tolist() == [4, 2]
+    assert chunk.start.table == 0 and chunk.start.row_M.tolist() == [0, 1]
+    assert chunk.proximal[0].anchor.row_M.tolist() == [1, 2] and chunk.proximal[0].weight == 0.1
+    assert chunk.tables == () and chunk.address == Address(0, 1, 2) and chunk.client_state == ClientState("personal")
 
 
-def test_a_piece_has_its_part_of_the_averages_with_its_own_numbering():
+def test_a_chunk_has_its_part_of_the_averages_with_its_own_numbering():
     averaging = train().take(np.array([3, 1])).averaging
     entries = sorted(zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist()))
     assert entries == [(0, 0, 0.5), (0, 1, 0.3), (1, 0, 0.6)]
@@ -55,7 +55,7 @@ def test_a_piece_has_its_part_of_the_averages_with_its_own_numbering():
     assert train().take(np.array([4])).averaging.out_E.tolist() == []
 
 
-def test_the_averages_of_all_pieces_make_up_the_whole():
+def test_the_averages_of_all_chunks_make_up_the_whole():
     whole, entries = train().averaging, []
     for index_m in (np.array([4, 0]), np.array([2]), np.array([1, 3])):
         part = train().take(index_m).averaging
@@ -63,12 +63,12 @@ def test_the_averages_of_all_pieces_make_up_the_whole():
     assert sorted(entries) == sorted(zip(whole.out_E.tolist(), whole.client_E.tolist(), whole.weight_E.tolist()))
 
 
-def test_optional_parts_are_absent_from_a_piece_too():
+def test_optional_parts_are_absent_from_a_chunk_too():
     start, steps_M = Rows(0, np.zeros(3, int)), np.ones(3, int)
     work = Train(Address(0, 1, 2), np.arange(3), (TABLE,), start=start, local=LocalSGD(), steps_M=steps_M)
-    piece = work.take(np.array([2]))
-    assert piece.averaging is None and piece.features is None and piece.client_state is None and piece.proximal == ()
-    assert not piece.updates_client_state and not piece.defers_results
+    chunk = work.take(np.array([2]))
+    assert chunk.averaging is None and chunk.features is None and chunk.client_state is None and chunk.proximal == ()
+    assert not chunk.updates_client_state and not chunk.defers_results
 
 
 def test_all_tables_in_use_are_listed():
@@ -81,6 +81,6 @@ def test_all_tables_in_use_are_listed():
     assert used(EvaluateClients(address, ids, (TABLE,), start=start, frozen_model=start)) == [[1, 2], [1, 2]]
 
 
-def test_every_piece_of_losses_compares_all_models():
-    piece = Losses(Address(0, 1, 1), np.arange(9), (TABLE,), num_models=3, max_samples=5).take(np.array([8, 2]))
-    assert piece.ids_M.tolist() == [8, 2] and (piece.num_models, piece.max_samples, piece.tables) == (3, 5, ())
+def test_every_chunk_of_losses_compares_all_models():
+    chunk = Losses(Address(0, 1, 1), np.arange(9), (TABLE,), num_models=3, max_samples=5).take(np.array([8, 2]))
+    assert chunk.ids_M.tolist() == [8, 2] and (chunk.num_models, chunk.max_samples, chunk.tables) == (3, 5, ())

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import federation_from_arrays
+from cfl_ray.errors import DataError
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 256, (40, 1, 3, 3), dtype=np.uint8)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, federation_from_arrays
 from cfl_ray.data.chained import ChainedFederation, grown
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import DataError
 
 
 @pytest.fixture(scope="module")

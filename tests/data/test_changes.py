@@ -8,9 +8,9 @@ import torch
 from federations import planted, uneven
 
 from cfl_ray import config, data
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.data.changes import ChangingFederation, DataChange
+from cfl_ray.errors import DataError
 
 
 def equal(a, b):

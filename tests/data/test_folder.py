@@ -8,13 +8,13 @@ import pytest
 import torch
 from pyarrow import fs
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import folder as folder_module
 from cfl_ray.data import open_shards
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.folder import Folder
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
+from cfl_ray.errors import DataError
 
 
 @pytest.fixture

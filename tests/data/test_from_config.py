@@ -6,9 +6,9 @@ import torch
 from sklearn.datasets import load_digits
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, describe
 from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import DataError
 
 
 def stamps(folder):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.sources import locate
+from cfl_ray.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 784), dtype=np.uint8)
 

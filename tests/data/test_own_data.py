@@ -10,11 +10,11 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
 from cfl_ray.data.leaf import ALPHABET
 from cfl_ray.data.sources import locate
 from cfl_ray.engine.validation import invalid_data_reason
+from cfl_ray.errors import ConfigError, DataError
 
 LOADER = """
 import numpy as np
@@ -369,7 +369,7 @@ def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch)
         return x, (x[:, 0] > 0).astype(int)
 
     points = {"theirs": lambda kind: theirs}
-    for module in ("cfl_ray.core.registry", "cfl_ray.config.sections"):
+    for module in ("cfl_ray.plugins.registry", "cfl_ray.config.sections"):
         monkeypatch.setattr(f"{module}.entry_points_of", lambda group: points if group == "cfl_ray.datasets" else {})
     data = DataConfig(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
     assert describe(data, 0).clients == 3

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from cfl_ray.config import ColumnsConfig, DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import parquet
 from cfl_ray.data.sources import locate
+from cfl_ray.errors import DataError
 
 
 def encoded(pixels, format="PNG"):

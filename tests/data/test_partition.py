@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from cfl_ray.config import PartitionConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.partition import divide, even_shares, writers
+from cfl_ray.errors import DataError
 
 LABELS = np.arange(1003) % 10
 MNIST = np.repeat(np.arange(10), [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.plan import make_plan
+from cfl_ray.errors import DataError
 
 
 def rows_of(plan):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
+from cfl_ray.errors import DataError
 
 
 def prepare(folder, barrier):

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import sha256
 from cfl_ray.data import open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.data.shards import MANIFEST
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import sha256
 
 
 @pytest.fixture

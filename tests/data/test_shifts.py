@@ -7,11 +7,11 @@ from scipy.ndimage import gaussian_filter
 from torchvision.transforms import functional
 
 from cfl_ray.config import DataConfig, ShiftConfig
-from cfl_ray.core.errors import ConfigError, DataError
 from cfl_ray.data.from_config import build, describe
 from cfl_ray.data.images import Images
 from cfl_ray.data.shards import _rotation
 from cfl_ray.data.shifts import make_groups
+from cfl_ray.errors import ConfigError, DataError
 
 
 def groups(images, other=None, natural=True, **shift):

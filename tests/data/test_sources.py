@@ -10,8 +10,8 @@ from PIL import Image
 from torchvision import datasets
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.sources import locate
+from cfl_ray.errors import DataError
 
 
 def read(name, pixels=True, **data):

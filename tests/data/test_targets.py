@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import DataError
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset
 from cfl_ray.data.arrays import images_from_arrays
 from cfl_ray.data.chained import grown
@@ -15,6 +14,7 @@ from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.data.shards import open_shards
+from cfl_ray.errors import DataError
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(20, 3)).astype(np.float32)

@@ -2,8 +2,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cfl_ray.core.errors import DataError
 from cfl_ray.data.traces import read_trace
+from cfl_ray.errors import DataError
 
 
 @pytest.fixture

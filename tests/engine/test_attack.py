@@ -9,10 +9,10 @@ from torch import nn
 import cfl_ray
 from cfl_ray.core.aggregation import NormClipping
 from cfl_ray.core.clients import ClientState, LocalTraining, UpdateFeatures
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.engine.attack import Attack
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import prepare
 
 BAD = [1, 4]

@@ -20,7 +20,7 @@ def mlp(rest=nn.ReLU):
     return lambda: nn.Sequential(nn.Linear(36, 8), rest(), nn.Linear(8, 3))
 
 
-PIECES = autotune.Division(3)  # of one client each
+CHUNKS = autotune.Division(3)  # of one client each
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ PIECES = autotune.Division(3)  # of one client each
 def test_engines_that_apply_are_timed(rest, local, expected, monkeypatch):
     timed = []
     monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: (timed.extend(runs), dict.fromkeys(runs, 1e-5))[1])
-    choice = autotune.measure(Network(mlp(rest), (36,)), uneven([9, 6, 7], (36,)), local, 0, PIECES)
+    choice = autotune.measure(Network(mlp(rest), (36,)), uneven([9, 6, 7], (36,)), local, 0, CHUNKS)
     assert set(timed) == expected and choice.engine == "sequential"
     statistics = expected == {"sequential"}
     assert ("not vectorised: batch statistics" in choice.reason) == statistics
@@ -62,7 +62,7 @@ def test_the_vectorised_engine_is_timed_where_it_may_win(seconds, clients, timed
     federation, division = uneven([9] * clients, (36,)), autotune.Division(200)
     choice = autotune.measure(Network(mlp(), (36,)), federation, LocalSGD(epochs=2, batch_size=9), 0, division)
     assert calls[0] == (["sequential", "span", "manual"], 4, {"sequential": 1, "span": 3, "manual": 1})
-    if timed:  # against the fastest of the others, on a piece of 200 // 16 clients
+    if timed:  # against the fastest of the others, on a chunk of 200 // 16 clients
         assert calls[1:] == [(["manual", "vectorised"], 12, {"manual": 1, "vectorised": 12})]
     else:
         assert len(calls) == 1
@@ -74,7 +74,7 @@ def test_the_fastest_is_chosen_if_it_is_clearly_faster(monkeypatch):
         times = {"sequential": 1.0, "manual": seconds}
         monkeypatch.setattr(autotune, "_seconds", lambda *_, times=times: times)
         network, federation = Network(mlp(), (36,)), uneven([9, 6], (36,))
-        choice = autotune.measure(network, federation, LocalSGD(batch_size=4), 0, PIECES)
+        choice = autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
         assert choice.engine == engine and f"manual {1e3 * seconds:.2f} ms" in choice.reason
         assert "per client of 3 steps" in choice.reason
 
@@ -96,7 +96,7 @@ def test_a_slow_engine_is_timed_once(monkeypatch):
 
     expected, network, four_tasks = {"fast": 0.01, "close": 0.012, "slow": 0.02}, Network(mlp(), (36,)), [None] * 4
     assert autotune._seconds(runs(expected), four_tasks, network) == pytest.approx(expected)
-    assert calls == {"fast": 1 + 6, "close": 1 + 6, "slow": 1 + 2}  # a piece, and three times or once two pieces
+    assert calls == {"fast": 1 + 6, "close": 1 + 6, "slow": 1 + 2}  # a chunk, and three times or once two chunks
     calls.clear()
     assert autotune._seconds(runs({"long": 1.0}), four_tasks, network) == {"long": 1.0} and calls == {"long": 1 + 2}
 
@@ -129,7 +129,7 @@ def test_on_a_gpu_times_end_when_it_is_done(monkeypatch):
     ],
     ids=["a cohort", "a large cohort", "one client per host"],
 )
-def test_where_pieces_are_stacked_the_measurement_has_full_stacks(division, expected):
+def test_where_chunks_are_stacked_the_measurement_has_full_stacks(division, expected):
     network = Network(mlp(), (36,))
     network.memory = FakeMemory(10**9)
     assert {engine: division.together(engine, network) for engine in expected} == expected
@@ -151,19 +151,19 @@ def test_the_key_names_the_device_of_the_hosts(monkeypatch):
     names = [autotune.device_name(device) for device in ("cpu", "cuda")]
     assert names == ["cpu", "cuda, GPU of a host"]
     network = Network(mlp(), (36,))
-    keys = [autotune.cache_key(network, LocalSGD(), PIECES, name) for name in names]
-    assert keys[0] == autotune.cache_key(network, LocalSGD(), PIECES) and keys[1].startswith(f"{names[1]}, torch ")
+    keys = [autotune.cache_key(network, LocalSGD(), CHUNKS, name) for name in names]
+    assert keys[0] == autotune.cache_key(network, LocalSGD(), CHUNKS) and keys[1].startswith(f"{names[1]}, torch ")
 
 
 def test_precision_is_part_of_the_key_and_of_what_applies(monkeypatch):
     timed, networks = [], {p: Network(mlp(), (36,), precision=p) for p in ("float32", "tf32", "bf16")}
-    assert len({autotune.cache_key(network, LocalSGD(), PIECES) for network in networks.values()}) == 3
+    assert len({autotune.cache_key(network, LocalSGD(), CHUNKS) for network in networks.values()}) == 3
     monkeypatch.setattr(autotune, "_seconds", lambda runs, *_: (timed.extend(runs), dict.fromkeys(runs, 1e-5))[1])
-    autotune.measure(networks["bf16"], uneven([9, 6, 7], (36,)), LocalSGD(epochs=3), 0, PIECES)
+    autotune.measure(networks["bf16"], uneven([9, 6, 7], (36,)), LocalSGD(epochs=3), 0, CHUNKS)
     assert timed == ["sequential"]
 
 
-def test_every_size_of_pieces_is_measured_anew():
+def test_every_size_of_chunks_is_measured_anew():
     network = Network(mlp(), (36,))
     keys = [
         autotune.cache_key(network, LocalSGD(), autotune.Division(*of)) for of in ((20,), (30,), (2000,), (20, True))

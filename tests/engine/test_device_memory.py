@@ -183,8 +183,8 @@ class TestOneClient:
         assert updates.valid_M.all() and cached == [size, 0] * 3
 
 
-class TestPiecesOfACall:
-    """16 clients in 4 pieces of 4; the stacks hold clients of several pieces."""
+class TestChunksOfACall:
+    """16 clients in 4 chunks of 4; the stacks hold clients of several chunks."""
 
     def outcome(
         self,
@@ -216,13 +216,13 @@ class TestPiecesOfACall:
         expected, memory = self.outcome(engine, attack=attack), FakeMemory(10**9)
         found = self.outcome(engine, memory, attack=attack)
         honest = 15 if attack.clients and engine == "span" else 16
-        assert memory.stacks[:2] == [4, honest - 4], "the second stack has the clients of all other pieces"
+        assert memory.stacks[:2] == [4, honest - 4], "the second stack has the clients of all other chunks"
         assert close(found[0], expected[0]) and found[0].abs().max() > 0.1
         assert close(found[1], expected[1]) and found[2].all()
 
     @pytest.mark.parametrize("engine", ["vectorised", "span"])
     def test_without_valid_clients_are_passed_over(self, engine):
-        """Clients 4 to 7 are a piece without any, clients 8 to 10 leave one."""
+        """Clients 4 to 7 are a chunk without any, clients 8 to 10 leave one."""
         federation = Spoiled([4, 5, 6, 7, 8, 9, 10], clients=16, samples=6)
         options = {"federation": federation, "factory": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4))}
         memory = FakeMemory(10**9)
@@ -233,7 +233,7 @@ class TestPiecesOfACall:
 
     @pytest.mark.parametrize("clients, stacks", [(3, [3]), (5, [4]), (1, [])])
     def test_of_one_client_are_stacked_with_others(self, clients, stacks):
-        """Pieces of one client each; a client that is left is trained by the sequential engine."""
+        """Chunks of one client each; a client that is left is trained by the sequential engine."""
         memory, sizes = FakeMemory(10**9), [10] * clients
         found = self.outcome("vectorised", memory, federation=uneven(sizes, FLAT))
         expected = self.outcome("sequential", federation=uneven(sizes, FLAT))
@@ -246,7 +246,7 @@ class TestPiecesOfACall:
         assert torch.allclose(found[3], self.outcome("sequential", **what)[3], rtol=0, atol=1e-5)
 
     def test_with_batch_statistics_are_not_mixed(self):
-        """Whether batches are equal is a question of a piece, not of the memory."""
+        """Whether batches are equal is a question of a chunk, not of the memory."""
         memory = FakeMemory(10**9)
         self.outcome("vectorised", memory, factory=norm)
         assert memory.stacks == [4, 4, 4, 4]

@@ -50,15 +50,15 @@ def test_a_term_is_rounded_by_at_most_2_to_the_minus_64():
 
 
 def test_a_million_small_changes_have_an_exact_mean():
-    """10^6 pieces whose mean change is 8e-7: relative error below 1e-5; the bound is 7e-8, before float32."""
-    pieces, columns, distinct = 10**6, 8, 1000
-    assert pieces < exact.MAX_TERMS
+    """10^6 chunks whose mean change is 8e-7: relative error below 1e-5; the bound is 7e-8, before float32."""
+    chunks, columns, distinct = 10**6, 8, 1000
+    assert chunks < exact.MAX_TERMS
     draw = np.random.default_rng(3)
-    changes = torch.from_numpy(draw.normal(8e-7, 4e-7, (distinct, columns)) / pieces).float()
-    host = total_of(list(changes))  # every change occurs in a thousand pieces, on a thousand hosts
-    total_2P = sum(host for _ in range(pieces // distinct))
-    expected = changes.double().sum(0) * (pieces // distinct)
-    assert ((total_2P.sum(0) - expected).abs() <= pieces * 2.0**-64).all()
+    changes = torch.from_numpy(draw.normal(8e-7, 4e-7, (distinct, columns)) / chunks).float()
+    host = total_of(list(changes))  # every change occurs in a thousand chunks, on a thousand hosts
+    total_2P = sum(host for _ in range(chunks // distinct))
+    expected = changes.double().sum(0) * (chunks // distinct)
+    assert ((total_2P.sum(0) - expected).abs() <= chunks * 2.0**-64).all()
     error = (exact.value(total_2P).double() - expected).abs() / expected.abs()
     assert error.max() < 1e-6
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cfl_ray.core.errors import ConfigError, DataError, RunError
 from cfl_ray.engine.failure import ClientFailure, may_be_machine, naming_client
+from cfl_ray.errors import ConfigError, DataError, RunError
 
 OF_MACHINE = [
     OSError(errno.EIO, "read error"),

@@ -25,7 +25,7 @@ LOCALS = {
     "mini-batches": LocalSGD(epochs=2, batch_size=4, lr=0.2),
     "momentum and weight decay": LocalSGD(epochs=3, lr=0.1, momentum=0.9, weight_decay=0.05),
 }
-SIZES = [10, 3, 7, 12, 5, 9, 4, 8]  # enough clients for pieces of two, which `vectorised` stacks
+SIZES = [10, 3, 7, 12, 5, 9, 4, 8]  # enough clients for chunks of two, which `vectorised` stacks
 
 
 def mlp():

@@ -3,7 +3,7 @@ import torch
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
-from cfl_ray.engine.reduce import HostSums, PieceSums, weighted_means
+from cfl_ray.engine.reduce import ChunkSums, HostSums, weighted_means
 
 M, P = 24, 50
 DRAW = np.random.default_rng(3)
@@ -26,13 +26,13 @@ def training(averaging: Averaging) -> Train:
 
 
 def merged(work: Train, uploads: torch.Tensor, division: list[list[int]], valid_M: np.ndarray) -> HostSums:
-    """Totals of pieces of four clients, by a host for each list of pieces."""
+    """Totals of chunks of four clients, by a host for each list of chunks."""
     whole = HostSums()
-    for pieces in division:
+    for chunks in division:
         host = HostSums()
-        for piece in pieces:
-            index_m = np.arange(4 * piece, 4 * piece + 4)
-            sums = PieceSums(work.take(index_m).averaging)
+        for chunk in chunks:
+            index_m = np.arange(4 * chunk, 4 * chunk + 4)
+            sums = ChunkSums(work.take(index_m).averaging)
             for at, client in enumerate(index_m.tolist()):
                 if valid_M[client]:
                     sums.add(at, uploads[client], MODELS[SENT[client]])
@@ -47,7 +47,7 @@ def means_of(uploads, division, valid_M=None):
     return weighted_means(work, merged(work, uploads, division, valid_M).values(), valid_M)
 
 
-def test_means_do_not_depend_on_the_hosts_that_did_the_pieces():
+def test_means_do_not_depend_on_the_hosts_that_did_the_chunks():
     """Clients of one output row were sent different models."""
     uploads = MODELS[SENT] + torch.from_numpy(DRAW.standard_normal((M, P))).float() * 0.01
     means, arrived_R = means_of(uploads, [[0, 1, 2, 3, 4, 5]])
@@ -65,10 +65,10 @@ def test_a_change_below_the_resolution_of_the_weights_is_kept():
     zeros, uploads = torch.zeros(P), torch.full((P,), 1e-9)
     sums, averaging = HostSums(), Averaging.of(np.ones((1, M)), M)
     for first in range(0, M, 4):
-        piece_sums = PieceSums(averaging.take(np.arange(first, first + 4)))
+        chunk_sums = ChunkSums(averaging.take(np.arange(first, first + 4)))
         for at in range(4):
-            piece_sums.add(at, uploads, zeros)
-        sums.add(piece_sums)
+            chunk_sums.add(at, uploads, zeros)
+        sums.add(chunk_sums)
     assert torch.allclose(sums.values()[0], uploads, rtol=1e-6, atol=0)
 
 

@@ -7,7 +7,6 @@ from federations import Stage, planted
 from torch import nn
 
 from cfl_ray.core.clients import ClientState
-from cfl_ray.core.errors import DataError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.weights import global_weights
 from cfl_ray.core.work import Address, Rows
@@ -16,6 +15,7 @@ from cfl_ray.core.work import EvaluateShared as SharedTest
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine import autotune
 from cfl_ray.engine.validation import invalid_data_reason, invalid_update_reason, invalid_value_reason
+from cfl_ray.errors import DataError
 
 SHAPE = DataShape((1, 4, 4), 4)
 
@@ -181,7 +181,7 @@ class TestExchanges:
 
     def test_the_engine_is_measured_on_other_clients(self, change, reason):
         network = Stage(planted(6), linear).network
-        division = autotune.Division(40)  # pieces of up to 8 clients
+        division = autotune.Division(40)  # chunks of up to 8 clients
         assert "for 5 clients" in autotune.measure(network, with_invalid(2, change), LocalSGD(), 0, division).reason
         with pytest.raises(DataError, match="no client has valid data; those of client 0 have "):
             autotune.measure(network, with_invalid(0, change, clients=1), LocalSGD(), 0, division)

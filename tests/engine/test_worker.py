@@ -16,9 +16,9 @@ from cfl_ray.core.work import Address, SavedState
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine import sequential
 from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.chunks import chunks_of
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import ClientFailure
-from cfl_ray.engine.pieces import pieces_of
 from cfl_ray.engine.task import TrainingTask
 
 
@@ -104,14 +104,14 @@ class TestChain:
         assert whole.valid_M.tolist() == [True, False, True]
         assert torch.equal(whole.features_MF[[0, 2]], rest.features_MF)
 
-    def test_is_one_piece_in_order(self):
+    def test_is_one_chunk_in_order(self):
         stage = Stage(planted(40), linear)
         clients, works = stage.clients(), []
         stage.backend.run = lambda work, run=stage.backend.run: (works.append(work), run(work))[1]
         clients.train(clients.send(stage.model()[None]), how=LocalTraining(chained=True))
         clients.train(clients.send(stage.model()[None]))
-        assert [piece.index_m.tolist() for piece in pieces_of(works[0], 4)] == [list(range(40))]
-        assert [len(piece.index_m) for piece in pieces_of(works[1], 4)] == [4] * 10
+        assert [chunk.index_m.tolist() for chunk in chunks_of(works[0], 4)] == [list(range(40))]
+        assert [len(chunk.index_m) for chunk in chunks_of(works[1], 4)] == [4] * 10
 
 
 class TestClientView:

@@ -13,11 +13,11 @@ from torch import nn
 
 from cfl_ray import Experiment
 from cfl_ray.clustering.agreement import agreement
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.data.from_config import build
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedclust import FedClust, FedClustState
 from cfl_ray.models import recipe
@@ -212,7 +212,7 @@ class TestDefaultCut:
         true_N = {"groups": federation.group_N, "labels": np.array(label_set), "one": np.zeros(len(found_N))}[expected]
         assert agreement(true_N, found_N)["ari"] == 1
 
-    def test_half_the_median_cuts_rotations_to_pieces_and_makes_iid_clients_train_alone(self, tmp_path):
+    def test_half_the_median_cuts_rotations_to_chunks_and_makes_iid_clients_train_alone(self, tmp_path):
         for angles, clusters in (([0, 90, 180, 270], 6), ([0], 15)):
             data = {"source": "digits", "shift": {"kind": "rotated", "angles": angles}, "partition": {"clients": 16}}
             federation = build(Experiment(data=data).data, 0, tmp_path)

@@ -8,8 +8,8 @@ from linear import ETA, alike, assert_close, gradient, matrix
 from rounds import COHORTS, assert_engines_agree, groups, mlp
 from torch import nn
 
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fednova import FedNova, accumulation
 from cfl_ray.methods.fedprox import FedProx

@@ -8,9 +8,9 @@ from rounds import COHORTS, accuracy, assert_equal, groups
 
 from cfl_ray.core.aggregation import RULES, Mean, Median, MultiKrum, NormClipping, TrimmedMean
 from cfl_ray.core.clients import ClientState, LocalTraining
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.core.weights import cluster_weights, global_weights
 from cfl_ray.engine.attack import Attack
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fednova import FedNova

@@ -9,7 +9,7 @@ import torch
 from federations import Spoiled
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
@@ -293,8 +293,8 @@ class TestRepeating:
         alone = cfl_ray.simulate(experiment(["stocfl"], 3))["stocfl"]
         assert figures(cfl_ray.simulate(experiment(["ditto", "local", "stocfl"], 3))["stocfl"]) == figures(alone)
 
-    def test_one_client_per_piece_changes_rounding_only(self, experiment):
-        """Float32 sums are rounded within a piece: other pieces, another last bit."""
+    def test_one_client_per_chunk_changes_rounding_only(self, experiment):
+        """Float32 sums are rounded within a chunk: other chunks, another last bit."""
         together, apart = (
             figures(
                 cfl_ray.simulate(

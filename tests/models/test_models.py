@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.models import REGISTRY, recipe
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)

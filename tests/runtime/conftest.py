@@ -13,9 +13,9 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray import Experiment, simulate
-from cfl_ray.core.plugins import load_plugin
-from cfl_ray.core.threads import one_thread
+from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.driver import Watcher
+from cfl_ray.system.threads import one_thread
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware

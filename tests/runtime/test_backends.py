@@ -3,8 +3,8 @@
 import pytest
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.errors import ConfigError, RunError
 
 
 class Counting(InProcessBackend):

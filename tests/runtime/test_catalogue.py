@@ -1,6 +1,6 @@
 from cfl_ray.config import BuiltinKind, PartitionConfig, ShiftConfig
-from cfl_ray.core.registry import Registry
 from cfl_ray.data import partition, shifts
+from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.catalogue import KINDS, PartKind
 from cfl_ray.tracking import TRACKERS
 

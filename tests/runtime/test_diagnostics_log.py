@@ -11,8 +11,8 @@ import pytest
 
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
-from cfl_ray.core.errors import DataError, Interrupted, RunError
 from cfl_ray.core.method import Method
+from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.comparison import compare_runs, format_table
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics

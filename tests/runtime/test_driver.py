@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cfl_ray import simulate
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime import driver, launch
 from cfl_ray.tracking import read_end, read_info
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
-from cfl_ray.core.errors import Interrupted, RunError
+from cfl_ray.errors import Interrupted, RunError
 from cfl_ray.runtime import extension
 from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.tracking import read_info, read_records

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, run, simulate
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.lifecycle import Failed
 from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.session import InProcessSession

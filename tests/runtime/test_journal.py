@@ -6,9 +6,9 @@ import pytest
 
 from cfl_ray.config import DataConfig
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.core.errors import DataError
 from cfl_ray.core.population import Population
 from cfl_ray.data import build, open_shards
+from cfl_ray.errors import DataError
 from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, JournalEvent, copy_events
 
 JOIN = JournalEvent(3, join=(8, 9), shards=JoinedShards("s3://there", "abc"))

@@ -11,8 +11,8 @@ from torch import nn
 import cfl_ray
 from cfl_ray import Experiment, simulate
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostic, ReportedDiagnostic
-from cfl_ray.core.errors import RunError
 from cfl_ray.core.method import Method
+from cfl_ray.errors import RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
 from cfl_ray.runtime.prepare import prepare

@@ -4,7 +4,7 @@ import pytest
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.config import load
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.launch import _on_cluster_of_now

@@ -9,11 +9,11 @@ from torch import nn
 
 from cfl_ray import Experiment, Metric, Task, federation_from_arrays, load_run, resume, simulate
 from cfl_ray.cli.tables import comparison, metrics_line
-from cfl_ray.core.errors import ConfigError, Interrupted
 from cfl_ray.core.schedules import cosine
 from cfl_ray.core.server_optimizers import FedAvgM
 from cfl_ray.core.tasks import TASKS
 from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.runtime.prepare import prepare

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cfl_ray.core.errors import ConfigError, RunError
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime import live_client
 from cfl_ray.runtime.run_lock import hold_run

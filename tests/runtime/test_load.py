@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.export import export_model
 from cfl_ray.runtime.record_files import CLIENT_METRICS

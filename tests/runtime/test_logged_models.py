@@ -6,7 +6,7 @@ import torch
 from mlflow import MlflowClient
 
 from cfl_ray import simulate
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.tracking import deliver_pending, delivery, mlflow_models
 from cfl_ray.tracking.mlflow import DEFAULTS

@@ -1,4 +1,4 @@
-"""Memory follows K, P and the size of a piece, not the cohort and not N. Peak resident sets of real processes."""
+"""Memory follows K, P and the size of a chunk, not the cohort and not N. Peak resident sets of real processes."""
 
 import subprocess
 import sys

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cfl_ray import load_run, resume, simulate
-from cfl_ray.core.errors import Interrupted
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.errors import Interrupted
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.numerics import NUMERICS, Numerics
 

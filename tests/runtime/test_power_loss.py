@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.core.errors import Interrupted
 from cfl_ray.core.tasks import CLASSIFICATION
+from cfl_ray.errors import Interrupted
 from cfl_ray.runtime.arrow_log import whole_batches
 from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog

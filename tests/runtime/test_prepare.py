@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cfl_ray import simulate
-from cfl_ray.core.errors import ConfigError
 from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import compute_device, engine_choice, prepare
 
 

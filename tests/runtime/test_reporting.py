@@ -12,7 +12,7 @@ import pytest
 import cfl_ray
 from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
-from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.runtime import driver
 from cfl_ray.runtime.comparison import compare_runs
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics

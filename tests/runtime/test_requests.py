@@ -8,9 +8,9 @@ import pytest
 from cfl_ray import simulate
 from cfl_ray.config import DataConfig
 from cfl_ray.config.client_ids import format_ids, parse_ids
-from cfl_ray.core.errors import ConfigError, RunError, RunStopped
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.errors import ConfigError, RunError, RunStopped
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, JournalEvent, copy_events
 from cfl_ray.runtime.lifecycle import Running, Stopped

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
 from cfl_ray.runtime.round_loop import RoundReport
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.run_lock import hold_run, is_live
 
 HOLDER = """

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import prepare
 
 DRAW = np.random.default_rng(0)

@@ -10,10 +10,10 @@ from cfl_ray import compare_runs, load_run, resume, simulate
 from cfl_ray.cli import main
 from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
-from cfl_ray.core.credentials import remember_credentials
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime import trust
 from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
+from cfl_ray.security.credentials import remember_credentials
 
 CODE = """
 from pathlib import Path

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.tracking import FileTracker, MlflowTracker, RoundRecord, RunInfo, deliver_pending, delivery
 from cfl_ray.tracking import mlflow as adapter
 from cfl_ray.tracking.delivery import CURSOR, LOCK, Delivery, is_pending, set_destination

@@ -9,7 +9,7 @@ import pytest
 
 import cfl_ray
 from cfl_ray.config import Experiment, TrackingConfig
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.tracking import FileTracker, Relay, RelayingTracker, RoundRecord, RunInfo, sinks
 from cfl_ray.tracking.csv_file import CsvFile
 

@@ -2,7 +2,7 @@ import resource
 
 import pytest
 
-from cfl_ray.core.errors import DataError
+from cfl_ray.errors import DataError
 from cfl_ray.tracking import FileTracker, RunInfo, read_end, read_info, read_records
 from cfl_ray.tracking.tracker import METRICS_LOG
 

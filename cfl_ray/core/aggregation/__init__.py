@@ -15,9 +15,9 @@ from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.norm_clipping import NormClipping
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, check_contract
 from cfl_ray.core.aggregation.trimmed_mean import TrimmedMean
-from cfl_ray.core.errors import did_you_mean
-from cfl_ray.core.own_parts import with_options
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import did_you_mean
+from cfl_ray.plugins.calling import with_options
+from cfl_ray.plugins.registry import Registry
 
 __all__ = [
     "AGGREGATION",

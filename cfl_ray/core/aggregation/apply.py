@@ -10,10 +10,10 @@ from torch import Tensor
 from cfl_ray.core.aggregation.median import Median
 from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.own_parts import place_of
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import AverageDeferred, Averaging, Backend, CombineColumns, Outcome, Train
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import place_of
 
 # An output row is cut into at most _RANGES ranges of columns, with at least _RANGE values each.
 _RANGES, _RANGE = 16, 1 << 20

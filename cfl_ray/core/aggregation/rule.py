@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from cfl_ray.core.errors import ConfigError, RunError
-from cfl_ray.core.own_parts import call_own, described, place_of
+from cfl_ray.errors import ConfigError, RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def result_of(rule: Any, method: str, values: np.ndarray, weight_n: np.ndarray) 
     values: its first argument.
     """
     function = getattr(rule, method)
-    value = call_own("aggregation rule", function, values, weight_n)
+    value = call_plugin("aggregation rule", function, values, weight_n)
     count = values.shape[1] if method == "combine" else len(weight_n)
     try:
         array = np.asarray(value, np.float64)

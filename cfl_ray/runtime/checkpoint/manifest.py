@@ -10,9 +10,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from cfl_ray.core.errors import DataError, RunError
-from cfl_ray.core.files import read_file, write_json
+from cfl_ray.errors import DataError, RunError
 from cfl_ray.runtime.checkpoint.segments import EntryFile, as_rows, opened, rows_in, writing
+from cfl_ray.system.files import read_file, write_json
 
 FORMAT = 3
 _TYPES = (

@@ -1,8 +1,8 @@
 """Segment files: what changed between two checkpoints, as safetensors. A later file overrides an earlier one.
 
-    values/NAME/PIECE (R, ...) and rows/NAME/PIECE    rows of a state tensor, and their numbers; one number
+    values/NAME/CHUNK (R, ...) and rows/NAME/CHUNK    rows of a state tensor, and their numbers; one number
                                                       stands for a block of rows that starts there
-    states/NAME/PIECE (R, ...) and clients/NAME/PIECE  client states of a name, and their clients
+    states/NAME/CHUNK (R, ...) and clients/NAME/CHUNK  client states of a name, and their clients
     metadata "gone"                                   JSON: [name, client] of client states dropped since;
                                                       never of states in the segment itself
 
@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import open_private, sha256, sync
 from cfl_ray.core.work import ClientStateKey, SavedState
+from cfl_ray.errors import RunError
+from cfl_ray.system.files import open_private, sha256, sync
 
 FILE_BYTES = 128 << 20  # a file is closed when it has grown to this; twice that is in memory meanwhile
 ENTRY_BYTES = 128  # size of an entry beside its values: its name and place in the header
@@ -87,9 +87,9 @@ def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]
     names: list[str] = entries.keys()
     for entry in names:
         if entry.startswith("states/"):
-            piece = entry.removeprefix("states/")
-            name = piece.rpartition("/")[0]
-            clients = entries.get_tensor(f"clients/{piece}").tolist()
+            chunk = entry.removeprefix("states/")
+            name = chunk.rpartition("/")[0]
+            clients = entries.get_tensor(f"clients/{chunk}").tolist()
             rows_RF = entries.get_tensor(entry)
             if len(rows_RF) != len(clients):
                 raise Damaged(f"{entry} has {len(rows_RF)} values for {len(clients)} clients")
@@ -107,10 +107,10 @@ def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
     names: list[str] = entries.keys()
     for entry in names:
         if entry.startswith("values/"):
-            piece = entry.removeprefix("values/")
-            row_R, count = entries.get_tensor(f"rows/{piece}"), entries.get_slice(entry).get_shape()[0]
+            chunk = entry.removeprefix("values/")
+            row_R, count = entries.get_tensor(f"rows/{chunk}"), entries.get_slice(entry).get_shape()[0]
             is_block = len(row_R) != count
-            yield piece.rpartition("/")[0], row_R[0] + torch.arange(count) if is_block else row_R, entry
+            yield chunk.rpartition("/")[0], row_R[0] + torch.arange(count) if is_block else row_R, entry
 
 
 # ---- writing
@@ -140,12 +140,12 @@ class EntryWriter:
     def add_rows(self, name: str, tensor: Tensor, row_R: Tensor) -> None:
         """The rows `row_R` (ascending) of a state tensor."""
         most = max(1, FILE_BYTES // max(1, row_bytes(tensor)))
-        for piece, at in enumerate(range(0, len(row_R), most)):
+        for chunk, at in enumerate(range(0, len(row_R), most)):
             row_r = row_R[at : at + most]
             first, last = int(row_r[0]), int(row_r[-1])
             is_block = last - first + 1 == len(row_r)
             values = tensor[first : last + 1] if is_block else tensor[row_r]
-            self._batch |= {f"rows/{name}/{piece}": row_r[:1] if is_block else row_r, f"values/{name}/{piece}": values}
+            self._batch |= {f"rows/{name}/{chunk}": row_r[:1] if is_block else row_r, f"values/{name}/{chunk}": values}
             self._grow(values.nbytes + 2 * ENTRY_BYTES)
 
     def close(self, dropped: Iterable[ClientStateKey], ended: int) -> list[EntryFile]:
@@ -169,9 +169,9 @@ class EntryWriter:
     def _write(self, metadata: dict[str, str], ended: int) -> None:
         file = self.folder / f"{self.segment:06d}-{len(self.files)}.safetensors"
         self._begun.append(file)
-        for piece, ((name, *_), (clients, values)) in enumerate(self._states.items()):
-            self._batch[f"clients/{name}/{piece}"] = torch.tensor(clients)
-            self._batch[f"states/{name}/{piece}"] = torch.stack(values)
+        for chunk, ((name, *_), (clients, values)) in enumerate(self._states.items()):
+            self._batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
+            self._batch[f"states/{name}/{chunk}"] = torch.stack(values)
         with writing(file):
             open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
             save_file(_without_shared_memory(self._batch), file, metadata)

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.files import drafted, private_folder, sync
 from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.runtime.checkpoint.segments import (
     Damaged,
@@ -46,6 +45,7 @@ from cfl_ray.runtime.checkpoint.segments import (
     writing,
 )
 from cfl_ray.runtime.checkpoint.writer import Writer
+from cfl_ray.system.files import drafted, private_folder, sync
 
 # what reading a damaged checkpoint may raise
 _DAMAGE = (RunError, OSError, ValueError, TypeError, IndexError, RuntimeError, MemoryError, OverflowError)

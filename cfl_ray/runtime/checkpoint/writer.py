@@ -12,9 +12,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.core.errors import DataError, RunError
-from cfl_ray.core.files import PRIVATE, private_folder, read_json, write_json
+from cfl_ray.errors import DataError, RunError
 from cfl_ray.runtime.checkpoint.segments import writing
+from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
 
 _EPOCH, _LOCK = "writer.json", "writer.lock"
 _LOCK_SECONDS = 60.0  # a manifest is written in far less

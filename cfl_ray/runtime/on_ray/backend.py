@@ -1,4 +1,4 @@
-"""The backend over Ray: pieces go to hosts as they become free; models and sums cross once per host."""
+"""The backend over Ray: chunks go to hosts as they become free; models and sums cross once per host."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from cfl_ray.core.work import (
     Address,
     AverageDeferred,
+    ChunkResult,
     ClientStateKey,
     CombineColumns,
     Exclusion,
     Outcome,
-    PieceResult,
     SavedState,
     Train,
     Work,
 )
 from cfl_ray.data.federation import Federation
+from cfl_ray.engine.chunks import Chunk, chunk_size, chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
-from cfl_ray.engine.pieces import Piece, outcome_of, piece_size, pieces_of
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
@@ -38,7 +38,7 @@ from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue,
 
 _CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
 _IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
-_WITH_RESULT_BYTES = 1 << 23  # of the sums of all pieces, up to which each call returns its own
+_WITH_RESULT_BYTES = 1 << 23  # of the sums of all chunks, up to which each call returns its own
 
 
 @dataclass
@@ -124,7 +124,7 @@ class RayBackend:
 class Exchange:
     """One exchange over the hosts: its calls, and what they have returned so far.
 
-    The steps of `run`: the work is cut into pieces (`_pieces`), `Dispatch` makes calls of them (`start`) and hands over
+    The steps of `run`: `_chunks` cuts the work into chunks, `Dispatch` makes calls of them (`start`) and hands over
     what they return (`receive`), the sums of the hosts are added up (`_collect`). `exclude` fills in clients without a
     result.
     """
@@ -132,8 +132,8 @@ class Exchange:
     def __init__(self, backend: RayBackend, work: Work, number: int):
         self.backend, self.work, self.number = backend, work, number
         self.setup = backend.pool.setup
-        self.results: list[PieceResult] = []  # of calls
-        self.skipped: list[PieceResult] = []  # of excluded clients
+        self.results: list[ChunkResult] = []  # of calls
+        self.skipped: list[ChunkResult] = []  # of excluded clients
         self.states: dict[int, StoredValue] = {}  # by client
         self.deferred: dict[int, StoredValue] = {}  # by client
         # what the work leaves with its clients, and whether the values of a call are packed
@@ -145,19 +145,19 @@ class Exchange:
                 self.left.append((self.states, 4 * floats <= PACKED_BYTES))
             if work.defers_results:
                 self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
-        self.cost = 0.0  # of all pieces
+        self.cost = 0.0  # of all chunks
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
 
     def run(self) -> Outcome:
-        runtime, pieces = self.setup.experiment.runtime, self._pieces()
-        self.return_sums = self._returns_sums(len(pieces))
-        homes = [self._home(piece) for piece in pieces] if runtime.clients_per_host else []
-        # with a deadline for each piece, a call has one piece
+        runtime, chunks = self.setup.experiment.runtime, self._chunks()
+        self.return_sums = self._returns_sums(len(chunks))
+        homes = [self._home(chunk) for chunk in chunks] if runtime.clients_per_host else []
+        # with a deadline for each chunk, a call has one chunk
         together = runtime.round_deadline is None
         least = self.backend.least_cost(self.work)
-        schedule = Schedule(pieces, together, homes, least, self._nodes(pieces))
+        schedule = Schedule(chunks, together, homes, least, self._nodes(chunks))
         self.cost = schedule.total
         dispatch = Dispatch(self.backend.pool, schedule, self)
         while schedule:
@@ -178,59 +178,59 @@ class Exchange:
         """Whether sums or values of clients stay on the hosts that made them."""
         return self.collects or bool(self.left)
 
-    def _returns_sums(self, pieces: int) -> bool:
+    def _returns_sums(self, chunks: int) -> bool:
         """Whether sums are small, and nothing stays on the hosts that would be made again with them."""
         work = self.work
         if self.left or not isinstance(work, Train | AverageDeferred) or work.averaging is None:
             return False
         columns = work.tables[work.start.table].shape[1]
-        return 16 * work.averaging.num_rows * columns * pieces <= _WITH_RESULT_BYTES
+        return 16 * work.averaging.num_rows * columns * chunks <= _WITH_RESULT_BYTES
 
-    def _pieces(self) -> list[Piece]:
-        """The pieces, without the clients that took too long earlier in this round."""
+    def _chunks(self) -> list[Chunk]:
+        """The chunks, without the clients that took too long earlier in this round."""
         work, late, choice = self.work, self._late(), self.backend.pool.choice
         assert choice is not None
-        size = piece_size(len(work.ids_M), choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
+        size = chunk_size(len(work.ids_M), choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
         num_samples_M = self.setup.federation.num_samples_N[work.ids_M] if work.is_per_client else None
-        pieces = pieces_of(work, size, num_samples_M)
+        chunks = chunks_of(work, size, num_samples_M)
         if not late:
-            return pieces
+            return chunks
         self.exclude(np.array(late), [self.backend.late[client] for client in work.ids_M[late].tolist()])
-        kept = [replace(piece, index_m=np.setdiff1d(piece.index_m, late, True)) for piece in pieces]
-        return [piece for piece in kept if len(piece.index_m)]
+        kept = [replace(chunk, index_m=np.setdiff1d(chunk.index_m, late, True)) for chunk in chunks]
+        return [chunk for chunk in kept if len(chunk.index_m)]
 
     def _late(self) -> list[int]:
         if not self.work.is_per_client or not self.backend.late:
             return []
         return [i for i, client in enumerate(self.work.ids_M.tolist()) if client in self.backend.late]
 
-    def _home(self, piece: Piece) -> int | None:
-        """The host that alone serves the piece's clients; None: any host may."""
+    def _home(self, chunk: Chunk) -> int | None:
+        """The host that alone serves the chunk's clients; None: any host may."""
         per_host = self.setup.experiment.runtime.clients_per_host
-        return int(self.work.ids_M[piece.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
+        return int(self.work.ids_M[chunk.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
 
-    def _files(self, pieces: Sequence[Piece]) -> list[int]:
-        """The file that holds the first client of each piece; empty where hosts fetch no files."""
+    def _files(self, chunks: Sequence[Chunk]) -> list[int]:
+        """The file that holds the first client of each chunk; empty where hosts fetch no files."""
         federation = self.setup.federation
         if not self.work.is_per_client or federation.files_of(np.zeros(0, np.int64)) is None:
             return []
-        firsts = [int(self.work.ids_M[piece.index_m[0]]) for piece in pieces if len(piece.index_m)]
+        firsts = [int(self.work.ids_M[chunk.index_m[0]]) for chunk in chunks if len(chunk.index_m)]
         files = federation.files_of(np.array(firsts, np.int64))
-        return [] if files is None or len(firsts) < len(pieces) else files.tolist()
+        return [] if files is None or len(firsts) < len(chunks) else files.tolist()
 
-    def _nodes(self, pieces: Sequence[Piece]) -> list[str]:
-        """The node that has fetched the data of each piece; "" where none of those with hosts has."""
+    def _nodes(self, chunks: Sequence[Chunk]) -> list[str]:
+        """The node that has fetched the data of each chunk; "" where none of those with hosts has."""
         nodes = {host.node for host in self.backend.pool.hosts}
         of_file = {file: node for file, node in self.backend.node_of_file.items() if node in nodes}
         self.backend.node_of_file = of_file
-        return [of_file.get(file, "") for file in self._files(pieces)]
+        return [of_file.get(file, "") for file in self._files(chunks)]
 
     # ---- calls
 
-    def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
-        for file in self._files(pieces):
+    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]:
+        for file in self._files(chunks):
             self.backend.node_of_file.setdefault(file, host.node)
-        work, index_m = self.work, np.concatenate([piece.index_m for piece in pieces])
+        work, index_m = self.work, np.concatenate([chunk.index_m for chunk in chunks])
         order = work.take(index_m)
         stored = self.backend.stored_values(order)
         refs = list(dict.fromkeys(value.ref for value in stored.values()))
@@ -242,7 +242,7 @@ class Exchange:
         models = self._models(sorted(uses))
         packed = [is_packed for _, is_packed in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
-        cuts = np.cumsum([len(piece.index_m) for piece in pieces])[:-1]
+        cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
         call = host.actor.work.options(num_returns=returns)
         made = call.remote(self.number, order, index_m, cuts, models, packed, self.return_sums, places, *arguments)
         return made if isinstance(made, list) else [made]
@@ -254,28 +254,28 @@ class Exchange:
             return {(table, row): tables[table][row].numpy() for table, row in uses}
         return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
-    def seconds(self, pieces: Sequence[Piece]) -> float | None:
+    def seconds(self, chunks: Sequence[Chunk]) -> float | None:
         """The limit of a call's time; a chain has that of all its clients."""
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
-        return deadline and deadline * (len(pieces[0].index_m) if self.work.chained else len(pieces))
+        return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 
-    def instead(self, piece: Piece) -> list[Piece]:
-        """The clients of a piece that took too long one by one; for one that was cut so, none."""
+    def instead(self, chunk: Chunk) -> list[Chunk]:
+        """The clients of a chunk that took too long one by one; for one that was cut so, none."""
         work = self.work
-        if not piece.alone:
-            parts = [piece.index_m] if work.chained else piece.index_m[:, None]
-            return [replace(piece, index_m=part, alone=True) for part in parts]
-        order, seconds = work.take(piece.index_m), self.seconds([piece])
+        if not chunk.alone:
+            parts = [chunk.index_m] if work.chained else chunk.index_m[:, None]
+            return [replace(chunk, index_m=part, alone=True) for part in parts]
+        order, seconds = work.take(chunk.index_m), self.seconds([chunk])
         ids = order.ids_M.tolist()
         exclusions = [Exclusion(_late_reason(order, client, seconds), late=True) for client in ids]
-        self.exclude(piece.index_m, exclusions)
+        self.exclude(chunk.index_m, exclusions)
         if work.is_per_client:
             self.backend.late.update(zip(ids, exclusions, strict=True))
         return []
 
     # ---- returns
 
-    def receive(self, pieces: Sequence[Piece], returns: list[Any]) -> None:
+    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None:
         """Keeps the result of a call, and the references to what it left with the clients."""
         (result, totals), *refs = returns
         self.results.append(result)
@@ -291,7 +291,7 @@ class Exchange:
             kept.update({client: value for client, value, valid in entries if valid})
 
     def _collect(self, dispatch: Dispatch) -> None:
-        """Adds the sums of all hosts. The pieces of a host that dies before are to be done again."""
+        """Adds the sums of all hosts. The chunks of a host that dies before are to be done again."""
         done, dispatch.done = dispatch.done, {}
         hosts = [self.backend.pool.host(number) for number in done]
         rows = [self._output_rows(dispatch.schedule, numbers) for numbers in done.values()]
@@ -316,23 +316,23 @@ class Exchange:
                 dispatch.lost(host, error)
 
     def _output_rows(self, schedule: Schedule, numbers: list[int]) -> list[int]:
-        """The output rows of these pieces."""
+        """The output rows of these chunks."""
         assert self.work.averaging is not None
-        index_m = np.concatenate([schedule.pieces[number].index_m for number in numbers])
+        index_m = np.concatenate([schedule.chunks[number].index_m for number in numbers])
         rows: list[int] = np.unique(self.work.averaging.take(index_m).out_E).tolist()
         return rows
 
     def exclude(self, index_m: np.ndarray, exclusions: list[Exclusion]) -> None:
         """Goes on without these clients."""
         arrays = self.work.take(index_m).empty_result(self.setup.federation.shape.num_classes)
-        self.skipped.append(PieceResult(index_m, arrays, dict(enumerate(exclusions))))
+        self.skipped.append(ChunkResult(index_m, arrays, dict(enumerate(exclusions))))
 
 
-def _late_reason(piece: Work, client: int, seconds: float | None) -> str:
+def _late_reason(chunk: Work, client: int, seconds: float | None) -> str:
     """Why one client is excluded for taking too long; in a chain it cannot be told which one did."""
     who = ""
-    if not piece.is_per_client:
+    if not chunk.is_per_client:
         who = f"the test on its test set {client} "
-    elif piece.chained:
-        who = f"its chain of {len(piece.ids_M)} clients "
+    elif chunk.chained:
+        who = f"its chain of {len(chunk.ids_M)} clients "
     return f"{who}did not finish within {seconds:g} s"

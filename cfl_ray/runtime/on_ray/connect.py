@@ -10,8 +10,8 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import RayError, RayTaskError
 
-from cfl_ray.core.errors import ConfigError, RunError, UserError
 from cfl_ray.engine.failure import ClientFailure, may_be_machine
+from cfl_ray.errors import ConfigError, RunError, UserError
 from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.on_ray.host_actor import host_environment
 from cfl_ray.runtime.session_file import cluster_address

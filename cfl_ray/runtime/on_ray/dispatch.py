@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
 
-from cfl_ray.core.errors import RunError, UserError
-from cfl_ray.engine.pieces import Piece
+from cfl_ray.engine.chunks import Chunk
+from cfl_ray.errors import RunError, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 
 _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
-# a piece that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
+# a chunk that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
 
 
@@ -29,48 +29,48 @@ class Calls(Protocol):
     def stays_on_hosts(self) -> bool:
         """Whether a host that dies loses what it has done."""
 
-    def start(self, host: Host, pieces: Sequence[Piece]) -> list[ray.ObjectRef[Any]]:
-        """Starts the call that does these pieces on a host. Returns its references; the first one is waited for."""
+    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]:
+        """Starts the call that does these chunks on a host. Returns its references; the first one is waited for."""
 
-    def receive(self, pieces: Sequence[Piece], returns: list[Any]) -> None:
+    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None:
         """Keeps the returns of a call; the first one is its value."""
 
-    def seconds(self, pieces: Sequence[Piece]) -> float | None:
-        """The time after which a host that is at work on these pieces is ended; None: no limit."""
+    def seconds(self, chunks: Sequence[Chunk]) -> float | None:
+        """The time after which a host that is at work on these chunks is ended; None: no limit."""
 
-    def instead(self, piece: Piece) -> list[Piece]:
-        """The pieces in the place of one that took too long: its parts, or none."""
+    def instead(self, chunk: Chunk) -> list[Chunk]:
+        """The chunks in the place of one that took too long: its parts, or none."""
 
 
 @dataclass(frozen=True)
 class _CallUnderWay:
     host: Host
-    numbers: list[int]  # of the pieces
+    numbers: list[int]  # of the chunks
     returns: list[ray.ObjectRef[Any]]
     seconds: float | None
 
 
 @dataclass
 class Dispatch:
-    """Makes calls until every piece is done."""
+    """Makes calls until every chunk is done."""
 
     pool: Pool
     schedule: Schedule
     calls: Calls
     under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
-    # by host number: the first returns of its calls, in their order; when it could begin its present one; the pieces
+    # by host number: the first returns of its calls, in their order; when it could begin its present one; the chunks
     # that hosts which are still alive have done
     of_host: dict[int, deque[ray.ObjectRef[Any]]] = field(default_factory=dict)
     since: dict[int, float] = field(default_factory=dict)
     done: dict[int, list[int]] = field(default_factory=dict)
-    failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a piece failed on
+    failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a chunk failed on
     limited: bool = False  # whether any call has a time limit
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of those that are ready
 
     def run(self) -> None:
-        """Makes all calls. Afterwards `done` says which pieces stay on each host that is still alive.
+        """Makes all calls. Afterwards `done` says which chunks stay on each host that is still alive.
 
         Raises ObjectLostError when something that the calls need (client state) was lost with its node.
         """
@@ -85,7 +85,7 @@ class Dispatch:
                 free = self._all_free()
 
     def lost(self, host: Host, error: Exception) -> None:
-        """Restarts a host that died; the pieces that it had or has done have to be done again."""
+        """Restarts a host that died; the chunks that it had or has done have to be done again."""
         self._take_back(host)
         self.pool.lost(host, error)
 
@@ -94,7 +94,7 @@ class Dispatch:
     def _all_free(self) -> list[Host]:
         """All hosts that are ready, in the order of their number of calls; waits for one where none has a call."""
         hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
-        # hosts that were added later may wait for room for hours: they are no home of any piece yet
+        # hosts that were added later may wait for room for hours: they are no home of any chunk yet
         expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
         self._known, self._hosts = self.pool.changes, [host.number for host in expected]
         self._ready = [host.number for host in hosts]
@@ -115,9 +115,9 @@ class Dispatch:
                     self._start(host, numbers)
 
     def _start(self, host: Host, numbers: list[int]) -> None:
-        pieces = [self.schedule.pieces[number] for number in numbers]
-        returns = self.calls.start(host, pieces)
-        seconds = self.calls.seconds(pieces)
+        chunks = [self.schedule.chunks[number] for number in numbers]
+        returns = self.calls.start(host, chunks)
+        seconds = self.calls.seconds(chunks)
         self.limited = self.limited or seconds is not None
         self.under_way[returns[0]] = _CallUnderWay(host, numbers, returns, seconds)
         if not self._calls_of(host):
@@ -134,8 +134,8 @@ class Dispatch:
         self.of_host[call.host.number].remove(ref)
         self.since[call.host.number] = time.monotonic()
         try:
-            pieces = [self.schedule.pieces[number] for number in call.numbers]
-            self.calls.receive(pieces, [ray.get(ref), *call.returns[1:]])
+            chunks = [self.schedule.chunks[number] for number in call.numbers]
+            self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
         except RayTaskError as error:  # before RayError: a lost argument makes an error that is both
             cause = error.cause
             # of an object that is there, and that this host did not get
@@ -157,7 +157,7 @@ class Dispatch:
         return call
 
     def _count_failure(self, call: _CallUnderWay, error: UserError) -> None:
-        """Raises RunError where the work of a call has failed too often. It counts for every piece of the call."""
+        """Raises RunError where the work of a call has failed too often. It counts for every chunk of the call."""
         for number in call.numbers:
             hosts = self.failed.setdefault(number, [])
             hosts.append(call.host.number)
@@ -166,7 +166,7 @@ class Dispatch:
                 raise RunError(f"{error}; the same work failed {len(hosts)} times, on hosts {on}") from error
 
     def _take_back(self, host: Host) -> None:
-        """Pieces that were under way or done on a host that is gone are to be done again."""
+        """Chunks that were under way or done on a host that is gone are to be done again."""
         for ref in self.of_host.pop(host.number, ()):
             self.schedule.put_back(self.under_way.pop(ref).numbers)
         self.schedule.put_back(self.done.pop(host.number, []))
@@ -193,6 +193,6 @@ class Dispatch:
             self.of_host[call.host.number].remove(ref)
             self._take_back(call.host)
             for number in call.numbers:
-                parts = self.calls.instead(self.schedule.pieces[number])
+                parts = self.calls.instead(self.schedule.chunks[number])
                 self.schedule.add_urgent(parts, self.schedule.homes[number])
             self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import ray
 
-from cfl_ray.core.instructions import instructions_environment
+from cfl_ray.system.instructions import instructions_environment
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig

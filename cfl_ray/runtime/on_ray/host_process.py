@@ -1,4 +1,4 @@
-"""The process of a client host: it holds a network and does pieces of exchanges for any client."""
+"""The process of a client host: it holds a network and does chunks of exchanges for any client."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor
 
-from cfl_ray.core.errors import UserError
-from cfl_ray.core.work import CombineColumns, PieceResult, Work
+from cfl_ray.core.work import ChunkResult, CombineColumns, Work
 from cfl_ray.engine import autotune, cpu
-from cfl_ray.engine.pieces import exclusions_of, gather
+from cfl_ray.engine.chunks import exclusions_of, gather
 from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
+from cfl_ray.errors import UserError
 from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
@@ -63,7 +63,7 @@ class HostProcess:
         )
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        """Works on the federation of this setup from now on; where it cannot be opened here, every piece raises why."""
+        """Works on the federation of this setup from now on; where it cannot be opened here, every chunk raises why."""
         try:
             self.setup = fetch(packed[0])
         except UserError as error:
@@ -83,9 +83,9 @@ class HostProcess:
         places: dict[int, tuple[int, int | None]],
         *stored: Any,
     ) -> Any:
-        """Does the pieces of a call. Returns their result and totals, and the values that they leave with the clients.
+        """Does the chunks of a call. Returns their result and totals, and the values that they leave with the clients.
 
-        work: that of all clients of the call; `cuts` divides it into pieces.
+        work: that of all clients of the call; `cuts` divides it into chunks.
         models: the rows that the call uses; those behind references are fetched at most once per exchange.
         packed: for each kind of value that the work leaves, whether those of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
@@ -109,14 +109,14 @@ class HostProcess:
             at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
             return {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
 
-        pieces = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
-        for result, kept in self.worker.run_all(pieces, lambda table, row: self._row(models, table, row), sums):
+        chunks = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
+        for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
         arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
-        whole = PieceResult(index_m, arrays, exclusions_of(results), seconds), totals
+        whole = ChunkResult(index_m, arrays, exclusions_of(results), seconds), totals
         kinds = [states] * work.updates_client_state + [deferred] * work.defers_results
         if not kinds:
             return whole
@@ -131,7 +131,7 @@ class HostProcess:
     def _fetch_files(self, clients: np.ndarray) -> None:
         """Fetches the files of the call's clients while the first ones train.
 
-        A failure is met again, and raised, by the piece that needs the file.
+        A failure is met again, and raised, by the chunk that needs the file.
         """
         federation = self.worker.federation
         if federation.files_of(clients) is not None:

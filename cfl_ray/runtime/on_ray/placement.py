@@ -3,7 +3,7 @@
 import ray
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import Setup
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cfl_ray.core.errors import RunError, RunStopped
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.errors import RunError, RunStopped
 from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
@@ -83,7 +83,7 @@ class Pool:
             host.actor.set_engine.remote(self.choice.engine)
 
     def use(self, federation: Federation) -> None:
-        """Makes hosts work on this federation from their next piece on, also those that start later."""
+        """Makes hosts work on this federation from their next chunk on, also those that start later."""
         if federation is self.setup.federation:
             return
         self.setup = replace(self.setup, federation=federation)

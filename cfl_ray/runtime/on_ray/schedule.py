@@ -1,9 +1,9 @@
-"""Which pieces of an exchange a host is given next. Knows nothing of Ray.
+"""Which chunks of an exchange a host is given next. Knows nothing of Ray.
 
-A call has several pieces where there are few hosts or pieces are short, and fewer and fewer towards the end, so that
+A call has several chunks where there are few hosts or chunks are short, and fewer and fewer towards the end, so that
 calls are few and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on
-Computers 36(12), 1987). Pieces of one output row whose data are on one node make a group. Within a group the largest
-pieces come first. A host stays with a group while that has pieces left, so that it adds up few rows; of the others it
+Computers 36(12), 1987). Chunks of one output row whose data are on one node make a group. Within a group the largest
+chunks come first. A host stays with a group while that has chunks left, so that it adds up few rows; of the others it
 prefers those whose data are on its node.
 """
 
@@ -11,40 +11,40 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from cfl_ray.engine.pieces import Piece
+from cfl_ray.engine.chunks import Chunk
 
 Group = tuple[int, str]  # output row, and the node that has the data; "": every node, or none
 _CALLS = 3  # a host is given at most this part of its share of the cost that is left, in one call
 
 
 class Schedule:
-    """The pieces that no host has, or that have to be done again.
+    """The chunks that no host has, or that have to be done again.
 
-    together: whether a call may have several pieces. homes: the only host that may do a piece, by piece; None: any.
-    least: the cost from which on a call is worth its own overhead. nodes: the node that has the data of a piece, by
-    piece; "": every node, or none that is known.
+    together: whether a call may have several chunks. homes: the only host that may do a chunk, by chunk; None: any.
+    least: the cost from which on a call is worth its own overhead. nodes: the node that has the data of a chunk, by
+    chunk; "": every node, or none that is known.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        chunks: Sequence[Chunk],
         together: bool = True,
         homes: Sequence[int | None] = (),
         least: float = 0.0,
         nodes: Sequence[str] = (),
     ):
-        self.pieces, self.together = list(pieces), together
-        self.least, self.total = least, sum(piece.cost for piece in pieces)
-        self.homes, self.nodes = list(homes) or [None] * len(pieces), list(nodes) or [""] * len(pieces)
+        self.chunks, self.together = list(chunks), together
+        self.least, self.total = least, sum(chunk.cost for chunk in chunks)
+        self.homes, self.nodes = list(homes) or [None] * len(chunks), list(nodes) or [""] * len(chunks)
         self.cost_left = 0.0
-        self._groups: dict[Group, list[int]] = {}  # pieces, the largest last
+        self._groups: dict[Group, list[int]] = {}  # chunks, the largest last
         self._group_cost: dict[Group, float] = {}
         # by node: (-cost left, group); an entry may be out of date
         self._heaps: dict[str, list[tuple[float, Group]]] = {}
-        self._at_home: dict[int, deque[int]] = {}  # pieces by home
+        self._at_home: dict[int, deque[int]] = {}  # chunks by home
         self._group_of: dict[int, Group] = {}  # that a host was given last
         self._urgent: deque[int] = deque()  # before all others
-        for number in sorted(range(len(self.pieces)), key=lambda number: (self.pieces[number].cost, -number)):
+        for number in sorted(range(len(self.chunks)), key=lambda number: (self.chunks[number].cost, -number)):
             self._insert(number)
         for group, cost in self._group_cost.items():
             self._heaps.setdefault(group[1], []).append((-cost, group))
@@ -55,36 +55,36 @@ class Schedule:
         return bool(self._groups or self._at_home or self._urgent)
 
     def _insert(self, number: int) -> None:
-        """Adds a piece, which comes first in its group (or at its home)."""
-        piece, home = self.pieces[number], self.homes[number]
+        """Adds a chunk, which comes first in its group (or at its home)."""
+        chunk, home = self.chunks[number], self.homes[number]
         if home is not None:
             self._at_home.setdefault(home, deque()).appendleft(number)
             return
-        group = piece.row, self.nodes[number]
+        group = chunk.row, self.nodes[number]
         self._groups.setdefault(group, []).append(number)
-        self._group_cost[group] = self._group_cost.get(group, 0.0) + piece.cost
-        self.cost_left += piece.cost
+        self._group_cost[group] = self._group_cost.get(group, 0.0) + chunk.cost
+        self.cost_left += chunk.cost
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """These pieces have to be done again."""
+        """These chunks have to be done again."""
         for number in numbers:
             self._insert(number)
-            group = self.pieces[number].row, self.nodes[number]
+            group = self.chunks[number].row, self.nodes[number]
             if group in self._group_cost:
                 heappush(self._heaps.setdefault(group[1], []), (-self._group_cost[group], group))
 
-    def add_urgent(self, pieces: Sequence[Piece], home: int | None) -> None:
-        """New pieces, each of which comes next, in a call of its own."""
-        first = len(self.pieces)
-        self.pieces.extend(pieces)
-        self.homes.extend([home] * len(pieces))
-        self.nodes.extend([""] * len(pieces))
-        self._urgent.extend(range(first, len(self.pieces)))
+    def add_urgent(self, chunks: Sequence[Chunk], home: int | None) -> None:
+        """New chunks, each of which comes next, in a call of its own."""
+        first = len(self.chunks)
+        self.chunks.extend(chunks)
+        self.homes.extend([home] * len(chunks))
+        self.nodes.extend([""] * len(chunks))
+        self._urgent.extend(range(first, len(self.chunks)))
 
     def next_for(
         self, host: int, ready: Sequence[int], hosts: Sequence[int] | None = None, node: str = ""
     ) -> list[int]:
-        """Takes the pieces of the next call of a host; none where there is nothing for it to do.
+        """Takes the chunks of the next call of a host; none where there is nothing for it to do.
 
         ready: numbers of the hosts that are ready, `host` among them. hosts: with those that are starting. node: of the
             host.
@@ -99,11 +99,11 @@ class Schedule:
         while self._groups and (not taken or cost < share):
             group = self._group_for(host, node)
             number = self._groups[group][-1]
-            if taken and cost + self.pieces[number].cost > share:
+            if taken and cost + self.chunks[number].cost > share:
                 break
             self._take(group)
             taken.append(number)
-            cost += self.pieces[number].cost
+            cost += self.chunks[number].cost
         return taken
 
     def _even(self, hosts: int) -> float:
@@ -139,16 +139,16 @@ class Schedule:
         return None
 
     def _take(self, group: Group) -> None:
-        """Removes the largest piece of a group."""
+        """Removes the largest chunk of a group."""
         number = self._groups[group].pop()
-        cost = self.pieces[number].cost
+        cost = self.chunks[number].cost
         self.cost_left -= cost
         if self._groups[group]:
             self._group_cost[group] -= cost
         else:
             del self._groups[group], self._group_cost[group]
 
-    # ---- pieces of one host
+    # ---- chunks of one host
 
     def _next_urgent(self, host: int, ready: Sequence[int], hosts: Sequence[int]) -> list[int]:
         number = next((number for number in self._urgent if self._may(host, self.homes[number], ready, hosts)), None)
@@ -168,7 +168,7 @@ class Schedule:
 
     @staticmethod
     def _may(host: int, home: int | None, ready: Sequence[int], hosts: Sequence[int]) -> bool:
-        """Whether a host may do a piece; one stands in for a home that was given up or has not been there."""
+        """Whether a host may do a chunk; one stands in for a home that was given up or has not been there."""
         if home is None or home == host:
             return True
         return home not in hosts and ready[home % len(ready)] == host

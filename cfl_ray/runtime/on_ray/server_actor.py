@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray.host_actor import start_host
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.core.errors import DataError, RunError
-from cfl_ray.core.threads import one_thread
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.engine import cpu
+from cfl_ray.errors import DataError, RunError
 from cfl_ray.runtime.journal import JoinedShards
 from cfl_ray.runtime.numerics import Numerics, read_numerics
 from cfl_ray.runtime.on_ray.backend import RayBackend
@@ -28,6 +27,7 @@ from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
 from cfl_ray.runtime.session import claimed_store
+from cfl_ray.system.threads import one_thread
 
 _OPEN_SECONDS = 120
 _GOING_BACK = 5  # times that a server goes back to the same checkpoint

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.plugins import sent_by_value
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.loading import sent_by_value
 from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
 from cfl_ray.runtime.numerics import Numerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason

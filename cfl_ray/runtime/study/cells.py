@@ -8,7 +8,7 @@ from typing import Any
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, name_of, place_of
-from cfl_ray.core.errors import ConfigError, UserError, did_you_mean
+from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.runtime.launch import finished_results
 from cfl_ray.runtime.run_lock import CONFIG, is_live

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.run_lock import CONFIG, command, is_live
 from cfl_ray.tracking import read_end
 

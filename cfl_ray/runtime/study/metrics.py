@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.core.errors import did_you_mean
 from cfl_ray.core.tasks import resolve_task
+from cfl_ray.errors import did_you_mean
 from cfl_ray.runtime.study.cells import Cell
 from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
 

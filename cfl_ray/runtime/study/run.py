@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 from cfl_ray.config import Experiment
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
-from cfl_ray.core.credentials import remember_credentials
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError, did_you_mean
-from cfl_ray.core.files import write_text
-from cfl_ray.core.redaction import HIDDEN
+from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
+from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
 from cfl_ray.runtime.extension import check_extension
 from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
@@ -35,6 +33,8 @@ from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.runtime.study.sweep import Trials, trials_of
 from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew, check_main
 from cfl_ray.runtime.trust import sign_study
+from cfl_ray.security.credentials import remember_credentials
+from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
     ARTIFACTS,
     FileTracker,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.core.errors import Interrupted, RunError
+from cfl_ray.errors import Interrupted, RunError
 from cfl_ray.runtime.checkpoint.manifest import _digest
 
 FORGED = {

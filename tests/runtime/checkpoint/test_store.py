@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from cfl_ray.core.errors import RunError
 from cfl_ray.core.work import Address, ClientState, Work
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.checkpoint import manifest, segments
 from cfl_ray.runtime.checkpoint.segments import segments_to_merge
 from cfl_ray.runtime.checkpoint.store import CheckpointStore

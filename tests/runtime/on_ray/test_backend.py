@@ -1,4 +1,4 @@
-"""No figure depends on how many pieces share a call."""
+"""No figure depends on how many chunks share a call."""
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfl_ray import run, simulate
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 CHOKING = f"{Path(__file__).parents[1] / 'logged.py'}:choking"

@@ -99,8 +99,8 @@ def test_what_a_dead_host_has_returned_is_not_done_again(backends, monkeypatch):
     work = training(in_process.worker.network)
     expected, receive, killed = in_process.run(work), Exchange.receive, []
 
-    def kill_first(exchange, pieces, returns):
-        receive(exchange, pieces, returns)
+    def kill_first(exchange, chunks, returns):
+        receive(exchange, chunks, returns)
         if not killed:
             killed.append(on_ray.pool.hosts[0].pid)
             os.kill(killed[0], signal.SIGKILL)

@@ -13,8 +13,8 @@ import torch
 from cfl_ray import Experiment, run, simulate
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.plugins import load_plugin
 from cfl_ray.core.work import Address, EvaluateClients, Rows
+from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.prepare import prepare
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # hosts are ended and started again
 LOGGED = Path(__file__).parents[1] / "logged.py"
 HANGING = f"{LOGGED}:hanging"
 STUCK, DEADLINE = 3, 4
-CLIENTS = 64  # pieces of two
+CLIENTS = 64  # chunks of two
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def start(backend) -> torch.Tensor:
     return backend.pool.setup.network().new_model(0, 0)[None]
 
 
-def test_the_rest_of_a_piece_counts_and_later_exchanges_do_not_wait(backend, ended):
+def test_the_rest_of_a_chunk_counts_and_later_exchanges_do_not_wait(backend, ended):
     asked, models_KP = clients(backend, range(CLIENTS), 1), start(backend)
     others = [client for client in range(CLIENTS) if client != STUCK]
     updates = asked.train(
@@ -80,7 +80,7 @@ def test_the_rest_of_a_piece_counts_and_later_exchanges_do_not_wait(backend, end
         features=asked.spec.all,
         client_state=ClientState("mine"),
     )
-    assert ended() >= 2, "with the piece, and alone"
+    assert ended() >= 2, "with the chunk, and alone"
     assert updates.valid_M.tolist() == [client != STUCK for client in range(CLIENTS)]
     assert torch.allclose(updates.averaged(models_KP)[0], updates.features_MF[others].mean(0), atol=1e-5)
     assert updates.weight_R.tolist() == pytest.approx([63])

@@ -13,9 +13,9 @@ import torch
 from cfl_ray import Experiment
 from cfl_ray.core.aggregation import Mean, Median, MultiKrum, NormClipping, apply
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
-from cfl_ray.core.plugins import load_plugin
 from cfl_ray.core.work import Address, Losses
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.prepare import prepare
 

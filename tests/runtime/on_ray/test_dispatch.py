@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ObjectFetchTimedOutError, ObjectLostError, RaySystemError, RayTaskError
 
-from cfl_ray.core.errors import ConfigError, DataError, RunError
+from cfl_ray.engine.chunks import Chunk
 from cfl_ray.engine.failure import ClientFailure
-from cfl_ray.engine.pieces import Piece
+from cfl_ray.errors import ConfigError, DataError, RunError
 from cfl_ray.runtime.on_ray import dispatch as dispatch_module
 from cfl_ray.runtime.on_ray.dispatch import _FAILED_HOSTS, _FAILED_TIMES, Dispatch
 from cfl_ray.runtime.on_ray.schedule import Schedule
 
-PIECES = 12
+CHUNKS = 12
 
 
 class FakePool:
@@ -44,16 +44,16 @@ class FakePool:
 
 
 class Calls:
-    """Calls whose pieces raise what `fault(host, pieces)` returns; None: they are done."""
+    """Calls whose chunks raise what `fault(host, chunks)` returns; None: they are done."""
 
     stays_on_hosts = True
 
     def __init__(self, fault):
         self.fault, self.done, self.at = fault, [], {}
 
-    def start(self, host, pieces):
+    def start(self, host, chunks):
         ref = f"call {len(self.at)}"
-        self.at[ref] = host.number, [int(piece.index_m[0]) for piece in pieces]
+        self.at[ref] = host.number, [int(chunk.index_m[0]) for chunk in chunks]
         return [ref]
 
     def get(self, ref):
@@ -61,10 +61,10 @@ class Calls:
             raise error
         return ref
 
-    def receive(self, pieces, returns):
+    def receive(self, chunks, returns):
         self.done += self.at[returns[0]][1]
 
-    def seconds(self, pieces):
+    def seconds(self, chunks):
         return None
 
 
@@ -74,18 +74,18 @@ def task_error(cause):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Returns a function: (fault, hosts, retries) -> (numbers of the pieces done, notes, calls)."""
+    """Returns a function: (fault, hosts, retries) -> (numbers of the chunks done, notes, calls)."""
 
     def start(fault, hosts=4, retries=3):
         pool, calls = FakePool(hosts, retries), Calls(fault)
         monkeypatch.setattr(
             dispatch_module, "ray", SimpleNamespace(get=calls.get, wait=lambda refs, timeout: (refs, []))
         )
-        schedule = Schedule([Piece(np.array([number])) for number in range(PIECES)], together=False)
+        schedule = Schedule([Chunk(np.array([number])) for number in range(CHUNKS)], together=False)
         dispatch = Dispatch(pool, schedule, calls)
         dispatch.run()
         done = sorted(number for numbers in dispatch.done.values() for number in numbers)
-        assert done == list(range(PIECES)), "what stays on hosts that are alive"
+        assert done == list(range(CHUNKS)), "what stays on hosts that are alive"
         return pool, calls
 
     return start
@@ -109,7 +109,7 @@ def client_failure(text, machine):
     ids=lambda cause: type(cause).__name__,
 )
 def test_a_host_on_which_everything_fails_is_given_up(cause, run):
-    pool, _ = run(lambda host, pieces: task_error(cause) if host == 2 else None, retries=1)
+    pool, _ = run(lambda host, chunks: task_error(cause) if host == 2 else None, retries=1)
     assert [host.number for host in pool.hosts] == [0, 1, 3]
     assert [number for number, _ in pool.notes] == [2] * 2, "one restart"
 
@@ -117,7 +117,7 @@ def test_a_host_on_which_everything_fails_is_given_up(cause, run):
 def test_errors_of_the_cluster_count_as_a_death(run):
     """They are no errors of a call."""
     failing = [RaySystemError("broken"), ActorDiedError()]
-    pool, _ = run(lambda host, pieces: failing.pop() if failing and host == 1 else None)
+    pool, _ = run(lambda host, chunks: failing.pop() if failing and host == 1 else None)
     assert len(pool.notes) == 2 and len(pool.hosts) == 4
 
 
@@ -125,8 +125,8 @@ def test_errors_of_the_cluster_count_as_a_death(run):
 def test_work_that_fails_everywhere_ends_the_run_with_its_cause(hosts, run):
     tries = []
 
-    def fault(host, pieces):
-        if 5 in pieces:
+    def fault(host, chunks):
+        if 5 in chunks:
             tries.append(host)
             return task_error(client_failure("client 5 failed while training: CUDA out of memory", True))
         return None
@@ -138,17 +138,17 @@ def test_work_that_fails_everywhere_ends_the_run_with_its_cause(hosts, run):
 
 def test_the_only_host_ends_the_run_after_its_retries(run):
     with pytest.raises(RunError, match=r"the last client host failed \(OSError: read error\)"):
-        run(lambda host, pieces: task_error(OSError("read error")), hosts=1)
+        run(lambda host, chunks: task_error(OSError("read error")), hosts=1)
 
 
 @pytest.mark.parametrize("cause", [ConfigError("no such option"), client_failure("a bug", False), KeyError("a bug")])
 def test_errors_of_the_user_end_the_run_at_once(cause, run):
     tries = []
     with pytest.raises((RunError, ConfigError), match="a bug|no such option"):
-        run(lambda host, pieces: tries.append(host) or task_error(cause))
+        run(lambda host, chunks: tries.append(host) or task_error(cause))
     assert len(tries) == 1
 
 
 def test_objects_that_are_lost_go_to_the_caller(run):
     with pytest.raises(ObjectLostError):
-        run(lambda host, pieces: task_error(ObjectLostError("00", "owner", "site")))
+        run(lambda host, chunks: task_error(ObjectLostError("00", "owner", "site")))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, run, simulate
-from cfl_ray.core.errors import RunError
-from cfl_ray.core.plugins import load_plugin
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime import live_client
 
 

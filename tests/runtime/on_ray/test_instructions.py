@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from cfl_ray import ConfigError, run, simulate
-from cfl_ray.core.instructions import instructions_environment
 from cfl_ray.engine import cpu
+from cfl_ray.system.instructions import instructions_environment
 
 RUN = """
 import json, sys

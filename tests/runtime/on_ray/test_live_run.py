@@ -13,11 +13,11 @@ import pytest
 
 from cfl_ray import resume, simulate
 from cfl_ray.config import DataConfig
-from cfl_ray.core.errors import ConfigError, RunError
 from cfl_ray.data import build
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime import live_client, session_file
 from cfl_ray.tracking import read_records
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cfl_ray import run, simulate
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 
 FILE = '''
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
-from cfl_ray.core.errors import ConfigError, DataError, RunError, RunStopped
+from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
 from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry

@@ -1,15 +1,15 @@
-"""Which host is given which pieces, without Ray."""
+"""Which host is given which chunks, without Ray."""
 
 import numpy as np
 import pytest
 
-from cfl_ray.engine.pieces import Piece
+from cfl_ray.engine.chunks import Chunk
 from cfl_ray.runtime.on_ray.schedule import Schedule
 
 
-def pieces(costs, rows=None) -> list[Piece]:
+def chunks(costs, rows=None) -> list[Chunk]:
     rows = [0] * len(costs) if rows is None else rows
-    return [Piece(np.array([at]), row, cost) for at, (cost, row) in enumerate(zip(costs, rows))]
+    return [Chunk(np.array([at]), row, cost) for at, (cost, row) in enumerate(zip(costs, rows))]
 
 
 def rounds(schedule: Schedule, hosts: range) -> list[list[list[int]]]:
@@ -21,51 +21,51 @@ def rounds(schedule: Schedule, hosts: range) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("count", [4, 100])
-def test_as_many_pieces_as_hosts_are_one_for_each(count):
-    (first,) = rounds(Schedule(pieces([1.0] * count)), range(count))
+def test_as_many_chunks_as_hosts_are_one_for_each(count):
+    (first,) = rounds(Schedule(chunks([1.0] * count)), range(count))
     assert [len(call) for call in first] == [1] * count
 
 
-def test_few_hosts_are_given_several_pieces_at_a_time_and_fewer_towards_the_end():
-    calls = [call for each in rounds(Schedule(pieces([1.0] * 600)), range(2)) for call in each if call]
+def test_few_hosts_are_given_several_chunks_at_a_time_and_fewer_towards_the_end():
+    calls = [call for each in rounds(Schedule(chunks([1.0] * 600)), range(2)) for call in each if call]
     sizes = [len(call) for call in calls]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 100 and sizes[-1] == 1 and len(calls) < 40
     assert sorted(number for call in calls for number in call) == list(range(600))
 
 
-def test_short_pieces_share_calls_that_are_worth_their_overhead_and_every_host_has_work():
+def test_short_chunks_share_calls_that_are_worth_their_overhead_and_every_host_has_work():
     def sizes(least):
-        made = rounds(Schedule(pieces([1.0] * 20), least=least), range(2))
+        made = rounds(Schedule(chunks([1.0] * 20), least=least), range(2))
         return [len(call) for each in made for call in each if call]
 
     assert sizes(4) == [5] * 4 and sizes(7) == [10, 10] and sizes(1e9) == [10, 10]
 
 
-def test_with_a_call_for_each_piece_there_is_one_piece_in_a_call():
-    calls = [call for each in rounds(Schedule(pieces([1.0] * 9), together=False), range(2)) for call in each if call]
+def test_with_a_call_for_each_chunk_there_is_one_chunk_in_a_call():
+    calls = [call for each in rounds(Schedule(chunks([1.0] * 9), together=False), range(2)) for call in each if call]
     assert calls == [[number] for number in range(9)]
 
 
-def test_the_largest_piece_comes_first_and_alone_where_it_is_more_than_a_share():
-    schedule = Schedule(pieces([1, 5, 2, 40, 3]))
+def test_the_largest_chunk_comes_first_and_alone_where_it_is_more_than_a_share():
+    schedule = Schedule(chunks([1, 5, 2, 40, 3]))
     assert schedule.next_for(0, range(2)) == [3]
     assert [schedule.next_for(1, range(2)), schedule.next_for(0, range(2))] == [[1], [4]]
 
 
 def test_a_host_stays_with_an_output_row():
-    """Four rows of 100 pieces on two hosts: each host adds up two rows, and at the end perhaps one more."""
-    schedule = Schedule(pieces([1.0] * 400, rows=np.repeat(range(4), 100).tolist()))
+    """Four rows of 100 chunks on two hosts: each host adds up two rows, and at the end perhaps one more."""
+    schedule = Schedule(chunks([1.0] * 400, rows=np.repeat(range(4), 100).tolist()))
     met = {0: set(), 1: set()}
     for call in rounds(schedule, range(2)):
         for host, numbers in enumerate(call):
-            met[host] |= {schedule.pieces[number].row for number in numbers}
+            met[host] |= {schedule.chunks[number].row for number in numbers}
     assert all(len(rows) <= 3 for rows in met.values()), met
 
 
 def test_a_host_prefers_data_that_its_node_has_and_is_never_idle_for_that():
-    """Node a has the data of the first half. Host 0 is on a, host 1 on b, which has none; 20 pieces are anywhere."""
+    """Node a has the data of the first half. Host 0 is on a, host 1 on b, which has none; 20 chunks are anywhere."""
     nodes = ["a"] * 40 + [""] * 20
-    schedule, node_of_host = Schedule(pieces([1.0] * 60), nodes=nodes), {0: "a", 1: "b"}
+    schedule, node_of_host = Schedule(chunks([1.0] * 60), nodes=nodes), {0: "a", 1: "b"}
     given = {0: [], 1: []}
     while schedule:
         for host, node in node_of_host.items():
@@ -79,8 +79,8 @@ def test_a_host_prefers_data_that_its_node_has_and_is_never_idle_for_that():
     assert all(nodes[number] == "a" for number in given[0][0])
 
 
-def test_pieces_put_back_stay_in_their_group():
-    schedule = Schedule(pieces([1.0] * 4), nodes=["a", "a", "b", "b"], together=False)
+def test_chunks_put_back_stay_in_their_group():
+    schedule = Schedule(chunks([1.0] * 4), nodes=["a", "a", "b", "b"], together=False)
     first = schedule.next_for(0, range(2), node="b")
     assert first == [2]
     schedule.put_back(first)
@@ -91,7 +91,7 @@ def test_all_hosts_are_busy_to_the_end_with_costs_drawn_log_normally():
     """The last host ends within 3 % of the mean."""
     draw = np.random.default_rng(0)
     costs, hosts = draw.lognormal(0, 1, 20_000), range(100)
-    schedule = Schedule(pieces(costs.tolist(), rows=draw.integers(0, 50, len(costs)).tolist()))
+    schedule = Schedule(chunks(costs.tolist(), rows=draw.integers(0, 50, len(costs)).tolist()))
     busy = np.zeros(len(hosts))
     while schedule:
         host = int(busy.argmin())
@@ -99,9 +99,9 @@ def test_all_hosts_are_busy_to_the_end_with_costs_drawn_log_normally():
     assert busy.max() < 1.03 * busy.mean()
 
 
-def test_pieces_that_are_put_back_are_given_again_and_none_is_lost():
+def test_chunks_that_are_put_back_are_given_again_and_none_is_lost():
     draw = np.random.default_rng(1)
-    schedule, done = Schedule(pieces(draw.random(300).tolist(), rows=draw.integers(0, 9, 300).tolist())), []
+    schedule, done = Schedule(chunks(draw.random(300).tolist(), rows=draw.integers(0, 9, 300).tolist())), []
     while schedule:
         numbers = schedule.next_for(int(draw.integers(4)), range(4))
         if draw.random() < 0.3:
@@ -111,19 +111,19 @@ def test_pieces_that_are_put_back_are_given_again_and_none_is_lost():
     assert sorted(done) == list(range(300)) and schedule.cost_left == pytest.approx(0, abs=1e-9)
 
 
-def test_the_parts_of_a_late_piece_come_next():
-    schedule = Schedule(pieces([3.0, 2.0, 1.0]))
-    schedule.add_urgent(pieces([1.0, 1.0]), home=None)
+def test_the_parts_of_a_late_chunk_come_next():
+    schedule = Schedule(chunks([3.0, 2.0, 1.0]))
+    schedule.add_urgent(chunks([1.0, 1.0]), home=None)
     assert [schedule.next_for(0, range(2)) for _ in range(2)] == [[3], [4]]
-    assert schedule.pieces[3].index_m.tolist() == [0]
+    assert schedule.chunks[3].index_m.tolist() == [0]
 
 
-# ---- pieces that only one host may do
+# ---- chunks that only one host may do
 
 
 def handed(homes, starting=()) -> list[list[int]]:
-    """The pieces that hosts 0, 1 and 2 are given."""
-    schedule = Schedule(pieces([1.0] * len(homes)), homes=homes)
+    """The chunks that hosts 0, 1 and 2 are given."""
+    schedule = Schedule(chunks([1.0] * len(homes)), homes=homes)
     ready = [host for host in range(3) if host not in starting]
     of_host = [[], [], []]
     for host in ready:
@@ -132,18 +132,18 @@ def handed(homes, starting=()) -> list[list[int]]:
     return [sorted(numbers) for numbers in of_host]
 
 
-def test_a_piece_with_a_home_waits_for_it():
+def test_a_chunk_with_a_home_waits_for_it():
     assert handed([2, 0, 2, 1]) == [[1], [3], [0, 2]]
     assert handed([2, 0, 2, 1], starting=[2]) == [[1], [3], []]
 
 
-def test_pieces_without_their_home_are_spread_over_ready_hosts():
+def test_chunks_without_their_home_are_spread_over_ready_hosts():
     assert handed([3, 4, 5, 7]) == [[0], [1, 3], [2]]
     assert handed([3, 4, 5, 7], starting=[1]) == [[1], [], [0, 2, 3]]
 
 
-def test_a_host_does_not_wait_for_a_late_piece_of_another_home():
-    schedule = Schedule(pieces([1.0, 1.0]), homes=[0, 2])
-    schedule.add_urgent(pieces([1.0]), home=2)
+def test_a_host_does_not_wait_for_a_late_chunk_of_another_home():
+    schedule = Schedule(chunks([1.0, 1.0]), homes=[0, 2])
+    schedule.add_urgent(chunks([1.0]), home=2)
     assert schedule.next_for(0, range(3)) == [0]
     assert [schedule.next_for(2, range(3)) for _ in range(2)] == [[2], [1]]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ObjectLostError
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.lifecycle import Running
 from cfl_ray.runtime.on_ray import server_process
 from cfl_ray.runtime.on_ray.server_process import ServerProcess

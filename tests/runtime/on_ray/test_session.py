@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from cfl_ray.core.errors import RunError
+from cfl_ray.errors import RunError
 from cfl_ray.runtime.lifecycle import RunPlan
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray import session as session_module

@@ -3,7 +3,7 @@
 import pytest
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.study import workers
 from cfl_ray.runtime.study.cells import Selection, plan

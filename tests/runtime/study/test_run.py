@@ -9,7 +9,7 @@ import pytest
 from studies import InlineCrew
 
 import cfl_ray
-from cfl_ray.core.errors import ConfigError, Interrupted, RunError
+from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.runtime.run_lock import hold_run
 from cfl_ray.runtime.study import run, workers

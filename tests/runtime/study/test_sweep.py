@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from cfl_ray.config.study import SweepConfig
-from cfl_ray.core.errors import ConfigError, Interrupted
+from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.runtime.comparison import StudyFigures
 from cfl_ray.runtime.study import run
 from cfl_ray.runtime.study.cells import plan

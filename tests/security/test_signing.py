@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfl_ray.core.signing import is_signed, sign
+from cfl_ray.security.signing import is_signed, sign
 
 
 @pytest.fixture(autouse=True)

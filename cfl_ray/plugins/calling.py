@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError, RunError, UserError, did_you_mean
+from cfl_ray.errors import ConfigError, RunError, UserError, did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
@@ -22,7 +22,7 @@ def place_of(part: Any) -> str:
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
     file, line = _definition(source)
-    return f"{name} ({file}, line {line})" if is_own(file) else name
+    return f"{name} ({file}, line {line})" if is_user_file(file) else name
 
 
 def failure_of(part: Any, error: Exception, where: str = "") -> str:
@@ -39,7 +39,7 @@ def explained(part: Any, error: Exception) -> str:
     if found is None:
         return f"{type(error).__name__}: {error}"
     file, line = found
-    return f"{type(error).__name__}: {error} ({'' if is_own(file) else f'{file}, '}line {line})"
+    return f"{type(error).__name__}: {error} ({'' if is_user_file(file) else f'{file}, '}line {line})"
 
 
 def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
@@ -76,7 +76,7 @@ def _definition(source: Any) -> tuple[Path | None, int]:
         return None, 0
 
 
-def is_own(file: Path | None) -> bool:
+def is_user_file(file: Path | None) -> bool:
     """Whether a file is the user's: neither of this package nor of an installed one."""
     return file is not None and not file.is_relative_to(_PACKAGE) and not _INSTALLED & set(file.parts)
 
@@ -147,7 +147,7 @@ def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Se
     """
     if isinstance(part, type):
         check_options(kind, part, options)
-        return call_own(kind, partial(part, **options), error=ConfigError)
+        return call_plugin(kind, partial(part, **options), error=ConfigError)
     if not inspect.isroutine(part) and not isinstance(part, partial):
         if options:
             raise ConfigError(f"{kind} {place_of(part)} is an object, which takes no options; got {dict(options)}")
@@ -156,7 +156,7 @@ def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Se
     return partial(part, **options) if options else part
 
 
-def call_own(
+def call_plugin(
     kind: str, function: Callable[..., Any], *arguments: Any, error: type[UserError] = RunError, where: str = ""
 ) -> Any:
     """The result of a user's function. Its exceptions become an `error` that names the function and the line.

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from cfl_ray.core.redaction import redact
+from cfl_ray.errors.redaction import redact
 
 
 class UserError(Exception):

@@ -1,8 +1,8 @@
 import pytest
 
-from cfl_ray.core import registry
-from cfl_ray.core.errors import ConfigError
-from cfl_ray.core.registry import Registry
+from cfl_ray.errors import ConfigError
+from cfl_ray.plugins import registry
+from cfl_ray.plugins.registry import Registry
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.plugins import load_plugin, sent_by_value
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.loading import load_plugin, sent_by_value
 
 
 def test_loads_an_object_of_the_file(tmp_path):

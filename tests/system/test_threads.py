@@ -2,7 +2,7 @@ import scipy.linalg  # noqa: F401  loads a BLAS of its own
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from cfl_ray.core.threads import one_thread
+from cfl_ray.system.threads import one_thread
 
 
 def threads() -> list[int]:

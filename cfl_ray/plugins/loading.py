@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, did_you_mean
 
 PREFIX = "cfl_ray_plugin_"
 _NEIGHBOURS: dict[str, Path] = {}  # modules that users' files imported from their own folders, by name: the folder

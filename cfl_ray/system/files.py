@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from cfl_ray.core.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError, DataError
 
 Record = TypeVar("Record")
 PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those that the umask forbids

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from cfl_ray.core.aggregation import RULES
-from cfl_ray.core.errors import ConfigError, DataError, RunError
-from cfl_ray.core.own_parts import (
+from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.plugins.calling import (
     as_number,
-    call_own,
+    call_plugin,
     described,
     explained,
     parse_choice,
@@ -101,7 +101,7 @@ def test_an_exception_names_the_line_that_raised_it():
         return x / 0
 
     with pytest.raises(DataError) as error:
-        call_own("part", broken, 1, error=DataError, where=" of the test")
+        call_plugin("part", broken, 1, error=DataError, where=" of the test")
     expected = f"part broken ({__file__}, line {line(broken)}) of the test failed: ZeroDivisionError: division by zero"
     assert str(error.value) == f"{expected} (line {line(broken) + 1})"
 
@@ -109,7 +109,7 @@ def test_an_exception_names_the_line_that_raised_it():
         raise RunError("as it is")
 
     with pytest.raises(RunError, match="^as it is$"):
-        call_own("part", refusing, 1, error=DataError)
+        call_plugin("part", refusing, 1, error=DataError)
 
 
 def test_values_are_described_by_type_and_shape():

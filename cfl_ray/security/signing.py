@@ -8,7 +8,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-from cfl_ray.core.files import PRIVATE, private_folder, user_folder
+from cfl_ray.system.files import PRIVATE, private_folder, user_folder
 
 _BYTES = 32
 

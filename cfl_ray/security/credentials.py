@@ -12,9 +12,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.core.errors import DataError
-from cfl_ray.core.files import private_folder, read_json, user_folder, write_json
-from cfl_ray.core.redaction import HIDDEN, redact
+from cfl_ray.errors import DataError
+from cfl_ray.errors.redaction import HIDDEN, redact
+from cfl_ray.system.files import private_folder, read_json, user_folder, write_json
 
 
 def redact_values(values: Any) -> Any:

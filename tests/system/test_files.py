@@ -5,9 +5,9 @@ import stat
 
 import pytest
 
-from cfl_ray.core import files
-from cfl_ray.core.errors import ConfigError, DataError
-from cfl_ray.core.files import (
+from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.system import files
+from cfl_ray.system.files import (
     cut_torn_line,
     drafted,
     open_private,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from cfl_ray.core.errors import ConfigError, did_you_mean
-from cfl_ray.core.plugins import entry_points_of, load_plugin
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.plugins.loading import entry_points_of, load_plugin
 
 Part = TypeVar("Part")
 

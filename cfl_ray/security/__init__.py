@@ -1,0 +1,1 @@
+"""Signatures of run directories, and the credentials that their files do not hold."""

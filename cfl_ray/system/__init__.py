@@ -1,0 +1,1 @@
+"""Files and threads of this process and its machine: no federated learning."""
