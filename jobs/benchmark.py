@@ -39,7 +39,8 @@ class OnRay:
         from cfl_ray.runtime.prepare import prepare
 
         self.session = RaySession(prepare(experiment), None)
-        self.session.begin("fedavg")
+        self.rounds = self.session.rounds("fedavg")
+        next(self.rounds)
         self.engine = self.session.facts()["engine"]
         self.peak: dict[str, float] = {}  # MB of private memory, by kind of process
         self.closing = threading.Event()
@@ -47,7 +48,7 @@ class OnRay:
 
     def round(self) -> float:
         """Runs one round and returns its seconds."""
-        return self.session.advance().metrics["round_seconds"]
+        return next(self.rounds).metrics["round_seconds"]
 
     def _watch(self) -> None:
         """Samples the private memory ten times a second, since Linux does not record its peak."""

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 import numpy as np
 import psutil
@@ -63,8 +64,8 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
         changes = {"address": address, "hosts": len(cores), "checkpoint_every": 10_000}
         session = RaySession(prepare(experiment_of(work, output, rounds + 2, data=federation, runtime=changes)), None)
         try:
-            session.begin("fedavg")
-            return [session.advance().metrics["round_seconds"] for _ in range(rounds + 1)][1:]
+            reports = islice(session.rounds("fedavg"), 2, rounds + 2)  # without the start, and the round that warms up
+            return [report.metrics["round_seconds"] for report in reports]
         finally:
             session.close()
             ray.shutdown()

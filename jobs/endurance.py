@@ -26,7 +26,7 @@ from rich.table import Table
 
 from cfl_ray import Experiment, run
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 console = Console(highlight=False)
 

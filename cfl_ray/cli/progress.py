@@ -27,7 +27,7 @@ from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.reporting import REPORT
 from cfl_ray.runtime.results import Results
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import ARTIFACTS
 from cfl_ray.tracking.record import is_evaluated
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.runtime.record_files import DIAGNOSTICS
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import RoundRecord
 
 _SCHEMA = pa.schema(

@@ -23,7 +23,7 @@ from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.reporting import REPORT, FoundRun, write_report_of
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.session import Session
 from cfl_ray.runtime.trained import load_trained
@@ -211,15 +211,13 @@ class Driver:
         diagnostics: DiagnosticsLog,
         tracker: Tracker | None,
     ) -> RoundReport:
-        """Advances the session until the method is finished. Raises RunStopped when a request ended the run before."""
-        report = self.session.begin(label)
-        self._record(report, records, moves, clients, diagnostics, tracker)  # saved before a crash and not recorded
-        self.watcher.method(label, report)
-        while not (report.finished or report.stop):
-            self._check_ending()
-            report = self.session.advance()
+        """Records the rounds of the method. Raises RunStopped when a request ended the run before the last one."""
+        tell = self.watcher.method
+        for report in self.session.rounds(label):  # first the restored one, which may not be recorded yet
             self._record(report, records, moves, clients, diagnostics, tracker)
-            self.watcher.round(label, report)
+            tell(label, report)
+            tell = self.watcher.round
+            self._check_ending()
         self.stopped = report.stop
         if not report.finished:
             raise RunStopped(f"stopped after round {report.round} of {label}, as asked")

@@ -1,6 +1,6 @@
 """Requests to the running method: checked at once, journaled, and taken up when the next round begins.
 
-The thread of the round loop calls `take_up`, `set_population` and `set_state`; the other methods are thread-safe.
+The thread of the round loop calls `take_up`, `set_population` and `set_status`; the other methods are thread-safe.
 """
 
 import threading
@@ -16,7 +16,7 @@ from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
-from cfl_ray.runtime.lifecycle import Evaluating, Running, RunState, Saving, Starting
+from cfl_ray.runtime.round_report import Status
 
 
 class Requests:
@@ -30,7 +30,8 @@ class Requests:
     ):
         self.label, self.journal, self.rounds, self.session = label, journal, rounds, session
         self.lock = threading.RLock()
-        self.now: RunState = Starting()
+        self.status: Status = "starting"
+        self.round = 0  # the round at work
         self.settled = recorded  # the last round whose population is fixed
         self.stop_after: int | None = None  # the round after which the run ends, as was asked
         self.federations = [(0, federation)]  # (first round, federation); the last one has all granted newcomers
@@ -63,9 +64,9 @@ class Requests:
         """The present population, against which requests are checked."""
         self.population = copy(population)
 
-    def set_state(self, now: RunState) -> None:
-        """The present state of the run."""
-        self.now = now
+    def set_status(self, status: Status, round: int) -> None:
+        """The present status of the run, and its round."""
+        self.status, self.round = status, round
 
     # ---- for any thread
 
@@ -98,11 +99,11 @@ class Requests:
     def stop(self) -> str:
         """Ends the run after the present round. Raises RunError where no round is running."""
         with self.lock:
-            if not isinstance(self.now, Running | Evaluating | Saving):
+            if self.status not in ("running", "evaluating", "saving"):
                 raise RunError(f"{self.label} is not running just now; ask again in a moment")
             if self.stop_after is None:
-                self.journal.add(JournalEvent(self.now.round, stop=self.session))
-                self.stop_after = self.now.round
+                self.journal.add(JournalEvent(self.round, stop=self.session))
+                self.stop_after = self.round
             return f"{self.label}: the run ends after round {self.stop_after}, which is saved"
 
     def pending(self) -> list[str]:

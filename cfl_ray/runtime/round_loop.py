@@ -1,136 +1,79 @@
-"""The round loop of one method. Plain Python, so that it runs in this process as well as inside a Ray actor."""
+"""The round loop of a method: `RoundLoop.rounds` is a whole run, read from top to bottom.
 
-import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+Plain Python, so that it runs in this process as well as inside a Ray actor. What a fault loses, whatever line it hits:
+nothing. A round is a pure function of the state before it and of (seed, round), a checkpoint is complete or absent, and
+a granted request is on disk before it is acknowledged; so the next process begins at the newest checkpoint and repeats
+the rounds since then, with the same results. A round that was saved and not yet recorded is reported again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic, Diagnostics, ReportedDiagnostic
+from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
 from cfl_ray.core.method import Start
-from cfl_ray.core.population import Population, PopulationChange
+from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.state import State
 from cfl_ray.core.work import Backend
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
-from cfl_ray.errors import RunError, RunStopped, UserError
-from cfl_ray.runtime.checkpoint.cadence import Cadence
+from cfl_ray.errors import RunStopped, UserError
+from cfl_ray.runtime.checkpoint.interval import CheckpointInterval
+from cfl_ray.runtime.checkpoint.snapshot import Snapshot
 from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import (
     Evaluator,
     Scores,
     cluster_metrics,
-    cluster_vectors,
     initial_scores,
     mean_of_defined,
     score_metrics,
 )
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
-from cfl_ray.runtime.lifecycle import (
-    Broken,
-    Done,
-    Evaluating,
-    Finished,
-    LifecycleEvent,
-    Loaded,
-    Running,
-    RunPlan,
-    RunState,
-    Saving,
-    Starting,
-    Stopped,
-    next_state,
-)
+from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
+from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
+from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.tracking import read_records
-from cfl_ray.tracking.record import LABEL_COUNTS, cluster_diagnostics_of, taken_names
+from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
-_MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors in a checkpoint
-_DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
-_LISTED = 8  # clients that a note names
 
 
 @dataclass(frozen=True)
-class RoundReport:
-    """The state and metrics after a round (or, with round 0, after the loop was loaded)."""
+class RunPlan:
+    """Rounds of a run, and which of them are evaluated and saved whatever else happens."""
 
-    state: RunState
-    round: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # one line each, shown to the user
-    moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
-    scores_M4: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
-    time_ms: int = 0
-    stop: bool = False  # a request ends the run here
-    numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
-    diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
+    rounds: int
+    evaluate_every: int = 1
+    checkpoint_every: int | None = 1  # None: as `CheckpointInterval` says
 
-    @property
-    def finished(self) -> bool:
-        return isinstance(self.state, Finished)
+    def evaluates(self, round: int) -> bool:
+        """Whether `round` is evaluated; the last one always is."""
+        return round % self.evaluate_every == 0 or round == self.rounds
 
-
-class _SavedTraffic(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    down_bits: int
-    up_bits: int
-
-
-class _SavedDiagnostic(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    name: str
-    round: int
-    axes: list[str]
-
-
-class _SavedReport(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    metrics: dict[str, float]
-    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
-    time_ms: int
-    numbers: list[str] = []
-    diagnostics: list[_SavedDiagnostic] = []
-
-
-class _SavedValues(BaseModel):
-    """The JSON values of a checkpoint."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    state: dict[str, Any]  # fields of the method's state that are no tensors
-    traffic: _SavedTraffic
-    report: _SavedReport
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The content of a checkpoint, client states aside."""
-
-    state: State
-    traffic: Traffic
-    local_scores_N2: np.ndarray
-    moments: dict[str, torch.Tensor]  # of the server optimiser
-    report: RoundReport
+    def saves(self, round: int) -> bool:
+        """Whether a checkpoint follows `round`; the last one always has one."""
+        return round == self.rounds or (self.checkpoint_every is not None and round % self.checkpoint_every == 0)
 
 
 class RoundLoop:
-    """One method on one federation. `advance` performs states until a round is complete.
+    """One method on one federation: as it was after its newest checkpoint, or before round 1.
 
-    Raises what the method raises; a checkpoint and the journal hold everything that another process needs to go on.
-    session: names the driver's session, which a request to stop ends.
+    session: names the driver's session, which a request to stop ends. Raises RunError for checkpoints that cannot be
+    used.
     """
 
     def __init__(
@@ -142,356 +85,280 @@ class RoundLoop:
         store: CheckpointStore | None,
         session: str = "",
     ):
-        self.experiment, self.federation = setup.experiment, setup.federation
-        self.setup, self.availability, self.learning = setup, setup.availability, setup.learning_of(label)
-        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
-        self.method, self.network, self.store = setup.methods[label], network, store
-        self.backend = ReusingBackend(backend, self.federation, self.attackers)
+        experiment = self.experiment = setup.experiment
+        self.setup, self.label, self.network, self.store = setup, label, network, store
+        self.method, self.learning = setup.methods[label], setup.learning_of(label)
         self.steps = CheckedMethod(self.method, network.spec.size)
-        self.aggregation, step = self.method.aggregation_rule, self.method.server_step
-        self.server = None if step is None else ServerMoments(step)
-        experiment = self.experiment
-        self.label = label
-        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
-        self.cadence = Cadence() if store is not None and experiment.runtime.checkpoint_every is None else None
+        self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
+        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
+        self.backend = ReusingBackend(backend, setup.federation, self.attackers)
         self.task, self.primary = setup.task, setup.task.metrics[0].name
-        self.evaluator = Evaluator(experiment.evaluation, self.federation, self.backend, experiment.seed, self.task)
-        journal = Journal(store.directory if store else None)
-        recorded = [record.round for record in read_records(store.directory)] if store else []
-        last = max(recorded, default=0)
-        self.requests = Requests(label, journal, self.federation, experiment.rounds, session, last)
-        self.now: RunState = Starting()
-        self.saved = 0  # the last round with a checkpoint
-        self.state: State
-        self.scores_M4: np.ndarray | None = None  # of the evaluation of this round: see `RoundReport`
         self.taken = taken_names([metric.name for metric in self.task.metrics])
-        self.diagnostics: dict[str, ReportedDiagnostic] = {}  # arrays since the evaluated round before, by name
-        self.deferred: dict[str, tuple[int, Diagnostics]] = {}  # those that are not made yet: (round, found there)
-        self.label_counts = LabelCounts(self.federation.shape.num_classes)
-        self.report = RoundReport(self.now, 0)
+        self.evaluator = Evaluator(experiment.evaluation, setup.federation, self.backend, experiment.seed, self.task)
+        self.label_counts = LabelCounts(setup.federation.shape.num_classes)
+        self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
+        self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
+        recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
+        journal = Journal(store.directory if store else None)
+        self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
+        self.membership = Membership(setup, self.requests)
+
+        self.status: Status = "starting"
+        self.round = 0  # the round at work, or the last one
+        checkpoint = store.load(self._decoded) if store else None
+        self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
+        self.membership.restore(self.saved)
+        self._use(self.membership.federation)
+        self.initial_P = network.new_model(experiment.seed, 0)
+        snapshot = self._decoded(checkpoint) if checkpoint else self._first()
+        self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
+        self.restored = self._restored(snapshot, checkpoint)
+        self.diagnostics = RoundDiagnostics(() if self.restored.diagnostics else snapshot.report.diagnostics)
 
     # ---- the loop
 
-    @property
-    def round(self) -> int:
-        """The round at work, or the last one."""
-        return getattr(self.now, "round", self.saved)
+    def rounds(self) -> Iterator[RoundReport]:
+        """The report of the round that is restored (0: none is), then of each round when it is complete.
 
-    def advance(self) -> RoundReport:
-        """Goes on until the next round is complete: trained, evaluated and saved as planned.
-
-        The first call restores the newest checkpoint, or makes the first state, and trains nothing.
+        Raises what the method raises.
         """
-        if isinstance(self.now, Starting):
-            round = self._load()
-            self._enter(Loaded(round))
-            notes = self.report.notes + ((f"goes on after round {round}",) if round else ())
-            if (last := self.requests.stop_after) is not None and last > round:
-                notes += (f"ends after round {last}, as was asked before the fault",)
-            return replace(self.report, state=self.now, notes=notes, stop=self._stops_after(round))
-        while True:
-            round = self.round
-            try:
-                self._perform(self.now)
-            except UserError as error:
-                self._enter(Broken(str(error), self.saved))
-                if isinstance(error, RunStopped):  # within the round
-                    self.requests.stopped(self.saved)
-                raise
-            # a request to stop is taken up before the next round, or answered with a later one
-            with self.requests.lock:
-                due = self.cadence is not None and self.cadence.is_due()
-                self._enter(Done(self._stops_after(round), due))
-            if isinstance(self.now, Finished | Stopped) or (isinstance(self.now, Running) and self.now.round > round):
-                return self._report(round)
+        yield self.restored
+        while self.status == "running":
+            draft = RoundDraft(self.round, RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics()))
+            with self._failing():
+                self._change_membership(draft)
+                cohort = self.membership.cohort(draft.round)
+                self._train(cohort, draft)
+                if self.plan.evaluates(draft.round):
+                    self._evaluate(draft)
+                self._save_and_close(draft)
+            yield self._report(draft)
 
-    def _perform(self, now: RunState) -> None:
-        match now:
-            case Running(round):
-                self._run(round)
-            case Evaluating(round):
-                self._evaluate(round)
-            case Saving(round):
-                self._save(round)
-            case _:
-                raise ValueError(f"nothing to perform in {now}")
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context of a round's work: an error that a retry would not cure ends the run."""
+        try:
+            yield
+        except UserError as error:
+            self._enter("failed", self.saved)
+            if isinstance(error, RunStopped):  # within the round
+                self.requests.stopped(self.saved)
+            raise
 
-    def _enter(self, event: LifecycleEvent) -> None:
-        self.now = next_state(self.now, event, self.plan)
-        self.requests.set_state(self.now)
+    def _enter(self, status: Status, round: int) -> None:
+        self.status, self.round = status, round
+        self.requests.set_status(status, round)
 
-    def _stops_after(self, round: int) -> bool:
+    def _close(self, round: int) -> None:
+        """Goes on to the round after `round`, which is complete, unless it is the last or a request ends the run."""
+        if round >= self.plan.rounds:
+            self._enter("finished", round)
+        elif self.stops_after(round) and round:
+            self._enter("stopped", round)
+        else:
+            self._enter("running", round + 1)
+
+    def stops_after(self, round: int) -> bool:
+        """Whether a request ends the run after this round."""
         return self.requests.stop_after is not None and round >= self.requests.stop_after
 
-    def _report(self, round: int) -> RoundReport:
-        stop = self._stops_after(round)
-        return RoundReport(
-            self.now,
-            round,
-            self.metrics,
-            tuple(self.notes),
-            tuple(self.moved),
-            self.scores_M4,
-            self.time_ms,
-            stop,
-            tuple(self.numbers),
-            tuple(self.diagnostics.values()) if self.scores_M4 is not None else (),
-        )
+    def _report(self, draft: RoundDraft) -> RoundReport:
+        reported, stop = self.diagnostics.reported, self.stops_after(draft.round)
+        if draft.scores_M4 is not None:
+            self.diagnostics = RoundDiagnostics()  # they go out with this round
+        return draft.report(self.status, stop, reported)
 
-    # ---- starting
+    # ---- before the first round
 
-    def _load(self) -> int:
-        """Restores everything as it was after the newest checkpoint, or before round 1. Returns that round."""
-        experiment, federation = self.experiment, self.federation
-        changes = [
-            PopulationChange(event.round, tuple(event.join), tuple(event.leave)) for event in experiment.schedule
-        ]
-        self.population = Population(federation.num_clients, changes, experiment.seed)
-        self.initial_P = self.network.new_model(experiment.seed, 0)
-        self.traffic = Traffic()
-        # P-local of every client: the first two scores (accuracy and macro-F1 of classes) after its last own training
-        self.local_scores_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
-        checkpoint = self.store.load(self._saved) if self.store else None
-        round = checkpoint.round if checkpoint else 0
-        self.requests.go_on_after(round)
-        self._use(self.requests.federation(round))
-        self._look_at(round)
-        self.requests.set_population(self.population)
-        if checkpoint is None:
-            self.state = self.steps.init(self._start())
-        else:
-            self._restore(checkpoint)
-        return round
+    def _first(self) -> Snapshot:
+        """The method before round 1."""
+        federation = self.membership.federation
 
-    def _start(self) -> Start:
         def new_model(index: int) -> torch.Tensor:
             return self.network.new_model(self.experiment.seed, index)
 
-        return Start(self.federation.num_clients, self.network.spec, new_model, self.federation.shape.input)
+        start = Start(federation.num_clients, self.network.spec, new_model, federation.shape.input)
+        unknown_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
+        return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        saved, self.saved = self._saved(checkpoint), checkpoint.round
-        self.state, self.traffic, self.local_scores_N2 = saved.state, saved.traffic, saved.local_scores_N2
-        if self.server is not None:
-            self.server.restore(saved.moments)
-        for event in self.requests.journal.until(checkpoint.round):
-            self.population.add(event.change, self.requests.federation(event.round).num_clients)
-        self.population.advance(checkpoint.round)
-        self.requests.take_up(checkpoint.round)
-        self.requests.set_population(self.population)
-        self.backend.restore(checkpoint.client_states())
-        self.scores_M4 = saved.report.scores_M4
-        self.diagnostics = {one.name: one for one in saved.report.diagnostics}
-        self.report = replace(saved.report, state=self.now, notes=checkpoint.refused)
-        if self.scores_M4 is None:
-            self.report = replace(self.report, diagnostics=())  # they go out with the next evaluated round
+    def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
+        return Snapshot.decoded(checkpoint, self.label, self.method.state_type, len(self.task.score_names))
 
-    def _saved(self, checkpoint: Checkpoint) -> _Saved:
-        """The content of a checkpoint. Raises RunError where that is not what `_save` writes for this method."""
-        tensors = dict(checkpoint.tensors)
-        try:
-            values = _SavedValues.model_validate(checkpoint.values)
-            local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
-            scores_M4 = tensors.pop("server.scores_M4").numpy()
-            names = [name for name in tensors if name.startswith(_MOMENTS)]
-            moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
-            diagnostics = tuple(_saved_diagnostic(one, tensors) for one in values.report.diagnostics)
-            state = self.method.state_type.from_checkpoint(tensors, values.state)
-            count = len(state.assign_N)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = str(error).partition("\n")[0] if isinstance(error, TypeError | ValidationError) else repr(error)
-            raise RunError(f"it is no checkpoint of {self.label}: {reason}") from error
-        if local_scores_N2.shape != (count, 2) or scores_M4.shape[1:] != (1 + len(self.task.score_names),):
-            raise RunError(
-                f"it is no checkpoint of {self.label}: scores of shape {local_scores_N2.shape} and {scores_M4.shape} "
-                f"for {count} clients"
-            )
-        moved = tuple((client, cluster) for client, cluster in values.report.moved)
-        scores = scores_M4 if len(scores_M4) else None
-        report = RoundReport(
-            Starting(),
-            checkpoint.round,
-            values.report.metrics,
-            moved=moved,
-            scores_M4=scores,
-            time_ms=values.report.time_ms,
-            numbers=tuple(values.report.numbers),
-            diagnostics=diagnostics,
+    def _restored(self, snapshot: Snapshot, checkpoint: Checkpoint | None) -> RoundReport:
+        """Restores what is not in the attributes of this loop, and reports the round again that was saved last."""
+        notes: tuple[str, ...] = ()
+        if checkpoint is not None:
+            if self.server is not None:
+                self.server.restore(snapshot.moments)
+            self.backend.restore(checkpoint.client_states())
+            notes = (*checkpoint.refused, f"goes on after round {self.saved}")
+        if (last := self.requests.stop_after) is not None and last > self.saved:
+            notes += (f"ends after round {last}, as was asked before the fault",)
+        self._close(self.saved)
+        evaluated = snapshot.report.scores_M4 is not None
+        return replace(
+            snapshot.report,
+            status=self.status,
+            notes=notes,
+            stop=self.stops_after(self.saved),
+            diagnostics=snapshot.report.diagnostics if evaluated else (),
         )
-        traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return _Saved(state, traffic, local_scores_N2, moments, report)
 
-    # ---- the effects of the states
+    def _use(self, federation: Federation) -> None:
+        """Makes this loop and its backend work on a federation, which may have grown."""
+        self.backend.use(federation)
+        self.evaluator.federation = self.membership.present
 
-    def _run(self, round: int) -> None:
-        if self.scores_M4 is not None:
-            self.diagnostics = {}  # they went out with the round before
-        began, self.notes, self.metrics, self.scores_M4 = time.perf_counter(), [], {}, None
-        self.numbers: list[str] = []
-        self._take_up_requests(round)
-        before_N = self.state.assign_N
-        self.stats = RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics())
-        self._come_and_go(round)
-        settings = self.experiment.cohort
-        cohort = self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
+    # ---- the steps of a round
+
+    def _change_membership(self, draft: RoundDraft) -> None:
+        """Carries out the schedule and requests: newcomers bring shards, clients leave, join, or get other data."""
+        round = draft.round
+        if (grown := self.membership.grow(round)) is not None:
+            self._use(grown)
+            self.state = self.state.grown(grown.num_clients)
+            more = np.full((grown.num_clients - len(self.local_scores_N2), 2), np.nan, np.float32)
+            self.local_scores_N2 = np.concatenate([self.local_scores_N2, more])
+            draft.notes.append(f"the federation grew to {grown.num_clients} clients")
+        draft.assign_before_N = self.state.assign_N
+        change = self.membership.advance(round)
+        self.evaluator.federation = self.membership.present
+        if len(change.left):
+            self.state = self.steps.leave(self.state, change.left)
+            self.backend.forget(change.left)
+            self._set_local_scores(change.left, np.nan)
+            draft.notes.append(f"left: {listed(change.left)}")
+            draft.metrics["clients_left"] = float(len(change.left))
+        if len(change.joined):
+            self.state = self.steps.join(self.state, self.clients_of(change.joined, round, draft.stats))
+            draft.notes.append(f"joined: {listed(change.joined)}")
+            draft.metrics["clients_joined"] = float(len(change.joined))
+        if len(change.data_changed):
+            self.state = self.steps.drift(self.state, self.clients_of(change.data_changed, round, draft.stats))
+            draft.notes.append(f"data changed: {listed(change.data_changed)}")
+
+    def _train(self, cohort: Cohort, draft: RoundDraft) -> None:
+        """The method's round with its cohort."""
         if self.server is not None:
             self.server.begin()
         if len(cohort.ids_M):
-            clients = self.clients_of(cohort.ids_M, round, test_locally=self.experiment.evaluation.local)
-            self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, round))
+            test_locally = self.experiment.evaluation.local
+            clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
+            self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, draft.round))
         else:
-            self.notes.append("no client could be reached: a round without training")
-        self._set_local_scores(list(self.stats.local_scores), list(self.stats.local_scores.values()))
+            draft.notes.append("no client could be reached: a round without training")
+        stats = draft.stats
+        self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
         if cohort.dropped:
-            self.metrics["clients_dropped"] = float(cohort.dropped)
-        self._note_excluded(self.stats)
-        self.moved = _moved(before_N, self.state.assign_N)
-        if self.stats.train_loss:
-            self.metrics["train_loss"] = float(np.mean(list(self.stats.train_loss.values())))
-        self._take_diagnostics(round, self.stats.diagnostics)
-        self.metrics["round_seconds"] = time.perf_counter() - began
-        self.time_ms = time.time_ns() // 1_000_000
+            draft.metrics["clients_dropped"] = float(cohort.dropped)
+        draft.exclude(stats)
+        draft.note_moves(self.state.assign_N)
+        if stats.train_loss:
+            draft.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
+        self._take(draft, stats.diagnostics)
+        draft.trained()
 
-    def _use(self, federation: Federation) -> None:
-        """Makes this loop and its backend work on a federation that has grown."""
-        self.federation = federation
-        self.backend.use(federation)
-
-    def _look_at(self, round: int) -> None:
-        """Takes the federation as it is in this round."""
-        self.present = self.evaluator.federation = self.federation.at(round)
-
-    def _take_up_requests(self, round: int) -> None:
-        """Adds what was requested for this round to its changes, and room for newcomers with new shards."""
-        for event in self.requests.take_up(round):
-            self.population.add(event.change, self.requests.federation(round).num_clients)
-        if (federation := self.requests.federation(round)) is not self.federation:
-            self._use(federation)
-            self.state = self.state.grown(federation.num_clients)
-            more = np.full((federation.num_clients - len(self.local_scores_N2), 2), np.nan, np.float32)
-            self.local_scores_N2 = np.concatenate([self.local_scores_N2, more])
-            self.notes.append(f"the federation grew to {federation.num_clients} clients")
-
-    def _come_and_go(self, round: int) -> None:
-        """Lets clients leave and join, and tells the method whose data changed."""
-        self._look_at(round)
-        joined, left = self.population.advance(round)
-        self.requests.set_population(self.population)
-        if len(left):
-            self.state = self.steps.leave(self.state, left)
-            self.backend.forget(left)
-            self._set_local_scores(left, np.nan)
-            self.notes.append(f"left: {_listed(left)}")
-            self.metrics["clients_left"] = float(len(left))
-        if len(joined):
-            self.state = self.steps.join(self.state, self.clients_of(joined, round))
-            self.notes.append(f"joined: {_listed(joined)}")
-            self.metrics["clients_joined"] = float(len(joined))
-        changed = self.federation.changed(round)
-        changed = changed[self.population.is_online_N[changed]]
-        if len(changed):
-            self.state = self.steps.drift(self.state, self.clients_of(changed, round))
-            self.notes.append(f"data changed: {_listed(changed)}")
-
-    def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
-        """Makes a new array where any score changes: a checkpoint compares with the array saved last."""
-        if len(ids):
-            self.local_scores_N2 = self.local_scores_N2.copy()
-            self.local_scores_N2[ids] = scores
-
-    def _note_excluded(self, stats: RoundStats) -> None:
-        """One note for all clients that were excluded for the same reason, once per round."""
-        clients_of: dict[str, list[int]] = {}
-        for client, exclusion in sorted(stats.excluded.items()):
-            if self.stats is stats or self.stats.excluded.get(client) != exclusion:
-                clients_of.setdefault(exclusion.reason, []).append(client)
-        for reason, clients in clients_of.items():
-            who = _listed(np.array(clients)) if clients[1:] else f"client {clients[0]}"
-            self.notes.append(f"{who}: {reason}; left out of this round")
-        self.stats.excluded.update(stats.excluded)
-        counts = {"clients_rejected": len(self.stats.rejected), "clients_late": len(self.stats.late)}
-        self.metrics |= {name: float(count) for name, count in counts.items()}
-
-    def _evaluate(self, round: int) -> None:
-        settings, online = self.experiment.evaluation, self.population.online
+    def _evaluate(self, draft: RoundDraft) -> None:
+        """Tests the clients by each protocol, and compares the clusters with the true groups."""
+        self._enter("evaluating", draft.round)
+        settings, online = self.experiment.evaluation, self.membership.population.online
         stats = RoundStats(diagnostics=self._no_diagnostics())
         clients = replace(
-            self.clients_of(self.evaluator.chosen(online), round, stats=stats),
+            self.clients_of(self.evaluator.chosen(online), draft.round, stats),
             evaluated=True,
             choice_samples=settings.choice_samples,
             tester=self._test,
         )
         serving = self.steps.serve(self.state, clients)
         scores = self.evaluator.scores(serving, clients)
-        self.scores_M4 = np.column_stack([scores.ids_M, scores.table_MS])
-        self.metrics |= score_metrics(scores, self.task) | cluster_metrics(self.state, online, self.present.group_N)
-        if settings.local:
-            self.metrics |= self._local_metrics(clients)
-        honest = ~np.isin(clients.ids_M, self.attackers)
-        if len(self.attackers) and honest.any():
-            self.metrics[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
-        newcomers = np.isin(clients.ids_M, self.population.newcomers)
-        if newcomers.any():
-            self.metrics[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
-        if settings.tuned_epochs:
-            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
-            self.metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
-            if newcomers.any():
-                self.metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
+        draft.scores_M4 = np.column_stack([scores.ids_M, scores.table_MS])
+        draft.metrics |= score_metrics(scores, self.task)
+        draft.metrics |= cluster_metrics(self.state, online, self.membership.present.group_N)
+        draft.metrics |= self._metrics_of_parts(scores, serving, clients)
         self.steps.diagnose(self.state, clients)
-        self._note_excluded(stats)
-        mbit = 1e-6 / self.present.num_clients  # from bits of all clients to Mbit per client of the federation
-        self.metrics |= {
+        draft.exclude(stats)
+        mbit = 1e-6 / self.membership.present.num_clients  # from bits of all clients to Mbit per client
+        draft.metrics |= {
             "clients_online": float(len(online)),
             "mbit_down": self.traffic.down_bits * mbit,
             "mbit_up": self.traffic.up_bits * mbit,
         }
-        self._take_diagnostics(round, stats.diagnostics)
-        self._take_diagnostics(round, self._of_clusters(online, scores))
-        self._resolve_diagnostics()
+        self._take(draft, stats.diagnostics)
+        self._take(draft, of_clusters(self.label, self.primary, self.state, online, scores))
+        self.diagnostics.resolve()
         if self.task.targets == "class":
-            self._take_diagnostics(round, self._labels_of_compared(round, stats))
-            self._resolve_diagnostics()
+            self._take(draft, self._labels_of_compared(draft.round, stats))
+            self.diagnostics.resolve()
 
-    # ---- diagnostics of the method
+    def _save_and_close(self, draft: RoundDraft) -> None:
+        """Saves the round if the plan, the interval or a request to stop says so, and goes on to the next one."""
+        round = draft.round
+        with self.requests.lock:  # until here a request to stop is granted for this round, from here on for a later one
+            is_due = self.interval is not None and self.interval.is_due()
+            saves = self.stops_after(round) or is_due or self.plan.saves(round)
+            self._enter("saving", round) if saves else self._close(round)
+        if saves:
+            self._save(draft)
+            with self.requests.lock:
+                self._close(round)
 
-    def _no_diagnostics(self) -> Diagnostics:
-        return Diagnostics(self.label, self.taken, self.experiment.seed)
+    def _save(self, draft: RoundDraft) -> None:
+        if self.store is None:
+            return
+        self.diagnostics.resolve()
+        moments = {} if self.server is None else self.server.to_tensors()
+        report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
+        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report)
+        with nullcontext() if self.interval is None else self.interval.measured():
+            sync_records(self.store.directory)
+            tensors, values = snapshot.encoded(len(self.task.score_names))
+            if remark := self.store.save(draft.round, tensors, values, self.backend):
+                draft.notes.append(remark)
+        self.saved = draft.round
 
-    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
-        return self.evaluator.scores(serving, clients).table_MS
+    # ---- parts of the steps
 
-    def _take_diagnostics(self, round: int, found: Diagnostics) -> None:
-        """Numbers are metrics of the round. Of arrays, the last of each name goes out with the next evaluated round."""
-        self.metrics |= found.numbers
-        self.numbers += [name for name in found.numbers if name not in self.numbers]
-        self.deferred |= dict.fromkeys(found.names, (round, found))
+    def clients_of(self, ids: np.ndarray, round: int, stats: RoundStats, *, test_locally: bool = False) -> Clients:
+        """Clients as a method works with them in this round."""
+        own_tests = self.membership.present.view == "holdout"
+        test_samples = _NO_LIMIT if own_tests else self.experiment.evaluation.local_images
+        return Clients(
+            np.asarray(ids, np.int64),
+            self.membership.present.num_samples_N[ids],
+            self.network.spec,
+            self.learning.local_in(round, self.experiment.rounds),
+            self.backend,
+            self.experiment.seed,
+            round,
+            stats,
+            local_test_samples=test_samples if test_locally else 0,
+            reachable=lambda: self.membership.reachable(round),
+            aggregation=self.method.aggregation_rule,
+            server=self.server,
+            num_scores=len(self.task.score_names),
+        )
 
-    def _resolve_diagnostics(self) -> None:
-        """Makes the arrays that were reported since the last time."""
-        self.diagnostics = self.diagnostics | {
-            name: ReportedDiagnostic(name, round, found.array(name)) for name, (round, found) in self.deferred.items()
-        }
-        self.deferred = {}
+    def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
+        """Makes a new array if any score changes: a checkpoint compares with the array saved last."""
+        if len(ids):
+            self.local_scores_N2 = self.local_scores_N2.copy()
+            self.local_scores_N2[ids] = scores
 
-    def _of_clusters(self, online: np.ndarray, scores: Scores) -> Diagnostics:
-        """Score and size of every cluster, where there are several."""
-        found = Diagnostics(self.label)
-        if vectors := cluster_vectors(self.state, online, scores):
-            for name, vector_K in zip(cluster_diagnostics_of(self.primary), vectors, strict=True):
-                found.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
-        return found
-
-    def _labels_of_compared(self, round: int, stats: RoundStats) -> Diagnostics:
-        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
-        found = Diagnostics(self.label, seed=self.experiment.seed)
-        ids = compared_clients(self.diagnostics.values())
-        ids = ids[self.population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
-        ids = self.label_counts.bounded(ids, self.experiment.seed)
-        clients = replace(self.clients_of(ids, round, stats=stats), evaluated=True)
-        counted, counts_MC = self.label_counts.of(clients, self.present)
-        if len(counted):
-            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
+    def _metrics_of_parts(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:
+        """P-local and P-tune, and the means over honest clients and over newcomers."""
+        settings = self.experiment.evaluation
+        found = self._local_metrics(clients) if settings.local else {}
+        honest = ~np.isin(clients.ids_M, self.attackers)
+        if len(self.attackers) and honest.any():
+            found[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
+        newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
+        if newcomers.any():
+            found[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
+        if settings.tuned_epochs:
+            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
+            found[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
+            if newcomers.any():
+                found[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
         return found
 
     def _local_metrics(self, clients: Clients) -> dict[str, float]:
@@ -504,86 +371,25 @@ class RoundLoop:
             score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
         return found | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
 
-    def _save(self, round: int) -> None:
-        if self.store is None:
-            return
-        self._resolve_diagnostics()
-        tensors, scalars = self.state.to_checkpoint()
-        if self.server is not None:
-            tensors |= {f"{_MOMENTS}{name}": value for name, value in self.server.to_tensors().items()}
-        tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
-        scores_M4 = np.zeros((0, 1 + len(self.task.score_names))) if self.scores_M4 is None else self.scores_M4
-        tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
-        # scores and report are for a driver that is killed before it recorded the round
-        report = {
-            "metrics": self.metrics,
-            "moved": self.moved,
-            "time_ms": self.time_ms,
-            "numbers": self.numbers,
-            "diagnostics": [
-                {"name": one.name, "round": one.round, "axes": list(one.diagnostic.axes)}
-                for one in self.diagnostics.values()
-            ],
-        }
-        for one in self.diagnostics.values():
-            tensors |= _diagnostic_tensors(one)
-        values = {"state": scalars, "traffic": vars(self.traffic), "report": report}
-        with nullcontext() if self.cadence is None else self.cadence.measured():
-            sync_records(self.store.directory)
-            if remark := self.store.save(round, tensors, values, self.backend):
-                self.notes.append(remark)
-        self.saved = round
+    def _no_diagnostics(self) -> Diagnostics:
+        return Diagnostics(self.label, self.taken, self.experiment.seed)
 
-    def clients_of(
-        self, ids: np.ndarray, round: int, *, test_locally: bool = False, stats: RoundStats | None = None
-    ) -> Clients:
-        own_tests = self.present.view == "holdout"
-        test_samples = _NO_LIMIT if own_tests else self.experiment.evaluation.local_images
-        return Clients(
-            np.asarray(ids, np.int64),
-            self.present.num_samples_N[ids],
-            self.network.spec,
-            self.learning.local_in(round, self.experiment.rounds),
-            self.backend,
-            self.experiment.seed,
-            round,
-            stats or self.stats,
-            local_test_samples=test_samples if test_locally else 0,
-            reachable=lambda: self._reachable(round),
-            aggregation=self.aggregation,
-            server=self.server,
-            num_scores=len(self.task.score_names),
-        )
+    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
+        return self.evaluator.scores(serving, clients).table_MS
 
-    def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
-        ids = self.population.draw(round, 1.0, None, self.availability, self.experiment.cohort.dropout).ids_M
-        return ids, self.present.num_samples_N[ids]
+    def _take(self, draft: RoundDraft, found: Diagnostics) -> None:
+        """Numbers are metrics of the round, arrays go out with the next evaluated round."""
+        draft.add_numbers(found)
+        self.diagnostics.take(draft.round, found)
 
-
-def _moved(before_N: np.ndarray, after_N: np.ndarray) -> list[tuple[int, int]]:
-    """(client, cluster) of every client whose cluster changed."""
-    if before_N is after_N:
-        return []
-    changed = np.flatnonzero(before_N != after_N)
-    return list(zip(changed.tolist(), after_N[changed].tolist(), strict=True))
-
-
-def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, torch.Tensor]:
-    """The tensors of a diagnostic in a checkpoint."""
-    first, diagnostic = f"{_DIAGNOSTICS}{one.name}.", one.diagnostic
-    labels = {f"{first}labels{axis}": torch.from_numpy(label) for axis, label in enumerate(diagnostic.labels)}
-    return {f"{first}value": torch.from_numpy(diagnostic.value)} | labels
-
-
-def _saved_diagnostic(one: _SavedDiagnostic, tensors: dict[str, torch.Tensor]) -> ReportedDiagnostic:
-    """The inverse; takes the tensors out of those of a checkpoint."""
-    first = f"{_DIAGNOSTICS}{one.name}."
-    labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(one.axes)))
-    value = tensors.pop(f"{first}value").numpy()
-    return ReportedDiagnostic(one.name, one.round, Diagnostic(value, tuple(one.axes), labels))
-
-
-def _listed(ids: np.ndarray) -> str:
-    shown = ", ".join(map(str, ids[:_LISTED].tolist()))
-    return f"clients {shown}" + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")
+    def _labels_of_compared(self, round: int, stats: RoundStats) -> Diagnostics:
+        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
+        found, population = Diagnostics(self.label, seed=self.experiment.seed), self.membership.population
+        ids = compared_clients(self.diagnostics.reported)
+        ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
+        ids = self.label_counts.bounded(ids, self.experiment.seed)
+        clients = replace(self.clients_of(ids, round, stats), evaluated=True)
+        counted, counts_MC = self.label_counts.of(clients, self.membership.present)
+        if len(counted):
+            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
+        return found

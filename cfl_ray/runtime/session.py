@@ -1,6 +1,6 @@
 """A session carries out one experiment, method after method: in this process, or on a Ray cluster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
-from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
+from cfl_ray.runtime.round_loop import RoundLoop
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.system.threads import one_thread
 
@@ -34,11 +35,8 @@ BACKEND_METHODS = ("run", "use", "forget", "client_state", "changed", "forgotten
 class Session(Protocol):
     """Carries out the methods of one experiment, as the driver asks."""
 
-    def begin(self, label: str) -> RoundReport:
-        """Makes a method ready: before round 1, or after its newest checkpoint."""
-
-    def advance(self) -> RoundReport:
-        """Goes through the next round of that method."""
+    def rounds(self, label: str) -> Iterator[RoundReport]:
+        """One method, as `RoundLoop.rounds`: the round that is restored, then each round when it is complete."""
 
     def facts(self) -> dict[str, str]:
         """Hosts, device, engine, CPU and PyTorch of this session, in words."""
@@ -90,12 +88,11 @@ class InProcessSession:
         self.worker.engine = self.choice.engine
         self._backend()  # made anew for each method; here, only what is no backend is found
 
-    def begin(self, label: str) -> RoundReport:
-        backend = self._backend()
+    def rounds(self, label: str) -> Iterator[RoundReport]:
+        self.backend = self._backend()
         store = claimed_store(self.setup, self.run_dir, label)
-        self.loop = RoundLoop(self.setup, label, self.worker.network, backend, store)
-        self.backend = backend
-        return self.loop.advance()
+        self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)
+        return self.loop.rounds()
 
     def _backend(self) -> Any:
         """A new backend. Raises ConfigError where the user's own is none."""
@@ -119,9 +116,6 @@ class InProcessSession:
     def trained(self) -> Callable[[], TrainedMethod] | None:
         method = TrainedMethod(self.setup, self.loop, self.backend)
         return lambda: method
-
-    def advance(self) -> RoundReport:
-        return self.loop.advance()
 
     def facts(self) -> dict[str, str]:
         here = HostNumerics.here()

@@ -57,7 +57,7 @@ class TrainedMethod:
     """
 
     def __init__(self, setup: Setup, loop: RoundLoop, states: InProcessBackend):
-        self.label, self.federation = loop.label, loop.federation
+        self.label, self.federation = loop.label, loop.membership.federation
         self._setup, self._loop, self._states = setup, loop, states
 
     @property
@@ -86,7 +86,7 @@ class TrainedMethod:
     def model(self, cluster: int | None = None) -> nn.Module:
         """A cluster's model, in evaluation mode. For additive methods (CAM) it includes the frozen global model."""
         models_KP, row = self.state.models_KP, self._row(cluster)
-        serving = self._serving(self._loop.population.online[:1])
+        serving = self._serving(self._loop.membership.population.online[:1])
         return self._module(models_KP[row], serving.frozen_P)
 
     def _row(self, cluster: int | None) -> int:
@@ -171,7 +171,7 @@ class TrainedMethod:
         return client
 
     def _clients(self, ids: np.ndarray) -> Clients:
-        return self._loop.clients_of(ids, max(self.round, 1), stats=RoundStats())
+        return self._loop.clients_of(ids, max(self.round, 1), RoundStats())
 
     def _serving(self, ids: np.ndarray) -> Serving:
         serving = self._loop.steps.serve(self.state, self._clients(ids))
@@ -208,5 +208,4 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
         raise ConfigError(f"{run_dir / label} has no checkpoint yet; see `cfl-ray status {run_dir}`")
     backend = InProcessBackend(setup.worker())
     loop = RoundLoop(setup, label, backend.worker.network, backend, store)
-    loop.advance()
     return TrainedMethod(setup, loop, backend)

@@ -17,7 +17,7 @@ from cfl_ray.methods.ifca import IFCA
 from cfl_ray.runtime.comparison import compare_runs, format_table
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.record_files import DIAGNOSTICS
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,7 @@ def test_a_file_of_another_form_is_named(tmp_path):
 
 def test_a_checkpoint_of_a_run_without_diagnostics_is_read(reporting, notes, tmp_path):
     """Checkpoints of earlier versions have none."""
-    from cfl_ray.runtime.round_loop import _SavedReport
+    from cfl_ray.runtime.checkpoint.snapshot import _Report
 
-    assert _SavedReport.model_validate({"metrics": {}, "moved": [], "time_ms": 1}).diagnostics == []
+    assert _Report.model_validate({"metrics": {}, "moved": [], "time_ms": 1}).diagnostics == []
     assert replace(RoundReport(None, 1), stop=True).diagnostics == ()

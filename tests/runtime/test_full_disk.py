@@ -8,7 +8,6 @@ import pytest
 
 from cfl_ray import resume, run, simulate
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.lifecycle import Failed
 from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.session import InProcessSession
 
@@ -52,14 +51,14 @@ def test_checkpoint(experiment, figures, notes, tmp_path, limit, room):
 
 def test_the_state_is_failed(experiment, tmp_path, limit, room):
     session = InProcessSession(prepare(experiment()), tmp_path / "run")
-    session.begin("ditto")
-    session.advance()
+    rounds = session.rounds("ditto")
+    next(rounds), next(rounds)
     limit(10)
     with pytest.raises(RunError, match="could not be written"):
-        session.advance()
+        next(rounds)
     room()
     session.close()
-    assert isinstance(session.loop.now, Failed) and session.loop.now.from_round == 1
+    assert (session.loop.status, session.loop.round) == ("failed", 1)
 
 
 def test_logs(experiment, figures, notes, tmp_path, limit, room):

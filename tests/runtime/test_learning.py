@@ -241,15 +241,15 @@ class TestLearningRates:
         values = {"methods": methods, "local": local, "rounds": 5}
         whole = simulate(experiment(**values))["fedavg"].final
 
-        real, rounds = RoundLoop._run, []
+        real, rounds = RoundLoop._train, []
 
-        def dying(self, round):
-            rounds.append(round)
-            if rounds.count(3) == 1 and round == 3:
+        def dying(self, cohort, draft):
+            rounds.append(draft.round)
+            if rounds.count(3) == 1 and draft.round == 3:
                 raise KeyboardInterrupt
-            real(self, round)
+            real(self, cohort, draft)
 
-        monkeypatch.setattr(RoundLoop, "_run", dying)
+        monkeypatch.setattr(RoundLoop, "_train", dying)
         with pytest.raises(Interrupted):
             simulate(experiment(**values), tmp_path / "run")
         resumed = resume(tmp_path / "run", on_ray=False, experiment=experiment(**values))["fedavg"].final

@@ -10,7 +10,7 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.export import export_model
 from cfl_ray.runtime.record_files import CLIENT_METRICS
 from cfl_ray.runtime.results import ClientMetrics
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl"]  # every way of predicting
 

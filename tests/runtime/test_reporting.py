@@ -19,7 +19,7 @@ from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.reporting import compare_with, find_runs, report_of, write_report
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 
 def experiment(folder, **changes):

@@ -13,7 +13,6 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, RunError, RunStopped
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, JournalEvent, copy_events
-from cfl_ray.runtime.lifecycle import Running, Stopped
 from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
@@ -58,7 +57,8 @@ def begin(digits):
         worker = setup.worker()
         store = checkpoint_store(setup, directory, label)
         loop = RoundLoop(setup, label, worker.network, InProcessBackend(worker), store, session)
-        return loop, loop.advance()
+        loop.reports = loop.rounds()
+        return loop, next(loop.reports)
 
     return make
 
@@ -66,8 +66,8 @@ def begin(digits):
 def play(loop, until=6, **requests):
     """(round, metrics, moves) of every round; `after_3=f` calls f(loop.requests) when round 3 has ended."""
     figures = []
-    while loop.now.round <= until and isinstance(loop.now, Running):
-        report = loop.advance()
+    while loop.round <= until and loop.status == "running":
+        report = next(loop.reports)
         metrics = {name: value for name, value in report.metrics.items() if name != "round_seconds"}
         figures.append((report.round, metrics, report.moved))
         if request := requests.get(f"after_{report.round}"):
@@ -167,13 +167,16 @@ def test_requests_after_a_fault_come_after_the_recorded_rounds(begin, tmp_path):
     again, report = begin(tmp_path / "run", **runtime)
     assert report.round == 3 and again.requests.leave([1]) == "ditto: client 1 leaves before round 6"
     assert play(again, until=5) == expected[3:]
-    assert again.population.online.tolist() == [1, 2, 3, 4, 5, 6, 7] and play(again)[0][1]["clients_online"] == 6
+    assert (
+        again.membership.population.online.tolist() == [1, 2, 3, 4, 5, 6, 7]
+        and play(again)[0][1]["clients_online"] == 6
+    )
 
 
 def test_the_schedule_and_requests_add_up(begin, tmp_path):
     loop, _ = begin(tmp_path / "run", schedule=[{"round": 3, "leave": [1]}, {"round": 4, "join": [7]}])
     requests = loop.requests
-    assert loop.population.online.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert loop.membership.population.online.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert requests.join([7]) == "ditto: client 7 joins before round 1"
     assert requests.leave([2, 4, 3]) == "ditto: clients 2-4 leave before round 1"
     assert requests.pending() == ["client 7 joins before round 1", "clients 2-4 leave before round 1"]
@@ -205,7 +208,7 @@ def test_bad_requests_are_refused_and_leave_no_trace(begin, newcomers, tmp_path)
             lambda: requests.join_shards(shards, holdout),
             "test view: the new clients have holdout, the federation has cluster",
         ),
-        (lambda: requests.join_shards(shards, loop.federation), "same id twice"),
+        (lambda: requests.join_shards(shards, loop.membership.federation), "same id twice"),
     ):
         with pytest.raises(ConfigError, match=message):
             request()
@@ -260,7 +263,7 @@ def test_stop_saves_the_round_and_a_later_session_continues(checkpoint_every, ev
     answers = []
     before = play(first, after_2=lambda requests: answers.extend([requests.stop(), requests.stop()]))
     assert answers == ["ditto: the run ends after round 3, which is saved"] * 2
-    assert first.now == Stopped(3) and len(before) == 3
+    assert (first.status, first.round) == ("stopped", 3) and len(before) == 3
     same, report = begin(tmp_path / "run", **changes)  # the server died before the driver had its answer
     assert report.round == 3 and report.stop
     second, report = begin(tmp_path / "run", session="another", **changes)
@@ -273,7 +276,7 @@ def test_the_next_server_of_a_session_carries_out_its_stop(begin, tmp_path):
     play(first, until=2, after_2=lambda requests: requests.stop())
     second, report = begin(tmp_path / "run")
     assert report.round == 2 and not report.stop
-    assert second.advance().stop and second.now == Stopped(3)
+    assert next(second.reports).stop and (second.status, second.round) == ("stopped", 3)
     with pytest.raises(RunError, match="ditto is not running just now; ask again in a moment"):
         second.requests.stop()
 
@@ -284,7 +287,7 @@ def test_a_stop_that_no_session_lived_to_carry_out_holds_for_the_next_one(begin,
     play(first, until=2, after_2=lambda requests: requests.stop())
     second, report = begin(tmp_path / "run", session="another")
     assert not report.stop and "ends after round 3, as was asked before the fault" in report.notes
-    assert second.advance().stop and second.now == Stopped(3)
+    assert next(second.reports).stop and (second.status, second.round) == ("stopped", 3)
     third, report = begin(tmp_path / "run", session="a third")
     assert not report.stop and third.requests.pending() == []
     assert play(third)[-1][0] == 6
@@ -298,19 +301,19 @@ def test_a_stop_within_a_round_is_carried_out(begin, tmp_path):
         first.requests.stop()
         raise RunStopped("stopped while it waited for client hosts, as asked")
 
-    first.advance()
+    next(first.reports)
     object.__setattr__(first.method, "round", waiting)
     with pytest.raises(RunStopped):
-        first.advance()
+        next(first.reports)
     second, report = begin(tmp_path / "run", session="another")
     assert report.round == 1 and not report.stop and second.requests.stop_after is None
 
 
 def test_stop_in_the_last_round_lets_the_method_finish(begin, tmp_path):
     loop, _ = begin(tmp_path / "run", rounds=2)
-    reports = [loop.advance()]
+    reports = [next(loop.reports)]
     loop.requests.stop()
-    reports.append(loop.advance())
+    reports.append(next(loop.reports))
     assert loop.requests.stop_after == 2 and reports[1].round == 2
     assert [(report.stop, report.finished) for report in reports] == [(False, False), (True, True)]
 

@@ -5,7 +5,7 @@ import pytest
 
 from cfl_ray.errors import DataError
 from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 
 def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():

@@ -54,11 +54,6 @@ class Decision:
     limit: int
 
     @property
-    def left(self) -> int:
-        """Restarts that remain before this one, at least 0."""
-        return self.limit - self.count + self.granted
-
-    @property
     def pause_seconds(self) -> float:
         """Pause before the restart: longer every time."""
         return min(0.1 * 2**self.count, 5)

@@ -12,9 +12,7 @@ from cfl_ray.runtime.on_ray.host_actor import start_host
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig
-    from cfl_ray.runtime.numerics import Numerics
     from cfl_ray.runtime.on_ray.server_process import ServerProcess
-    from cfl_ray.runtime.round_loop import RoundReport
 
 _REQUESTS, _REQUEST_THREADS = "live", 4  # the concurrency group of requests to a live run
 
@@ -43,17 +41,9 @@ class ServerActor:
         self.process = ServerProcess(packed, run_dir, session, fault)
         self.process.start(started, packed[0])
 
-    def begin(self, label: str) -> RoundReport:
-        return self._ready().begin(label)
-
-    def advance(self) -> RoundReport:
-        return self._ready().advance()
-
-    def facts(self) -> dict[str, str]:
-        return self._ready().facts()
-
-    def numerics(self) -> Numerics:
-        return self._ready().numerics()
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Calls a method of `ServerProcess` for the driver."""
+        return getattr(self._ready(), verb)(*arguments)
 
     @ray.method(concurrency_group=_REQUESTS)
     def ask(self, verb: str, *arguments: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_loop import RoundLoop, RoundReport
+from cfl_ray.runtime.round_loop import RoundLoop
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import claimed_store
 from cfl_ray.system.threads import one_thread
 
@@ -53,6 +55,7 @@ class ServerProcess:
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.loop: RoundLoop | None = None
+        self.rounds: Iterator[RoundReport] = iter(())  # of the loop
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
         kept = read_numerics(run_dir)
         self.pool = Pool(
@@ -78,9 +81,9 @@ class ServerProcess:
     def _begin(self) -> RoundReport:
         with self.replacing:
             store = claimed_store(self.setup, self.run_dir, self.label)
-            loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
-            report, self.loop = loop.advance(), loop
-        return self._with_notes(report)
+            self.loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
+            self.rounds = self.loop.rounds()
+        return self._with_notes(next(self.rounds))
 
     def advance(self) -> RoundReport:
         """The next round; after the loss of client states, the newest checkpoint.
@@ -88,7 +91,7 @@ class ServerProcess:
         Raises RunError where they are lost again and again and no round is saved in between.
         """
         try:
-            return self._with_notes(self._loop().advance())
+            return self._with_notes(next(self.rounds))
         except ObjectLostError as error:
             self._count_loss(error)
             return self._begin()
@@ -164,7 +167,7 @@ class ServerProcess:
         population, ready = loop.requests.population, [host for host in hosts if not host.starting]
         return {
             "method": loop.requests.label,
-            "state": type(loop.now).__name__.lower() + (f": {self.pool.waiting}" if self.pool.waiting else ""),
+            "state": loop.status + (f": {self.pool.waiting}" if self.pool.waiting else ""),
             "round": loop.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

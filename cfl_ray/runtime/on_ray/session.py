@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.loading import sent_by_value
-from cfl_ray.runtime.lifecycle import Failed, Lost, RunPlan, Starting, next_state
 from cfl_ray.runtime.numerics import Numerics
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
@@ -24,7 +23,7 @@ from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 
@@ -37,7 +36,6 @@ class RaySession:
     def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
         self.setup, self.run_dir, self.warn = setup, run_dir, warn
         self.told = ""  # what the user knows that the server waits for
-        self.plan = RunPlan(setup.experiment.rounds)
         self.retry = RetryPolicy("the server", setup.experiment.runtime.retries)
         self.label: str | None = None
         self.faults: list[str] = []
@@ -85,13 +83,14 @@ class RaySession:
 
     # ---- asked by the driver
 
-    def begin(self, label: str) -> RoundReport:
+    def rounds(self, label: str) -> Iterator[RoundReport]:
         self.label = label
         self._publish()
-        return self._with_faults(self._ask("begin", label))
-
-    def advance(self) -> RoundReport:
-        return self._with_faults(self._ask("advance"))
+        report = self._with_faults(self._ask("begin", label))
+        yield report
+        while report.status == "running":
+            report = self._with_faults(self._ask("advance"))
+            yield report
 
     def facts(self) -> dict[str, str]:
         facts: dict[str, str] = self._ask("facts")
@@ -123,7 +122,7 @@ class RaySession:
         while True:
             try:
                 self._answer(self.started)
-                return self._answer(getattr(self.actor, verb).remote(*arguments))
+                return self._answer(self.actor.call.remote(verb, *arguments))
             except RayTaskError as error:
                 raise as_user_error(error) from error
             except RayActorError as error:
@@ -149,11 +148,8 @@ class RaySession:
         methods, rounds = list(self.setup.methods), self.setup.experiment.rounds
         before = methods.index(self.label) * rounds if self.label else 0  # rounds of the methods that are finished
         decision = self.retry.decide(progress=before + saved)
-        now = next_state(Starting(), Lost(cause, saved, decision.left), self.plan)
-        if isinstance(now, Failed):
-            raise RunError(
-                f"the server died after round {now.from_round}, the last one saved ({now.cause}); {decision}"
-            )
+        if not decision.granted:
+            raise RunError(f"the server died after round {saved}, the last one saved ({cause}); {decision}")
         self.faults.append(f"the server died and was started again: {cause}")
         self.last_fault = (time.time(), self.faults[-1])
         self.retry.started()

@@ -6,11 +6,10 @@ import pytest
 from ray.exceptions import ObjectLostError
 
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.lifecycle import Running
 from cfl_ray.runtime.on_ray import server_process
 from cfl_ray.runtime.on_ray.server_process import ServerProcess
 from cfl_ray.runtime.prepare import prepare
-from cfl_ray.runtime.round_loop import RoundReport
+from cfl_ray.runtime.round_report import RoundReport
 
 
 class LosingLoop:
@@ -21,13 +20,11 @@ class LosingLoop:
 
     def __init__(self, *_):
         LosingLoop.made += 1
-        self.saved, self.round, self.loaded = LosingLoop.saved, LosingLoop.saved + 1, False
+        self.saved, self.round = LosingLoop.saved, LosingLoop.saved + 1
 
-    def advance(self):
-        if self.loaded:
-            raise ObjectLostError("00", "owner", "site")
-        self.loaded = True
-        return RoundReport(Running(self.round), self.saved)
+    def rounds(self):
+        yield RoundReport("running", self.saved)
+        raise ObjectLostError("00", "owner", "site")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.lifecycle import RunPlan
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -19,7 +18,7 @@ def session(experiment, monkeypatch, tmp_path):
     """A session whose servers are names, and `session.steps` what was done to them; `saved` is the last round saved."""
     made = object.__new__(RaySession)
     made.setup = prepare(experiment(methods=["fedavg", "ditto"], rounds=9, runtime={"retries": 2}))
-    made.run_dir, made.label, made.plan = tmp_path, "ditto", RunPlan(9)
+    made.run_dir, made.label = tmp_path, "ditto"
     made.retry, made.faults, made.actor, made.steps, made.saved = RetryPolicy("the server", 2), [], "server 1", [], 3
 
     def start():

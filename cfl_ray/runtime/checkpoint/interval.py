@@ -1,4 +1,4 @@
-"""The time between checkpoints where the config leaves it open."""
+"""The time between checkpoints if the config leaves it open."""
 
 import math
 import time
@@ -10,9 +10,9 @@ _FAULT_SECONDS = 3600.0  # M, assumed mean time between faults
 
 
 @dataclass
-class Cadence:
+class CheckpointInterval:
     """Says when the next checkpoint is due: sqrt(2 C M) seconds after the last one (J. Young, Communications of the ACM
-    17(9), 1974), which makes the time for checkpoints and the time lost by faults together least.
+    17(9), 1974), which minimises the time for checkpoints plus the time lost by faults.
 
     C: the seconds that the last checkpoint took. M: one hour. For 3 ms that is every 4.6 s, for a minute every 11
     minutes. The first round is always saved, since C is not known before.

@@ -6,8 +6,8 @@ import pytest
 
 from cfl_ray import simulate
 from cfl_ray.runtime.checkpoint import store
-from cfl_ray.runtime.checkpoint.cadence import Cadence
-from cfl_ray.runtime.lifecycle import RunPlan
+from cfl_ray.runtime.checkpoint.interval import CheckpointInterval
+from cfl_ray.runtime.round_loop import RunPlan
 
 
 class Clock:
@@ -22,21 +22,21 @@ def test_youngs_interval(seconds, pause):
     """sqrt(2 C M) with M = 3600 s, from the end of a checkpoint on."""
     assert pause == pytest.approx(math.sqrt(2 * seconds * 3600), rel=1e-4)
     clock = Clock()
-    cadence = Cadence(clock)
-    assert cadence.is_due(), "what one costs is not known before the first"
-    with cadence.measured():
+    interval = CheckpointInterval(clock)
+    assert interval.is_due(), "what one costs is not known before the first"
+    with interval.measured():
         clock.now += seconds
     ended = clock.now
     for since, due in ((0, False), (pause * 0.999, False), (pause * 1.001, True)):
         clock.now = ended + since
-        assert cadence.is_due() == due
+        assert interval.is_due() == due
 
 
 def test_a_save_that_fails_stays_due():
-    cadence = Cadence(Clock())
-    with pytest.raises(OSError), cadence.measured():
+    interval = CheckpointInterval(Clock())
+    with pytest.raises(OSError), interval.measured():
         raise OSError
-    assert cadence.is_due()
+    assert interval.is_due()
 
 
 def test_the_first_and_the_last_round_of_a_short_run_are_saved(experiment, tmp_path, monkeypatch):

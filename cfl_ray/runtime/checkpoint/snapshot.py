@@ -1,0 +1,130 @@
+"""The content of a checkpoint beside the client states, as tensors and JSON values, and back."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from cfl_ray.core.clients import Traffic
+from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.core.state import State
+from cfl_ray.errors import RunError
+from cfl_ray.runtime.checkpoint.store import Checkpoint
+from cfl_ray.runtime.round_report import RoundReport
+
+_MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
+_DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Traffic(_Strict):
+    down_bits: int
+    up_bits: int
+
+
+class _Diagnostic(_Strict):
+    name: str
+    round: int
+    axes: list[str]
+
+
+class _Report(_Strict):
+    metrics: dict[str, float]
+    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
+    time_ms: int
+    numbers: list[str] = []
+    diagnostics: list[_Diagnostic] = []
+
+
+class _Values(_Strict):
+    """The JSON values."""
+
+    state: dict[str, Any]  # fields of the method's state that are no tensors
+    traffic: _Traffic
+    report: _Report
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A method after a round. Its report is for a driver that is killed before it recorded the round."""
+
+    state: State
+    traffic: Traffic
+    local_scores_N2: np.ndarray  # float32: P-local of every client, NaN before its first training
+    moments: dict[str, Tensor]  # of the server optimiser
+    report: RoundReport  # with all diagnostics that are not recorded yet
+
+    def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
+        report = self.report
+        tensors, scalars = self.state.to_checkpoint()
+        tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
+        tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
+        scores_M4 = np.zeros((0, 1 + num_scores)) if report.scores_M4 is None else report.scores_M4
+        tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
+        for one in report.diagnostics:
+            tensors |= _diagnostic_tensors(one)
+        values = {
+            "metrics": report.metrics,
+            "moved": report.moved,
+            "time_ms": report.time_ms,
+            "numbers": report.numbers,
+            "diagnostics": [
+                {"name": one.name, "round": one.round, "axes": list(one.diagnostic.axes)} for one in report.diagnostics
+            ],
+        }
+        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values}
+
+    @classmethod
+    def decoded(cls, checkpoint: Checkpoint, label: str, state_type: type[State], num_scores: int) -> "Snapshot":
+        """The inverse. Raises RunError for a checkpoint of another method."""
+        tensors = dict(checkpoint.tensors)
+        try:
+            values = _Values.model_validate(checkpoint.values)
+            local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
+            scores_M4 = tensors.pop("server.scores_M4").numpy()
+            names = [name for name in tensors if name.startswith(_MOMENTS)]
+            moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
+            diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
+            state = state_type.from_checkpoint(tensors, values.state)
+            count = len(state.assign_N)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error).partition("\n")[0] if isinstance(error, TypeError | ValidationError) else repr(error)
+            raise RunError(f"it is no checkpoint of {label}: {reason}") from error
+        if local_scores_N2.shape != (count, 2) or scores_M4.shape[1:] != (1 + num_scores,):
+            raise RunError(
+                f"it is no checkpoint of {label}: scores of shape {local_scores_N2.shape} and {scores_M4.shape} "
+                f"for {count} clients"
+            )
+        report = RoundReport(
+            "starting",
+            checkpoint.round,
+            values.report.metrics,
+            moved=tuple((client, cluster) for client, cluster in values.report.moved),
+            scores_M4=scores_M4 if len(scores_M4) else None,
+            time_ms=values.report.time_ms,
+            numbers=tuple(values.report.numbers),
+            diagnostics=diagnostics,
+        )
+        traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
+        return cls(state, traffic, local_scores_N2, moments, report)
+
+
+def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, Tensor]:
+    first, diagnostic = f"{_DIAGNOSTICS}{one.name}.", one.diagnostic
+    labels = {f"{first}labels{axis}": torch.from_numpy(label) for axis, label in enumerate(diagnostic.labels)}
+    return {f"{first}value": torch.from_numpy(diagnostic.value)} | labels
+
+
+def _read_diagnostic(one: _Diagnostic, tensors: dict[str, Tensor]) -> ReportedDiagnostic:
+    """The inverse; takes the tensors out of those of a checkpoint."""
+    first = f"{_DIAGNOSTICS}{one.name}."
+    labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(one.axes)))
+    value = tensors.pop(f"{first}value").numpy()
+    return ReportedDiagnostic(one.name, one.round, Diagnostic(value, tuple(one.axes), labels))

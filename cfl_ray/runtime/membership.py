@@ -1,0 +1,70 @@
+"""The federation and its population as a round sees them: from the schedule, and from requests to the live run."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cfl_ray.core.population import Cohort, Population
+from cfl_ray.data.federation import Federation
+from cfl_ray.runtime.prepare import Setup, population_of
+from cfl_ray.runtime.requests import Requests
+
+
+@dataclass(frozen=True)
+class MembershipChange:
+    """What changes before a round; ids are ascending."""
+
+    left: np.ndarray
+    joined: np.ndarray
+    data_changed: np.ndarray  # clients online whose data are others from this round on
+
+
+class Membership:
+    """Which clients there are, which are online, and which of them make up the cohort of a round.
+
+    federation: with the shards of all newcomers so far. present: the same with the data of the present round.
+    """
+
+    def __init__(self, setup: Setup, requests: Requests):
+        self.experiment, self.availability, self.requests = setup.experiment, setup.availability, requests
+        self.federation = self.present = setup.federation
+        self.population: Population = population_of(setup.experiment, setup.federation.num_clients)
+
+    def restore(self, round: int) -> None:
+        """The federation and population after `round`, the last one saved (0: before round 1): as in the journal."""
+        self.requests.go_on_after(round)
+        self.federation = self.requests.federation(round)
+        self.present = self.federation.at(round)
+        if round:
+            for event in self.requests.journal.until(round):
+                self.population.add(event.change, self.requests.federation(event.round).num_clients)
+            self.population.advance(round)
+            self.requests.take_up(round)
+        self.requests.set_population(self.population)
+
+    def grow(self, round: int) -> Federation | None:
+        """Takes up the requests for this round. Returns the federation if it grew: newcomers brought their shards."""
+        for event in self.requests.take_up(round):
+            self.population.add(event.change, self.requests.federation(round).num_clients)
+        if (federation := self.requests.federation(round)) is self.federation:
+            return None
+        self.federation = federation
+        return federation
+
+    def advance(self, round: int) -> MembershipChange:
+        """Lets clients leave and join before this round."""
+        self.present = self.federation.at(round)
+        joined, left = self.population.advance(round)
+        self.requests.set_population(self.population)
+        changed = self.federation.changed(round)
+        return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
+
+    def cohort(self, round: int) -> Cohort:
+        """The cohort of this round."""
+        settings = self.experiment.cohort
+        return self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
+
+    def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
+        ids = self.population.draw(round, 1.0, None, self.availability, self.experiment.cohort.dropout).ids_M
+        return ids, self.present.num_samples_N[ids]

@@ -1,0 +1,107 @@
+"""The draft of a round, which its steps fill in, and the report that is made of it."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from cfl_ray.core.clients import RoundStats
+from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
+
+# of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
+Status = Literal["starting", "running", "evaluating", "saving", "finished", "stopped", "failed"]
+
+_LISTED = 8  # clients that a note names
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """The metrics of a round, and the status after it; of round 0: before the first one."""
+
+    status: Status
+    round: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one line each, shown to the user
+    moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
+    scores_M4: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
+    time_ms: int = 0
+    stop: bool = False  # a request ends the run here
+    numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
+    diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are complete."""
+        return self.status == "finished"
+
+
+@dataclass
+class RoundDraft:
+    """A round at work: its steps add what they find out."""
+
+    round: int
+    stats: RoundStats
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    scores_M4: np.ndarray | None = None
+    time_ms: int = 0
+    numbers: list[str] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
+
+    def add_numbers(self, found: Diagnostics) -> None:
+        """The numbers that a method has reported are metrics of the round."""
+        self.metrics |= found.numbers
+        self.numbers += [name for name in found.numbers if name not in self.numbers]
+
+    def exclude(self, stats: RoundStats) -> None:
+        """Counts the clients that were excluded, and notes them: all that were excluded for the same reason together,
+        once per round.
+        """
+        clients_of: dict[str, list[int]] = {}
+        for client, exclusion in sorted(stats.excluded.items()):
+            if self.stats is stats or self.stats.excluded.get(client) != exclusion:
+                clients_of.setdefault(exclusion.reason, []).append(client)
+        for reason, clients in clients_of.items():
+            who = listed(np.array(clients)) if clients[1:] else f"client {clients[0]}"
+            self.notes.append(f"{who}: {reason}; left out of this round")
+        self.stats.excluded.update(stats.excluded)
+        self.metrics |= {
+            "clients_rejected": float(len(self.stats.rejected)),
+            "clients_late": float(len(self.stats.late)),
+        }
+
+    def note_moves(self, assign_N: np.ndarray) -> None:
+        """Notes the clients whose cluster changed in this round."""
+        before_N = self.assign_before_N
+        if before_N is not None and before_N is not assign_N:
+            changed = np.flatnonzero(before_N != assign_N)
+            self.moved = list(zip(changed.tolist(), assign_N[changed].tolist(), strict=True))
+
+    def trained(self) -> None:
+        """Notes the time when the training ends."""
+        self.metrics["round_seconds"] = time.perf_counter() - self.began
+        self.time_ms = time.time_ns() // 1_000_000
+
+    def report(self, status: Status, stop: bool, diagnostics: tuple[ReportedDiagnostic, ...]) -> RoundReport:
+        """The report of the complete round."""
+        return RoundReport(
+            status,
+            self.round,
+            self.metrics,
+            tuple(self.notes),
+            tuple(self.moved),
+            self.scores_M4,
+            self.time_ms,
+            stop,
+            tuple(self.numbers),
+            diagnostics if self.scores_M4 is not None else (),
+        )
+
+
+def listed(ids: np.ndarray) -> str:
+    """Clients in a note: all of a few, or the first of many and their number."""
+    shown = ", ".join(map(str, ids[:_LISTED].tolist()))
+    return f"clients {shown}" + (f" and {len(ids) - _LISTED} more" if len(ids) > _LISTED else "")
