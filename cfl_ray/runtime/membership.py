@@ -12,7 +12,7 @@ from cfl_ray.runtime.requests import Requests
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """What changes before a round; ids are ascending."""
+    """Changes of the clients before a round; ids are ascending."""
 
     left: np.ndarray
     joined: np.ndarray
@@ -20,7 +20,7 @@ class MembershipChange:
 
 
 class Membership:
-    """Which clients there are, which are online, and which of them make up the cohort of a round.
+    """The clients of the federation, those that are online, and the cohort of a round.
 
     federation: with the shards of all newcomers so far. present: the same with the data of the present round.
     """
