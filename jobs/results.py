@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
-from cfl_ray.runtime.comparison import read_study, run_folders
+from cfl_ray.results.comparison import read_study, run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
 
 PAGE = ROOT / "docs" / "results.md"

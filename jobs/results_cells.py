@@ -9,7 +9,7 @@ import yaml
 
 from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
 from cfl_ray.config.study import Study
-from cfl_ray.runtime.study.cells import Cell, plan
+from cfl_ray.study.cells import Cell, plan
 
 ROOT = Path(__file__).parent.parent
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cfl_ray.config.study import Study
-from cfl_ray.runtime.study import workers
+from cfl_ray.study import workers
 
 EXPERIMENT = {
     "rounds": 2,

@@ -105,7 +105,7 @@ def test_the_example_of_run_study(capsys):
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout.count("fedavg") == 2, done.stdout + done.stderr
     from cfl_ray import Study, run_study
-    from cfl_ray.runtime.study.run import plan_study
+    from cfl_ray.study.run import plan_study
 
     example = inspect.getdoc(run_study).partition("    study = ")[2]
     space = {"Study": Study}

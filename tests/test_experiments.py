@@ -12,8 +12,8 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY, resolve
-from cfl_ray.runtime.study.cells import Cell, plan
-from cfl_ray.runtime.study.sweep import trials_of
+from cfl_ray.study.cells import Cell, plan
+from cfl_ray.study.sweep import trials_of
 from cfl_ray.tracking.record import METRICS
 
 ROOT = Path(__file__).parents[1]

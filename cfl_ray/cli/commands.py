@@ -23,7 +23,7 @@ from cfl_ray.errors.redaction import redact
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.study import Study
-    from cfl_ray.runtime.study.cells import Selection
+    from cfl_ray.study.cells import Selection
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 app = typer.Typer(
@@ -131,8 +131,8 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     from cfl_ray.cli.progress import Display
     from cfl_ray.runtime import launch
     from cfl_ray.runtime.run_lock import CONFIG, no_run
-    from cfl_ray.runtime.study.folder import STUDY, is_study
     from cfl_ray.runtime.trust import load_record, load_study_record
+    from cfl_ray.study.folder import STUDY, is_study
 
     if is_study(run_dir):
         _is_trusted(lambda: load_study_record(run_dir), trust)
@@ -168,7 +168,7 @@ def status(
 
     from cfl_ray.cli import tables
     from cfl_ray.runtime import live_client
-    from cfl_ray.runtime.study.folder import is_study, study_status
+    from cfl_ray.study.folder import is_study, study_status
 
     found = study_status(run_dir) if is_study(run_dir) else live_client.status(run_dir)
     if as_json:
@@ -272,8 +272,8 @@ def _check_study(
     study: "Study", file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool
 ) -> None:
     from cfl_ray.cli import estimate
-    from cfl_ray.runtime.study.run import plan_study
     from cfl_ray.runtime.trust import check_owners
+    from cfl_ray.study.run import plan_study
     from cfl_ray.tracking import redact
 
     if not trust:
@@ -326,8 +326,8 @@ def list_parts(
 ) -> None:
     """List the kinds of parts of an experiment; or the parts of one kind, with parameters and how to add your own."""
     from cfl_ray.cli import tables
+    from cfl_ray.cli.catalogue import KINDS, OTHER_NAMES
     from cfl_ray.errors import did_you_mean
-    from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
 
     if kind is None:
         tables.list_kinds(KINDS, out)
@@ -426,7 +426,7 @@ def _study(file: Path, overrides: list[str] | None) -> "Study":
 
 
 def _selection(only: Selected) -> "Selection":
-    from cfl_ray.runtime.study.cells import Selection
+    from cfl_ray.study.cells import Selection
 
     settings, methods, seeds = only
     return Selection(settings or (), methods or (), seeds or ())
@@ -441,7 +441,7 @@ def _run_study(
     extend: Path | None = None,
 ) -> None:
     from cfl_ray.cli.study_progress import StudyDisplay
-    from cfl_ray.runtime.study.run import plan_study, run_study
+    from cfl_ray.study.run import plan_study, run_study
 
     selection = _selection(only)
     folder, extend = (None if one is None else (_base() or Path()) / one for one in (folder, extend))
@@ -477,7 +477,7 @@ def table(
     --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
     seeds or more.
     """
-    from cfl_ray.runtime.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
+    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
     from cfl_ray.runtime.run_lock import command
 
     if style not in FORMATS:
@@ -521,7 +521,7 @@ def report(
 
     Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
     """
-    from cfl_ray.runtime.reporting import report_page, write_report
+    from cfl_ray.results.reporting import report_page, write_report
     from cfl_ray.runtime.run_lock import CONFIG
 
     for run_dir in run_dirs:
@@ -552,8 +552,8 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
-    from cfl_ray.runtime.export import export_model
-    from cfl_ray.runtime.load import load_run
+    from cfl_ray.results.export import export_model
+    from cfl_ray.results.load import load_run
 
     if output == _STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")

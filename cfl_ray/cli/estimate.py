@@ -35,9 +35,9 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
-from cfl_ray.runtime.study.cells import Cell
-from cfl_ray.runtime.study.metrics import metric_warnings
-from cfl_ray.runtime.study.packing import pack
+from cfl_ray.study.cells import Cell
+from cfl_ray.study.metrics import metric_warnings
+from cfl_ray.study.packing import pack
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 

@@ -22,11 +22,11 @@ from cfl_ray.cli.tables import (
     score_of,
 )
 from cfl_ray.errors.redaction import redact
+from cfl_ray.results.reporting import REPORT
+from cfl_ray.results.results import Results
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
-from cfl_ray.runtime.reporting import REPORT
-from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import ARTIFACTS
 from cfl_ray.tracking.record import is_evaluated

@@ -15,12 +15,12 @@ from rich.table import Column
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
-from cfl_ray.runtime.comparison import by_experiment, column_of, mean_and_spread
-from cfl_ray.runtime.study.cells import Cell
-from cfl_ray.runtime.study.packing import Packing
-from cfl_ray.runtime.study.ranking import RankedTrial
-from cfl_ray.runtime.study.run import StudyResults, StudyWatcher
-from cfl_ray.runtime.study.workers import CellOutcome
+from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
+from cfl_ray.study.cells import Cell
+from cfl_ray.study.packing import Packing
+from cfl_ray.study.ranking import RankedTrial
+from cfl_ray.study.run import StudyResults, StudyWatcher
+from cfl_ray.study.workers import CellOutcome
 from cfl_ray.tracking import ARTIFACTS, RoundRecord
 from cfl_ray.tracking.tracker import METRICS_LOG
 

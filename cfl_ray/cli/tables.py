@@ -16,13 +16,13 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
+    from cfl_ray.cli.catalogue import PartKind
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import KeySection
     from cfl_ray.core.method import Method
-    from cfl_ray.runtime.catalogue import PartKind
+    from cfl_ray.results.results import Results
     from cfl_ray.runtime.live_client import RunStatus
-    from cfl_ray.runtime.results import Results
-    from cfl_ray.runtime.study.folder import StudyStatus
+    from cfl_ray.study.folder import StudyStatus
     from cfl_ray.tracking import RoundRecord
 
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}

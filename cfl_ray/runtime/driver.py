@@ -16,17 +16,17 @@ from typing import Any
 from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
+from cfl_ray.results.export import save_models
+from cfl_ray.results.reporting import REPORT, FoundRun, write_report_of
+from cfl_ray.results.results import ClientMetrics, ClusterMoves, MethodResult, Results
+from cfl_ray.results.trained import load_trained
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
-from cfl_ray.runtime.export import save_models
 from cfl_ray.runtime.journal import EVENTS, Journal, grown_by
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.record_files import DIAGNOSTICS
-from cfl_ray.runtime.reporting import REPORT, FoundRun, write_report_of
-from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, MethodResult, Results
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.session import Session
-from cfl_ray.runtime.trained import load_trained
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import (
     ARTIFACTS,

@@ -12,19 +12,19 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.methods import resolve
+from cfl_ray.results.load import recorded_result
+from cfl_ray.results.results import Results
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.runtime.load import recorded_result
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.results import Results
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
-from cfl_ray.runtime.study.folder import is_study
 from cfl_ray.runtime.trust import load_record, sign_record
+from cfl_ray.study.folder import is_study
 from cfl_ray.tracking import read_end, redact, resolve_uri
 
 

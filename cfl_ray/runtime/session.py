@@ -13,12 +13,12 @@ from cfl_ray.engine.precision import products_in
 from cfl_ray.errors import ConfigError
 from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.system.threads import one_thread
 
 BACKENDS: Registry[Any] = Registry(

@@ -20,8 +20,8 @@ from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.runtime.run_lock import CONFIG
-from cfl_ray.runtime.study.folder import STUDY
 from cfl_ray.security.signing import is_signed, sign
+from cfl_ray.study.folder import STUDY
 from cfl_ray.system.files import read_json, read_text, write_json
 
 SIGNATURE = "signature.json"

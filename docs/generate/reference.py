@@ -21,12 +21,12 @@ from cfl_ray.methods import REGISTRY
 
 API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Running an experiment": ["Experiment", "load", "run", "simulate", "resume", "load_run", "compare_runs"],
-    "Studies": ["Study", "load_study", "run_study", "cfl_ray.runtime.study.run.StudyResults"],
+    "Studies": ["Study", "load_study", "run_study", "cfl_ray.study.run.StudyResults"],
     "Results": [
-        "cfl_ray.runtime.results.Results",
-        "cfl_ray.runtime.results.MethodResult",
+        "cfl_ray.results.results.Results",
+        "cfl_ray.results.results.MethodResult",
         "cfl_ray.core.diagnostics.Diagnostic",
-        "cfl_ray.runtime.trained.TrainedMethod",
+        "cfl_ray.results.trained.TrainedMethod",
     ],
     "Data": ["Federation", "federation_from_arrays", "federation_from_dataset"],
     "Writing a method": ["Method", "option", "State", "Serving", "cfl_ray.core.method.Start"],

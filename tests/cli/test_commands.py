@@ -413,7 +413,7 @@ def test_own_parts_that_cannot_work_are_refused(capsys, command):
 
 
 def test_list_shows_the_parts_of_every_kind_and_how_to_bring_ones_own(capsys):
-    from cfl_ray.runtime.catalogue import KINDS, OTHER_NAMES
+    from cfl_ray.cli.catalogue import KINDS, OTHER_NAMES
 
     status, printed, _ = call(capsys, "list")
     assert status == 0 and all(kind in printed for kind in KINDS)

@@ -15,8 +15,8 @@ from studies import InlineCrew, small_study
 
 from cfl_ray.cli import main
 from cfl_ray.cli.study_progress import show_tables, show_trials
-from cfl_ray.runtime.study import run
-from cfl_ray.runtime.study.ranking import RankedTrial, best_of
+from cfl_ray.study import run
+from cfl_ray.study.ranking import RankedTrial, best_of
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from cfl_ray.config.published import PublishedNumber
 from cfl_ray.config.study import load_study
-from cfl_ray.runtime.study.run import run_study
+from cfl_ray.study.run import run_study
 
 ROOT = Path(__file__).parents[2]
 

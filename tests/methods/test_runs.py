@@ -13,9 +13,9 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
+from cfl_ray.results.results import MethodResult
 from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.results import MethodResult
 
 CLOCKS = {"round_seconds"}
 DATA = {

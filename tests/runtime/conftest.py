@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 from cfl_ray import Experiment, simulate
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.system.threads import one_thread
 
 HERE = Path(__file__).parent
 CPUS, GPUS = 6, 1  # logical: no test needs the hardware
@@ -61,19 +59,6 @@ def two_hosts(cluster):
     yield start
     for pool in pools:
         pool.stop()
-
-
-@pytest.fixture(autouse=True)
-def compute_thread():
-    """One, as hosts have it: with several, sums in this process have other last bits."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name in ("RAY_ADDRESS", "RAY_JOB_ID", "MLFLOW_TRACKING_URI"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def small_experiment(output: Path, **changes) -> Experiment:
@@ -133,22 +118,6 @@ def logged(tmp_path):
     make.read = lambda: module.read(make.log)
     make.end = module.end
     return make
-
-
-@pytest.fixture
-def figures():
-    """Returns a function: results -> every metric of every round of every method, without the seconds."""
-
-    def of(results):
-        return {
-            label: [
-                (record.round, {name: value for name, value in record.metrics.items() if name != "round_seconds"})
-                for record in method.records
-            ]
-            for label, method in results.methods.items()
-        }
-
-    return of
 
 
 class Notes(Watcher):
@@ -231,20 +200,6 @@ def private(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def until(condition, seconds: float = 300):
-    """Waits for a true value of `condition()` and returns it. The limit only bounds a test that fails."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.02)
-    return found
-
-
-@pytest.fixture(name="until")
-def _until():
-    return until
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.method import Method
 from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.methods.ifca import IFCA
-from cfl_ray.runtime.comparison import compare_runs, format_table
+from cfl_ray.results.comparison import compare_runs, format_table
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.round_report import RoundReport

@@ -10,12 +10,12 @@ import pytest
 from cfl_ray import resume, simulate
 from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.errors import Interrupted
+from cfl_ray.results.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.arrow_log import whole_batches
 from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.driver import Driver
 from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES, RECORD_FILES
-from cfl_ray.runtime.results import ClientMetrics, ClusterMoves
 from cfl_ray.tracking import FileTracker, read_info, read_records
 from cfl_ray.tracking.tracker import METRICS_LOG
 

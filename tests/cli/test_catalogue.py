@@ -1,7 +1,7 @@
+from cfl_ray.cli.catalogue import KINDS, PartKind
 from cfl_ray.config import BuiltinKind, PartitionConfig, ShiftConfig
 from cfl_ray.data import partition, shifts
 from cfl_ray.plugins.registry import Registry
-from cfl_ray.runtime.catalogue import KINDS, PartKind
 from cfl_ray.tracking import TRACKERS
 
 

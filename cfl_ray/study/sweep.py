@@ -13,7 +13,7 @@ import numpy as np
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import RangeConfig, SweepConfig, name_of, six_digits
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.comparison import is_less_better
+from cfl_ray.results.comparison import is_less_better
 
 if TYPE_CHECKING:
     import optuna

@@ -9,10 +9,10 @@ import psutil
 import pytest
 import yaml
 
-from cfl_ray.runtime.study import workers
-from cfl_ray.runtime.study.folder import study_status
-from cfl_ray.runtime.study.packing import Packing
-from cfl_ray.runtime.study.run import run_study
+from cfl_ray.study import workers
+from cfl_ray.study.folder import study_status
+from cfl_ray.study.packing import Packing
+from cfl_ray.study.run import run_study
 
 pytestmark = pytest.mark.slow
 SLOW = "import time\n\ndef pause(outputs, targets):\n    time.sleep(0.01)\n    return float(len(targets))\n"
@@ -115,7 +115,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path, command):
     """Processes import the script that started them."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from cfl_ray.config.study import Study\nfrom cfl_ray.runtime.study.run import run_study\n"
+        "from cfl_ray.config.study import Study\nfrom cfl_ray.study.run import run_study\n"
         f"run_study(Study(name='a', experiment={{'rounds': 1, 'output': {str(tmp_path)!r}, "
         "'tracking': {'enabled': False}}))\n"
     )
@@ -125,7 +125,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path, command):
 
 
 def test_a_crew_of_one_runs_cells_until_it_is_closed(study, tmp_path):
-    from cfl_ray.runtime.study.cells import plan
+    from cfl_ray.study.cells import plan
 
     cells = plan(study())
     with workers.Crew(tmp_path / "root") as crew:

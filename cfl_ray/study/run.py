@@ -20,20 +20,20 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
-from cfl_ray.runtime.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
+from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
+from cfl_ray.results.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.extension import check_extension
-from cfl_ray.runtime.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
 from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.run_record import check_hash_of_cell
-from cfl_ray.runtime.study.cells import ALL, Cell, Selection, plan
-from cfl_ray.runtime.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
-from cfl_ray.runtime.study.metrics import metric_warnings, scores_of
-from cfl_ray.runtime.study.packing import Packing, pack
-from cfl_ray.runtime.study.ranking import RankedTrial, best_of, rank, to_frame
-from cfl_ray.runtime.study.sweep import Trials, trials_of
-from cfl_ray.runtime.study.workers import END_SECONDS, CellOutcome, Crew, check_main
 from cfl_ray.runtime.trust import sign_study
 from cfl_ray.security.credentials import remember_credentials
+from cfl_ray.study.cells import ALL, Cell, Selection, plan
+from cfl_ray.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
+from cfl_ray.study.metrics import metric_warnings, scores_of
+from cfl_ray.study.packing import Packing, pack
+from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
+from cfl_ray.study.sweep import Trials, trials_of
+from cfl_ray.study.workers import END_SECONDS, CellOutcome, Crew, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
     ARTIFACTS,

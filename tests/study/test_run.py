@@ -10,16 +10,16 @@ from studies import InlineCrew
 
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
-from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table
+from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.runtime.run_lock import hold_run
-from cfl_ray.runtime.study import run, workers
-from cfl_ray.runtime.study.cells import Selection, plan
-from cfl_ray.runtime.study.folder import LOCK, STUDY, run_folders, study_status
-from cfl_ray.runtime.study.metrics import metric_warnings
-from cfl_ray.runtime.study.run import StudyWatcher, run_study
+from cfl_ray.study import run, workers
+from cfl_ray.study.cells import Selection, plan
+from cfl_ray.study.folder import LOCK, STUDY, run_folders, study_status
+from cfl_ray.study.metrics import metric_warnings
+from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.tracking import read_end, read_info, read_records
 
-EXPERIMENTS = Path(__file__).parents[3] / "jobs" / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
 
 

@@ -6,7 +6,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.errors import did_you_mean
-from cfl_ray.runtime.study.cells import Cell
+from cfl_ray.study.cells import Cell
 from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
 
 _OF_TABLES = ("mbit", "seconds")

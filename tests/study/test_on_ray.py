@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cfl_ray.runtime.study.run import run_study
+from cfl_ray.study.run import run_study
 
 pytestmark = pytest.mark.slow
 RAY = Path(sys.executable).with_name("ray")

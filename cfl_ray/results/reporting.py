@@ -20,13 +20,13 @@ from cfl_ray.errors import ConfigError, DataError, did_you_mean
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.material import Comparison, MethodRun, Moves, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
-from cfl_ray.runtime.comparison import Found, free_name, settings_of, table_of, values_of
-from cfl_ray.runtime.load import load_run
+from cfl_ray.results.comparison import Found, free_name, settings_of, table_of, values_of
+from cfl_ray.results.load import load_run
+from cfl_ray.results.results import MethodResult, Results, read_client_metrics
 from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
-from cfl_ray.runtime.results import MethodResult, Results, read_client_metrics
 from cfl_ray.runtime.run_lock import CONFIG
-from cfl_ray.runtime.study.folder import STUDY, is_study, run_folders
 from cfl_ray.runtime.trust import load_record
+from cfl_ray.study.folder import STUDY, is_study, run_folders
 from cfl_ray.system.files import PRIVATE, SHARED
 from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
 from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, primary_of

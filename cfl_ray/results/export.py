@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.trained import TrainedMethod
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.system.files import SHARED, drafted, private_umask
 from cfl_ray.tracking import save_model
 

@@ -5,8 +5,8 @@ import pytest
 import cfl_ray
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.runtime.study import workers
-from cfl_ray.runtime.study.cells import Selection, plan
+from cfl_ray.study import workers
+from cfl_ray.study.cells import Selection, plan
 
 
 def test_the_first_seed_of_everything_comes_first(study, tmp_path):

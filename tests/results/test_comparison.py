@@ -10,8 +10,8 @@ from scipy.stats import ttest_rel
 
 import cfl_ray
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime import comparison
-from cfl_ray.runtime.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
+from cfl_ray.results import comparison
+from cfl_ray.results.comparison import by_experiment, compare_runs, format_table, mean_and_spread, table_of
 
 
 @pytest.fixture(scope="module")

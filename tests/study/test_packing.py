@@ -3,8 +3,8 @@
 import pytest
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.runtime.study import packing
-from cfl_ray.runtime.study.packing import Packing, pack
+from cfl_ray.study import packing
+from cfl_ray.study.packing import Packing, pack
 
 
 @pytest.fixture

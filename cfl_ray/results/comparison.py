@@ -15,10 +15,10 @@ from cfl_ray.config import Experiment
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.drawing import LEAST_SHOWN
-from cfl_ray.runtime.load import load_run, recorded_result
-from cfl_ray.runtime.results import MethodResult
+from cfl_ray.results.load import load_run, recorded_result
+from cfl_ray.results.results import MethodResult
 from cfl_ray.runtime.run_lock import CONFIG
-from cfl_ray.runtime.study.folder import is_study, run_folders, seed_of
+from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end
 from cfl_ray.tracking.record import primary_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from studies import InlineCrew, small_study
 
-from cfl_ray.runtime.comparison import read_study
-from cfl_ray.runtime.study import run
+from cfl_ray.results.comparison import read_study
+from cfl_ray.study import run
 
 TIMES = ("round_seconds", "seconds")
 

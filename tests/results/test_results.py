@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from cfl_ray.errors import DataError
-from cfl_ray.runtime.results import ClientMetrics, ClusterMoves, read_client_metrics
+from cfl_ray.results.results import ClientMetrics, ClusterMoves, read_client_metrics
 from cfl_ray.runtime.round_report import RoundReport
 
 

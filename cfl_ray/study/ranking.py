@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import Study
-from cfl_ray.runtime.comparison import StudyFigures
-from cfl_ray.runtime.study.cells import Cell
-from cfl_ray.runtime.study.sweep import goal_of
+from cfl_ray.results.comparison import StudyFigures
+from cfl_ray.study.cells import Cell
+from cfl_ray.study.sweep import goal_of
 
 if TYPE_CHECKING:
     import pandas as pd

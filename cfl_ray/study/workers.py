@@ -18,9 +18,9 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserE
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.launch import StudyPlace, run_cell
 from cfl_ray.runtime.run_lock import CONFIG
-from cfl_ray.runtime.study.cells import Cell
-from cfl_ray.runtime.study.folder import FAILURE
-from cfl_ray.runtime.study.packing import Packing
+from cfl_ray.study.cells import Cell
+from cfl_ray.study.folder import FAILURE
+from cfl_ray.study.packing import Packing
 from cfl_ray.system.files import write_text
 
 _ATTEMPTS = 3  # to run a cell whose process dies

@@ -7,10 +7,10 @@ from pathlib import Path
 from cfl_ray.config import Experiment
 from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
+from cfl_ray.results.results import MethodResult, Results
+from cfl_ray.results.trained import TrainedMethod, load_trained
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.results import MethodResult, Results
 from cfl_ray.runtime.run_lock import CONFIG, no_run
-from cfl_ray.runtime.trained import TrainedMethod, load_trained
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
 from cfl_ray.tracking.tracker import METRICS_LOG

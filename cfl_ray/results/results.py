@@ -18,11 +18,11 @@ from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.assignments import Assignment, write_assignments
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.runtime.diagnostics_log import by_name, read_diagnostics
 from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.runtime.trained import TrainedMethod
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_file
 from cfl_ray.tracking import RoundRecord
 from cfl_ray.tracking.record import is_evaluated
