@@ -1,27 +1,19 @@
 """Experiments: their sections, and how they are read from YAML."""
 
 from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.cohort import AvailabilityConfig, CohortConfig
+from cfl_ray.config.data import ColumnsConfig, DataConfig, TestDataConfig
+from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.experiment import Experiment, changed_local, check_cohort, load
-from cfl_ray.config.sections import (
-    AvailabilityConfig,
-    BuiltinKind,
-    CohortConfig,
-    ColumnsConfig,
-    ConfigSection,
-    CutConfig,
-    DataChangeConfig,
-    DataConfig,
-    EvaluationConfig,
-    EventConfig,
-    LocalConfig,
-    ModelConfig,
-    PartConfig,
-    PartitionConfig,
-    RuntimeConfig,
-    ShiftConfig,
-    TestDataConfig,
-    TrackingConfig,
-)
+from cfl_ray.config.local import LocalConfig
+from cfl_ray.config.model import ModelConfig
+from cfl_ray.config.part import BuiltinKind, PartConfig
+from cfl_ray.config.partition import CutConfig, PartitionConfig
+from cfl_ray.config.runtime import RuntimeConfig
+from cfl_ray.config.schedule import DataChangeConfig, EventConfig
+from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.shift import ShiftConfig
+from cfl_ray.config.tracking import TrackingConfig
 
 __all__ = [
     "BuiltinKind",

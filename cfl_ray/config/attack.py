@@ -4,7 +4,8 @@ from typing import Any
 
 from pydantic import Field
 
-from cfl_ray.config.sections import BuiltinKind, ClientIds, PartConfig
+from cfl_ray.config.part import BuiltinKind, PartConfig
+from cfl_ray.config.schedule import ClientIds
 
 
 class AttackConfig(PartConfig):

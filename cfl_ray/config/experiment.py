@@ -17,18 +17,16 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.cohort import CohortConfig
+from cfl_ray.config.data import DataConfig
+from cfl_ray.config.evaluation import EvaluationConfig
+from cfl_ray.config.local import LocalConfig
+from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
-from cfl_ray.config.sections import (
-    CohortConfig,
-    ConfigSection,
-    DataConfig,
-    EvaluationConfig,
-    EventConfig,
-    LocalConfig,
-    ModelConfig,
-    RuntimeConfig,
-    TrackingConfig,
-)
+from cfl_ray.config.runtime import RuntimeConfig
+from cfl_ray.config.schedule import EventConfig
+from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text

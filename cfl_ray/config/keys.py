@@ -14,7 +14,8 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
-from cfl_ray.config.sections import ConfigSection, PartConfig
+from cfl_ray.config.part import PartConfig
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cfl_ray.config.experiment import explain, read_yaml
-from cfl_ray.config.sections import ConfigSection
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
 Unit = Literal["percent", "rounds", "mbit", "clients", "count"]

@@ -24,7 +24,7 @@ from pydantic import (
 
 from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
-from cfl_ray.config.sections import ConfigSection
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text

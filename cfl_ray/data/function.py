@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import DataConfig
-from cfl_ray.config.sections import SOURCES
+from cfl_ray.config.data import SOURCES
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Source

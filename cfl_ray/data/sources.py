@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig, DataConfig
-from cfl_ray.config.sections import SOURCES, UNDIVIDED
+from cfl_ray.config.data import SOURCES, UNDIVIDED
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables

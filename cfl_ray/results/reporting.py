@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config import Experiment
 from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables, load_published
-from cfl_ray.config.sections import EventConfig
+from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError, did_you_mean

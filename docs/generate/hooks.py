@@ -23,7 +23,7 @@ PAGES = {  # page -> the file of the repository that it shows; links to one are 
     "cluster_configs.md": "cluster_configs/README.md",
 }
 SOURCES = {  # page -> the code or folder that it is made from
-    KEYS_PAGE: "cfl_ray/config/sections.py",
+    KEYS_PAGE: "cfl_ray/config",
     "reference/study.md": "cfl_ray/config/study.py",
     "reference/commands.md": "cfl_ray/cli/commands.py",
     "reference/api.md": "cfl_ray/__init__.py",

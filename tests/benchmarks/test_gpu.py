@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from benchmarks import gpu
-from cfl_ray.config.sections import RuntimeConfig
+from cfl_ray.config import RuntimeConfig
 
 ROOT = Path(__file__).parents[2]
 ABSENT = [

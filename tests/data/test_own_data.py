@@ -356,7 +356,7 @@ class TestLeafTexts:
 
 
 def test_every_source_is_a_function_of_its_name():
-    from cfl_ray.config.sections import SOURCES, UNDIVIDED
+    from cfl_ray.config.data import SOURCES, UNDIVIDED
     from cfl_ray.data import image_sets, sources
 
     divided = [name for name in SOURCES if name not in UNDIVIDED]
@@ -369,7 +369,7 @@ def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch)
         return x, (x[:, 0] > 0).astype(int)
 
     points = {"theirs": lambda kind: theirs}
-    for module in ("cfl_ray.plugins.registry", "cfl_ray.config.sections"):
+    for module in ("cfl_ray.plugins.registry", "cfl_ray.config.part"):
         monkeypatch.setattr(f"{module}.entry_points_of", lambda group: points if group == "cfl_ray.datasets" else {})
     data = DataConfig(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
     assert describe(data, 0).clients == 3

@@ -1,0 +1,46 @@
+"""The section `evaluation`."""
+
+from typing import Any
+
+from pydantic import Field
+
+from cfl_ray.config.section import ConfigSection
+
+
+class EvaluationConfig(ConfigSection):
+    """The evaluation: what it measures, and how often."""
+
+    every: int = Field(
+        1, ge=1, description="rounds from one evaluation to the next; the last round is always evaluated"
+    )
+    clients: int | None = Field(
+        None, ge=1, description="number of clients evaluated, one random sample for all rounds; null: all clients"
+    )
+    local: bool = Field(True, description="also measure P-local: each client's model right after its own training")
+    local_images: int = Field(
+        500,
+        ge=1,
+        description="most images of a shared test set for a model that belongs to one client (P-local, personal "
+        "models)",
+    )
+    choice_samples: int | None = Field(
+        256,
+        ge=1,
+        description="number of training samples, the same random ones in all rounds, on which a client compares models "
+        "to choose one for the evaluation (ifca, ifca_cam); null: as many as the method uses in training, where this "
+        "limit has no effect",
+    )
+    tuned_epochs: int = Field(
+        0, ge=0, description="F of P-tune(F): local epochs of fine-tuning before the test; 0: do not measure it"
+    )
+    target: float | None = Field(
+        None,
+        description="target of rounds_to_target and mbit_to_target (P-server, and _local for P-local): a value of the "
+        "first metric of the task, for accuracy above 0 and at most 1; null: do not measure them",
+    )
+    metrics: list[Any] = Field(
+        [],
+        description="further metrics of each client: accuracy | macro_f1 | micro_f1 | subset_accuracy | mse | mae | "
+        "r2 | token_accuracy | perplexity | path/to/file.py:function of the outputs (n, C) and the targets (n,) that "
+        "returns a number",
+    )

@@ -1,0 +1,23 @@
+"""The section `model`."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from cfl_ray.config.part import check_part
+from cfl_ray.config.section import ConfigSection
+
+
+class ModelConfig(ConfigSection):
+    """The network that every client trains."""
+
+    name: Any = Field(
+        "mlp", description="name of a registered model, or path/to/file.py:Factory that returns a torch.nn.Module"
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments of the model, e.g. {hidden: 200}")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: Any) -> Any:
+        check_part(value, "model")
+        return value

@@ -1,0 +1,102 @@
+"""The section `runtime`."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_serializer, field_validator
+
+from cfl_ray.config.part import check_name
+from cfl_ray.config.section import ConfigSection
+from cfl_ray.plugins.calling import reference_of
+
+BACKENDS = ("ray", "in_process")
+
+
+class RuntimeConfig(ConfigSection):
+    """The processes of a run."""
+
+    address: str | None = Field(
+        None,
+        description="Ray cluster to use; auto: the one running on this machine; null: RAY_ADDRESS, or a new one on "
+        "this machine for this run",
+    )
+    hosts: int | None = Field(
+        None, ge=1, description="number of client host processes; null: one per CPU (or per GPU share)"
+    )
+    clients_per_host: int | None = Field(
+        None,
+        ge=1,
+        description="most clients of one host; 1: one process per client; null: no limit. A number changes the last "
+        "bits of sums, since clients are added up one by one",
+    )
+    gpus_per_host: float = Field(
+        0.0, ge=0, le=16, description="share of a GPU that each host reserves, e.g. 0.25; 0: none"
+    )
+    cpus_per_host: float = Field(1.0, gt=0, description="CPUs that each host reserves; it computes with one thread")
+    engine: Literal["auto", "sequential", "manual", "vectorised", "span"] = Field(
+        "auto",
+        description="how a host trains its clients: sequential (one by one) | manual (one by one, without autograd) | "
+        "vectorised (together) | span (full-batch shortcut) | auto (the fastest in a short measurement, which is kept "
+        "with the runs). Engines agree up to rounding; a resumed run keeps its own",
+    )
+    backend: Any = Field(
+        "ray",
+        description="what carries out the work of clients: ray (hosts of a cluster) | in_process (this process, for "
+        "debugging) | path/to/file.py:Class, in this process, or one with its options {file.py:Class: {option: value}}",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="where hosts compute: cpu | cuda | auto (cuda on hosts that reserve a share of a GPU). "
+        "Devices agree up to rounding",
+    )
+    cpu_capability: Literal["default", "avx2", "avx512"] | None = Field(
+        None,
+        description="instructions that server and hosts use on an x86 CPU: default | avx2 | avx512 | null (the newest "
+        "of each CPU). One that all machines have makes their last bits equal. In one process, set the variable "
+        "ATEN_CPU_CAPABILITY as well",
+    )
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32",
+        description="precision of local training: float32 | tf32 (of all products and convolutions on a GPU; no effect "
+        "on a CPU) | bf16 (bfloat16 passes by autocast, on GPU and CPU, with sequential and vectorised). Models, their "
+        "updates and sums are float32",
+    )
+    round_deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds for one chunk of a host's work (a few clients), loading included, before the host is "
+        "ended and its clients are tried one by one; a client over the limit then is excluded from the round, so "
+        "results then depend on the clock. null: no limit. No effect in a run within one process",
+    )
+    retries: int = Field(
+        3,
+        ge=0,
+        description="restarts of one host before the run continues without it, and of the server before the run ends; "
+        "the count begins anew after ten minutes without a fault",
+    )
+    wait_for_hosts: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
+        "auto",
+        description="seconds to wait for machines while a run has no client host; null: for ever; auto: 900 for the "
+        "first host, for ever once the run has had one. A number or null also accepts more hosts than the cluster has "
+        "room for at the start, for clusters that grow on demand",
+    )
+    checkpoint_every: int | None = Field(
+        None,
+        ge=1,
+        description="rounds from one checkpoint to the next; the last round always has one. null: by what a checkpoint "
+        "costs, sqrt(2 C M) seconds apart, with C the seconds that one takes and M = 1 hour between faults (3 ms: "
+        "every 4.6 s; 1 s: every 85 s)",
+    )
+    keep_last: int = Field(3, ge=1, description="number of checkpoints kept")
+
+    backends_group: ClassVar[str] = "cfl_ray.backends"
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, value: Any) -> Any:
+        name = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else value
+        check_name(name, "backend", BACKENDS, cls.backends_group)
+        return value
+
+    @field_serializer("backend")
+    def _backend_reference(self, value: Any) -> Any:
+        return value if isinstance(value, dict) else reference_of(value)

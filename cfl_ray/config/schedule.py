@@ -1,0 +1,61 @@
+"""The section `schedule`: clients that join, leave or change."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from cfl_ray.config.client_ids import compress_ids, parse_ids
+from cfl_ray.config.section import ConfigSection
+from cfl_ray.errors import ConfigError
+
+
+def _parse_clients(value: Any) -> Any:
+    """Returns clients as YAML names them, 7, "80-99" or a list of both, as a list of ids."""
+    items = [value] if isinstance(value, (str, int)) else value
+    if not isinstance(items, (list, tuple)):
+        return value
+    try:
+        return [client for item in items for client in (parse_ids([item]) if isinstance(item, str) else [item])]
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+ClientIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_clients), PlainSerializer(compress_ids)]
+
+
+class DataChangeConfig(ConfigSection):
+    """Clients whose data change, from one round on."""
+
+    clients: ClientIds = Field(min_length=1, description="ids and ranges of the clients whose data change")
+    rotate: int = Field(0, description="rotate their images by this many degrees more, a multiple of 90; 0: not at all")
+    relabel: int = Field(0, description="s: label y becomes (y + s) mod C, after earlier changes; 0: not at all")
+    data_of: ClientIds | None = Field(
+        None,
+        description="take over the present data of these clients, one for each of `clients`; the same clients in "
+        "another order swap their data. null: keep their own",
+    )
+
+    @model_validator(mode="after")
+    def _check_change(self) -> Self:
+        if self.rotate % 90:
+            raise ValueError(f"rotate must be a multiple of 90 degrees, got {self.rotate}")
+        if self.data_of is None and not self.rotate % 360 and not self.relabel:
+            raise ValueError("nothing would change; say rotate, relabel or data_of")
+        if self.data_of is not None and len(self.data_of) != len(self.clients):
+            raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
+        return self
+
+
+class EventConfig(ConfigSection):
+    """Clients that join, leave or change before the clients of a round are selected."""
+
+    round: int = Field(ge=1, description="round before which the event takes place, counted from 1")
+    join: ClientIds = Field(
+        [],
+        description="clients that join, ids and ranges, e.g. [3, 80-99]; they are absent before, unless they left "
+        "earlier",
+    )
+    leave: ClientIds = Field([], description="clients that leave, ids and ranges")
+    change: list[DataChangeConfig] = Field(
+        [], description="changes of clients' data, in the order given, e.g. [{clients: 0-9, rotate: 90}]"
+    )
