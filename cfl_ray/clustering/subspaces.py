@@ -1,6 +1,6 @@
 """Principal angles between the data subspaces of clients.
 
-Axis letters here: S, T clients, D values of a sample (pixels), R columns of a basis.
+Axis letters here: S, U clients, D values of a sample (pixels), R columns of a basis.
 """
 
 from collections.abc import Iterator
@@ -81,30 +81,30 @@ def _blocks(ready_SRD: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(ready_SRD), size))
 
 
-def _block(a_sRD: Tensor, b_tRD: Tensor, rank_s: Tensor, rank_t: Tensor, kind: str) -> np.ndarray:
-    """Angles (s, t) in degrees between prepared bases."""
-    s, t, rows, columns = len(a_sRD), len(b_tRD), a_sRD.shape[1], b_tRD.shape[1]
-    product_stRR = (a_sRD.flatten(0, 1) @ b_tRD.flatten(0, 1).T).view(s, rows, t, columns).transpose(1, 2)
+def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: str) -> np.ndarray:
+    """Angles (s, u) in degrees between prepared bases."""
+    s, u, rows, columns = len(a_sRD), len(b_uRD), a_sRD.shape[1], b_uRD.shape[1]
+    product_suRR = (a_sRD.flatten(0, 1) @ b_uRD.flatten(0, 1).T).view(s, rows, u, columns).transpose(1, 2)
     if kind == "code":
-        return _degrees(product_stRR.abs().amax((2, 3))).numpy()
+        return _degrees(product_suRR.abs().amax((2, 3))).numpy()
     if kind == "trace":
-        both_stR = product_stRR.diagonal(dim1=2, dim2=3)
-        places = both_stR.shape[2]
-        counted_stR = a_sRD.any(2)[:, None, :places] & b_tRD.any(2)[None, :, :places]
-        return _summed(_degrees(both_stR.abs()), counted_stR)
+        both_suR = product_suRR.diagonal(dim1=2, dim2=3)
+        places = both_suR.shape[2]
+        counted_suR = a_sRD.any(2)[:, None, :places] & b_uRD.any(2)[None, :, :places]
+        return _summed(_degrees(both_suR.abs()), counted_suR)
     # Cosines are singular values: roots of the eigenvalues of the small Gram matrices, in half the time of svdvals.
-    product_pRR = product_stRR.reshape(s * t, rows, columns)
-    square_pR = torch.linalg.eigvalsh(torch.bmm(product_pRR.mT, product_pRR)).view(s, t, -1)
+    product_pRR = product_suRR.reshape(s * u, rows, columns)
+    square_pR = torch.linalg.eigvalsh(torch.bmm(product_pRR.mT, product_pRR)).view(s, u, -1)
     if kind == "smallest":
         return _degrees(square_pR[..., -1].clamp(min=0).sqrt()).numpy()
-    angle_stR = _degrees(square_pR.flip(2).clamp(min=0).sqrt())
-    return _summed(angle_stR, torch.arange(angle_stR.shape[2]) < torch.minimum(rank_s[:, None], rank_t)[..., None])
+    angle_suR = _degrees(square_pR.flip(2).clamp(min=0).sqrt())
+    return _summed(angle_suR, torch.arange(angle_suR.shape[2]) < torch.minimum(rank_s[:, None], rank_u)[..., None])
 
 
-def _summed(angle_stR: Tensor, counted_stR: Tensor) -> np.ndarray:
-    """Sums (s, t) of the counted angles of each pair."""
-    sum_st: np.ndarray = (angle_stR * counted_stR).sum(2).numpy()
-    return sum_st
+def _summed(angle_suR: Tensor, counted_suR: Tensor) -> np.ndarray:
+    """Sums (s, u) of the counted angles of each pair."""
+    sum_su: np.ndarray = (angle_suR * counted_suR).sum(2).numpy()
+    return sum_su
 
 
 def _degrees(cosine: Tensor) -> Tensor:
@@ -138,16 +138,16 @@ def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
     return angle_SS[np.triu_indices(len(angle_SS), 1)]
 
 
-def angles_between(a_SDR: Tensor, b_TDR: Tensor, *, kind: str) -> np.ndarray:
+def angles_between(a_SDR: Tensor, b_UDR: Tensor, *, kind: str) -> np.ndarray:
     """Angles between the subspaces of the clients of two sets, as in `angles`; the sets may differ in R.
 
-    Returns degrees, float64 (S, T). Raises ValueError as `angles`, and if the sets differ in D.
+    Returns degrees, float64 (S, U). Raises ValueError as `angles`, and if the sets differ in D.
     """
-    if a_SDR.shape[1] != b_TDR.shape[1]:
-        raise ValueError(f"bases must be of samples of one size, got {a_SDR.shape[1]} and {b_TDR.shape[1]} values")
-    (a_SRD, rank_S), (b_TRD, rank_T) = _prepared(a_SDR, kind), _prepared(b_TDR, kind)
-    angle_ST = np.zeros((len(a_SRD), len(b_TRD)))
+    if a_SDR.shape[1] != b_UDR.shape[1]:
+        raise ValueError(f"bases must be of samples of one size, got {a_SDR.shape[1]} and {b_UDR.shape[1]} values")
+    (a_SRD, rank_S), (b_URD, rank_U) = _prepared(a_SDR, kind), _prepared(b_UDR, kind)
+    angle_SU = np.zeros((len(a_SRD), len(b_URD)))
     for rows in _blocks(a_SRD):
-        for columns in _blocks(b_TRD):
-            angle_ST[rows, columns] = _block(a_SRD[rows], b_TRD[columns], rank_S[rows], rank_T[columns], kind)
-    return angle_ST
+        for columns in _blocks(b_URD):
+            angle_SU[rows, columns] = _block(a_SRD[rows], b_URD[columns], rank_S[rows], rank_U[columns], kind)
+    return angle_SU

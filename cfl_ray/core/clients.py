@@ -190,7 +190,7 @@ class Clients:
         self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids, diagonal)
 
     def test(self, serving: Serving) -> np.ndarray:
-        """Scores (M, S) of the models of `serving` on each client's test data: the task's metrics, then the loss.
+        """Scores (M, V) of the models of `serving` on each client's test data: the task's metrics, then the loss.
 
         For `Method.diagnose`, to report how well further models do; no traffic. NaN for a client without test data or
         model. Raises ValueError outside of an evaluation: training must not see test data.

@@ -22,7 +22,7 @@ class ChainedFederation(Federation):
         self.shape, self.view, self.normalize = first.shape, first.view, first.normalize
         self.recipe = {"chained": [part.recipe for part in parts]}
         self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])  # of each part, then N
-        self._first_test_set = np.cumsum([0, *(part.num_test_sets() for part in parts)])  # of each part, then S
+        self._first_test_set = np.cumsum([0, *(part.num_test_sets() for part in parts)])  # of each part, then T
         self.num_samples_N = np.concatenate([part.num_samples_N for part in parts])
         groups = [np.full(part.num_clients, -1, np.int32) if part.group_N is None else part.group_N for part in parts]
         self.group_N = None if all(part.group_N is None for part in parts) else np.concatenate(groups)

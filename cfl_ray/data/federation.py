@@ -139,11 +139,11 @@ class Federation(ABC):
 
     @abstractmethod
     def num_test_sets(self) -> int:
-        """Returns S, the number of test sets that clients share; 0 under hold-out."""
+        """Returns T, the number of test sets that clients share; 0 under hold-out."""
 
     @abstractmethod
     def test_set(self, index: int) -> TensorSamples:
-        """Returns shared test set `index`: x and y of the types of `shape`. Raises IndexError outside 0..S-1."""
+        """Returns shared test set `index`: x and y of the types of `shape`. Raises IndexError outside 0..T-1."""
 
     @abstractmethod
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:

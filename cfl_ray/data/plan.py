@@ -261,11 +261,11 @@ def _tested_labels(clients: list[PlannedClient], test_sets: list[TestSet], num_c
 
     Raises DataError for a client without a label that is tested.
     """
-    present_SC = np.array([np.bincount(one.labels(), minlength=num_classes) > 0 for one in test_sets])
+    present_TC = np.array([np.bincount(one.labels(), minlength=num_classes) > 0 for one in test_sets])
     labels_NC = np.zeros((len(clients), num_classes), bool)
     for number, client in enumerate(clients):
         labels_NC[number, client.variant.train_labels(client.train)] = True
-        if not (labels_NC[number] & present_SC[client.test_set]).any():
+        if not (labels_NC[number] & present_TC[client.test_set]).any():
             own_labels = np.flatnonzero(labels_NC[number])
             raise DataError(
                 f"client {client.name!r} has labels {own_labels.tolist()}, none of which is in the test set; "

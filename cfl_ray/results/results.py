@@ -180,9 +180,9 @@ class ClientMetrics:
 
     def add(self, report: RoundReport) -> None:
         """Keeps the scores of a round; they are in the file when this returns."""
-        if self.log is None or report.scores_M4 is None or report.round <= self.last:
+        if self.log is None or report.scores_MV is None or report.round <= self.last:
             return
-        client, *scores = report.scores_M4.T
+        client, *scores = report.scores_MV.T
         columns = [np.full(len(client), report.round, np.int32), client.astype(np.int64)]
         columns += [values.astype(np.float32) for values in scores]
         self.log.append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))

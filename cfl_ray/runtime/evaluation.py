@@ -25,21 +25,21 @@ class Scores:
     """Test results of M clients, NaN for a client without test images."""
 
     ids_M: np.ndarray
-    table_MS: np.ndarray  # the metrics of the task, then the loss: accuracy, macro-F1 and loss of classes
+    table_MV: np.ndarray  # the metrics of the task, then the loss: accuracy, macro-F1 and loss of classes
 
     @property
     def primary_M(self) -> np.ndarray:
         """The first metric of the task: accuracy of classes."""
-        return self.table_MS[:, 0]
+        return self.table_MV[:, 0]
 
     @property
     def accuracy_M(self) -> np.ndarray:
         """Accuracy, where clients learn classes."""
-        return self.table_MS[:, 0]
+        return self.table_MV[:, 0]
 
     @property
     def loss_M(self) -> np.ndarray:
-        return self.table_MS[:, -1]
+        return self.table_MV[:, -1]
 
 
 @dataclass
@@ -68,12 +68,12 @@ class Evaluator:
     def scores(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: each client with the model that it would predict with now; NaN where the method has none for it."""
         known_M = serving.row_M >= 0
-        found_MS = np.full((len(clients), self._num_scores), np.nan)
+        found_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), replace(serving, row_M=serving.row_M[known_M])
             personal = serving.is_personal or self.federation.view == "holdout" or self._by_label
-            found_MS[known_M] = (self._personal if personal else self._shared)(serving, known).table_MS
-        return Scores(clients.ids_M, found_MS)
+            found_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
+        return Scores(clients.ids_M, found_MV)
 
     @property
     def _num_scores(self) -> int:
@@ -108,10 +108,10 @@ class Evaluator:
             tune=serving.tune,
             steps_M=None if steps_M is None else steps_M[order],
         )
-        found_MS, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
-        found_MS[order] = outcome.arrays["scores"]
+        found_MV, outcome = np.empty((len(clients), self._num_scores)), self.backend.run(work)
+        found_MV[order] = outcome.arrays["scores"]
         clients.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
-        return Scores(clients.ids_M, found_MS)
+        return Scores(clients.ids_M, found_MV)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
         """Clients that share a model and a test set share its confusion counts: each pair is tested once."""
@@ -161,8 +161,8 @@ def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float
     A client whose first metric is not defined counts as not tested; of other metrics, undefined values are left out.
     """
     tested = ~np.isnan(found.primary_M)
-    table_MS = found.table_MS[tested] if tested.any() else np.full((1, found.table_MS.shape[1]), np.nan)
-    primary, score_M = task.metrics[0], table_MS[:, 0]
+    table_MV = found.table_MV[tested] if tested.any() else np.full((1, found.table_MV.shape[1]), np.nan)
+    primary, score_M = task.metrics[0], table_MV[:, 0]
     tail = 10 if primary.higher_is_better else 90  # the worst tenth of the clients
     spread = {
         primary.name: float(score_M.mean()),
@@ -170,9 +170,9 @@ def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float
         f"{primary.name}_p{tail}": float(np.percentile(score_M, tail)),
     }
     others = {
-        name: mean_of_defined(values_M) for name, values_M in zip(task.score_names[1:-1], table_MS.T[1:-1], strict=True)
+        name: mean_of_defined(values_M) for name, values_M in zip(task.score_names[1:-1], table_MV.T[1:-1], strict=True)
     }
-    return spread | others | {"test_loss": mean_of_defined(table_MS[:, -1])}
+    return spread | others | {"test_loss": mean_of_defined(table_MV[:, -1])}
 
 
 def mean_of_defined(values_M: np.ndarray) -> float:

@@ -164,7 +164,7 @@ class RoundLoop:
 
     def _report(self, draft: RoundDraft) -> RoundReport:
         reported, stop = self.diagnostics.reported, self.stops_after(draft.round)
-        if draft.scores_M4 is not None:
+        if draft.scores_MV is not None:
             self.diagnostics = RoundDiagnostics()  # they go out with this round
         return draft.report(self.status, stop, reported)
 
@@ -195,7 +195,7 @@ class RoundLoop:
         if (last := self.requests.stop_after) is not None and last > self.saved:
             notes += (f"ends after round {last}, as was asked before the fault",)
         self._close(self.saved)
-        evaluated = snapshot.report.scores_M4 is not None
+        evaluated = snapshot.report.scores_MV is not None
         return replace(
             snapshot.report,
             status=self.status,
@@ -271,7 +271,7 @@ class RoundLoop:
         )
         serving = self.steps.serve(self.state, clients)
         scores = self.evaluator.scores(serving, clients)
-        draft.scores_M4 = np.column_stack([scores.ids_M, scores.table_MS])
+        draft.scores_MV = np.column_stack([scores.ids_M, scores.table_MV])
         draft.metrics |= score_metrics(scores, self.task)
         draft.metrics |= cluster_metrics(self.state, online, self.membership.present.group_N)
         draft.metrics |= self._metrics_of_parts(scores, serving, clients)
@@ -375,7 +375,7 @@ class RoundLoop:
         return Diagnostics(self.label, self.taken, self.experiment.seed)
 
     def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
-        return self.evaluator.scores(serving, clients).table_MS
+        return self.evaluator.scores(serving, clients).table_MV
 
     def _take(self, draft: RoundDraft, found: Diagnostics) -> None:
         """Numbers are metrics of the round, arrays go out with the next evaluated round."""

@@ -24,7 +24,7 @@ class RoundReport:
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # one line each, shown to the user
     moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
-    scores_M4: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
+    scores_MV: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
     time_ms: int = 0
     stop: bool = False  # a request ends the run here
     numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
@@ -45,7 +45,7 @@ class RoundDraft:
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     moved: list[tuple[int, int]] = field(default_factory=list)
-    scores_M4: np.ndarray | None = None
+    scores_MV: np.ndarray | None = None
     time_ms: int = 0
     numbers: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
@@ -93,11 +93,11 @@ class RoundDraft:
             self.metrics,
             tuple(self.notes),
             tuple(self.moved),
-            self.scores_M4,
+            self.scores_MV,
             self.time_ms,
             stop,
             tuple(self.numbers),
-            diagnostics if self.scores_M4 is not None else (),
+            diagnostics if self.scores_MV is not None else (),
         )
 
 

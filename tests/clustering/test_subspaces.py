@@ -181,11 +181,11 @@ class TestAnglesBetween:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_with_another_number_of_columns(self, kind):
-        a_SDR, b_TDR = random(3, 20, 2), random(4, 20, 5, seed=1)
+        a_SDR, b_UDR = random(3, 20, 2), random(4, 20, 5, seed=1)
         padded_SDR = torch.cat([a_SDR, torch.zeros(3, 20, 3)], 2)
-        expected = angles_between(padded_SDR, b_TDR, kind=kind)
-        np.testing.assert_allclose(angles_between(a_SDR, b_TDR, kind=kind), expected, atol=1e-5)
-        np.testing.assert_allclose(angles_between(b_TDR, a_SDR, kind=kind), expected.T, atol=1e-5)
+        expected = angles_between(padded_SDR, b_UDR, kind=kind)
+        np.testing.assert_allclose(angles_between(a_SDR, b_UDR, kind=kind), expected, atol=1e-5)
+        np.testing.assert_allclose(angles_between(b_UDR, a_SDR, kind=kind), expected.T, atol=1e-5)
 
     def test_of_no_clients(self):
         assert angles_between(torch.ones(0, 4, 2), torch.ones(3, 4, 2), kind="sum").shape == (0, 3)

@@ -50,7 +50,7 @@ def played(name, options=None):
     evaluator = Evaluator(EvaluationConfig(local_images=10**6), one.federation, one.backend, one.seed)
 
     def test(clients: Clients, serving: Serving) -> np.ndarray:
-        return evaluator.scores(serving, clients).table_MS
+        return evaluator.scores(serving, clients).table_MV
 
     clients = replace(one.clients(round=ROUNDS), evaluated=True, tester=test)
     method.diagnose(state, clients)

@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
 class TestClientMetrics:
     @staticmethod
     def report(round, scores=((4, 0.5, 0.25, 2.0), (7, 1.0, 1.0, 0.0))) -> RoundReport:
-        return RoundReport(None, round, scores_M4=None if scores is None else np.array(scores))
+        return RoundReport(None, round, scores_MV=None if scores is None else np.array(scores))
 
     def test_rounds_are_kept_once_also_after_a_crash_in_the_middle_of_a_write(self, tmp_path):
         writer = ClientMetrics(tmp_path)

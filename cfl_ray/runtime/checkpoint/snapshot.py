@@ -66,8 +66,8 @@ class Snapshot:
         tensors, scalars = self.state.to_checkpoint()
         tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
-        scores_M4 = np.zeros((0, 1 + num_scores)) if report.scores_M4 is None else report.scores_M4
-        tensors["server.scores_M4"] = torch.from_numpy(scores_M4)
+        scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
+        tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
         for one in report.diagnostics:
             tensors |= _diagnostic_tensors(one)
         values = {
@@ -88,7 +88,7 @@ class Snapshot:
         try:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
-            scores_M4 = tensors.pop("server.scores_M4").numpy()
+            scores_MV = tensors.pop("server.scores_M4").numpy()
             names = [name for name in tensors if name.startswith(_MOMENTS)]
             moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
             diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
@@ -97,9 +97,9 @@ class Snapshot:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0] if isinstance(error, TypeError | ValidationError) else repr(error)
             raise RunError(f"it is no checkpoint of {label}: {reason}") from error
-        if local_scores_N2.shape != (count, 2) or scores_M4.shape[1:] != (1 + num_scores,):
+        if local_scores_N2.shape != (count, 2) or scores_MV.shape[1:] != (1 + num_scores,):
             raise RunError(
-                f"it is no checkpoint of {label}: scores of shape {local_scores_N2.shape} and {scores_M4.shape} "
+                f"it is no checkpoint of {label}: scores of shape {local_scores_N2.shape} and {scores_MV.shape} "
                 f"for {count} clients"
             )
         report = RoundReport(
@@ -107,7 +107,7 @@ class Snapshot:
             checkpoint.round,
             values.report.metrics,
             moved=tuple((client, cluster) for client, cluster in values.report.moved),
-            scores_M4=scores_M4 if len(scores_M4) else None,
+            scores_MV=scores_MV if len(scores_MV) else None,
             time_ms=values.report.time_ms,
             numbers=tuple(values.report.numbers),
             diagnostics=diagnostics,
