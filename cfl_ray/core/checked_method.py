@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.contract import check_serving, check_state
+from cfl_ray.core.contract import check_phase, check_serving, check_state
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
@@ -57,6 +57,8 @@ class CheckedMethod:
     def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
         found: State = _noting(hook, *arguments)
         check_state(found, hook, self.method.state_type, num_clients, self.columns)
+        before = arguments[0].phase if isinstance(arguments[0], State) else None
+        check_phase(found.phase, before, hook, self.method.name, self.method.phases)
         return found
 
 

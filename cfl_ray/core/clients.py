@@ -4,7 +4,7 @@ A method deals with no process, file or cluster. Models and numbers that are sen
 floats of 32 bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate
 from cfl_ray.core.contract import CheckedDescription
+from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.server_optimizers import ServerMoments
@@ -188,6 +189,28 @@ class Clients:
         is recorded, the same in all rounds; of more clusters, the first ones. Raises RunError for anything else.
         """
         self.stats.diagnostics.add(name, value, axes, self.ids_M if ids is None else ids, diagonal)
+
+    def event(
+        self, kind: str, *, cluster: int | None = None, into: Iterable[int] = (), because: Mapping[str, Any]
+    ) -> None:
+        """Reports a split, merge, birth or death of clusters, which goes into the record of the round.
+
+        Fields: `core.events.ClusterEvent`. because: the numbers that decided it, values as well as thresholds. Raises
+        ValueError for anything else, and in `serve` and `diagnose`, which change no clusters.
+        """
+        if self.evaluated:
+            raise ValueError(
+                f"the event {kind!r} was reported in an evaluation; clusters change in round, join and drift"
+            )
+        self.stats.events.append(cluster_event(self.round, kind, cluster, into, because))
+
+    def member_events(self, before_K: np.ndarray, after_K: np.ndarray, **because: Any) -> None:
+        """Reports the clusters that have their first members, or members again, and those that lost their last.
+
+        before_K, after_K: `State.members_K` before and after clients were assigned; clusters keep their numbers.
+        """
+        if not self.evaluated:
+            self.stats.events += births_and_deaths(self.round, before_K, after_K, because)
 
     def test(self, serving: Serving) -> np.ndarray:
         """Scores (M, V) of the models of `serving` on each client's test data: the task's metrics, then the loss.

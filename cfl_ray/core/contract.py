@@ -1,6 +1,6 @@
 """The contract of methods: results of a wrong type or shape are errors that name the author's line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.core.events import drawn
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.errors import RunError
@@ -55,6 +56,25 @@ def check_state(found: Any, hook: Callable[..., Any], state_type: type[State], n
             f"expected a whole number for each of the {num_clients} clients: an int32 array of shape ({num_clients},)"
         )
     _check_rows(where, "assign_N", assign_N, len(models_KP), "the cluster of client", UNASSIGNED)
+
+
+def check_phase(
+    phase: Any, before: str | None, hook: Callable[..., Any], name: str, phases: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Raises RunError where the method `name` does not declare the phase, or that it follows `before`.
+
+    before: None for the first phase, which may be any of `phases`. A phase may follow itself.
+    """
+    known = isinstance(phase, str) and phase in phases
+    if known and (before in (None, phase) or phase in phases.get(str(before), ())):
+        return
+    what = f"in phase {phase!r}" if before in (None, phase) else f"that goes from phase {before!r} to {phase!r}"
+    first = phase if before is None else before
+    cure = {str(first): (() if first == phase else (phase,)), str(phase): ()}
+    raise RunError(
+        f"{place_of(hook)} returned a state {what}, but {name} declares the phases {drawn(phases)}; "
+        f"declare it in the class, e.g. phases = {cure}"
+    )
 
 
 def check_serving(found: Any, hook: Callable[..., Any], num_clients: int, columns: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
 from cfl_ray.core.clients import Clients
+from cfl_ray.core.events import check_phases
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import place_by_loss
@@ -96,6 +97,7 @@ class Method(ABC, Generic[S]):
     # Not annotated here: an annotated class variable is part of every subclass's dataclass fields, and cloudpickle
     # would send all registered methods along with a user's own one.
     registry = _REGISTRY
+    phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # and those that may follow each: `core.events`
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
     aggregation: Any = field(
@@ -143,6 +145,7 @@ class Method(ABC, Generic[S]):
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_phases(cls.__qualname__, cls.phases)
         for base in vars(cls).get("__orig_bases__", ()):
             argument = get_args(base)[0] if get_origin(base) is Method else None
             if isinstance(argument, type) and issubclass(argument, State):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.diagnostics import Diagnostics
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.params import Columns
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
@@ -107,7 +108,7 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """Statistics of a round: traffic, losses, local scores, excluded clients and the method's diagnostics."""
+    """Statistics of a round: traffic, losses, local scores, excluded clients, the method's diagnostics and events."""
 
     traffic: Traffic = field(default_factory=Traffic)
     exchanges: int = 0  # number of exchanges so far
@@ -116,6 +117,7 @@ class RoundStats:
     # by client: the first two scores of P-local, accuracy and macro-F1 of classes
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    events: list[ClusterEvent] = field(default_factory=list)
 
     @property
     def rejected(self) -> dict[int, str]:

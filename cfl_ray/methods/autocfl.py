@@ -88,6 +88,8 @@ class AutoCFLState(CentreState):
 class AutoCFL(Method[AutoCFLState], name="autocfl"):
     """Epochs per client equalise training progress; then one clustering by votes on last-layer distances."""
 
+    phases = {"adjust": ("federate",), "federate": ()}
+
     alpha: float = option(
         0.5, "alpha: how fast clients with few samples get more epochs; 0: not at all", source="paper", low=0
     )

@@ -77,6 +77,8 @@ class FedACState(SignatureState):
 class FedAC(Method[FedACState], name="fedac"):
     """Personal models between their cluster's model and a global embedding; clusters are found in a low-rank space."""
 
+    phases = {"cluster": ("federate",), "federate": ()}
+
     # CNT
     adapt_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
     adapt_every: int = option(

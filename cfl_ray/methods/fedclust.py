@@ -66,6 +66,8 @@ class FedClustState(CentreState):
 class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
     """One-shot hierarchical clustering of the clients' classifier weights, then FedAvg per cluster."""
 
+    phases = {"cluster": ("federate",), "federate": ()}
+
     newcomers: str = option(
         "join",
         "a newcomer always joins the nearest cluster, or founds one if that is further than lambda "

@@ -44,6 +44,8 @@ from cfl_ray.core.weights import cluster_weights
 class FedGroup(Method[CentreState], name="fedgroup"):
     """One-shot grouping of a sample of clients by the directions of their updates; FedAvg per group."""
 
+    phases = {"cluster": ("federate",), "federate": ()}
+
     num_clusters: int = option(5, "K, number of groups (MNIST: 3)", source="paper", low=1)
     alpha: int = option(20, "alpha: clients of the cold start per group", source="paper", low=1)
     pretrain_steps: int = option(50, "mini-batch steps of a cold start", source="official code", low=1)

@@ -37,6 +37,8 @@ from cfl_ray.core.weights import cluster_weights
 class FeSEM(Method[State], name="fesem"):
     """k-means of the clients' models, one E-step and one M-step per round."""
 
+    phases = {"cluster": ("federate",), "federate": ()}
+
     num_clusters: int = option(4, "K, number of centres", source="ours", low=1)
     features: str = option(
         "linear",

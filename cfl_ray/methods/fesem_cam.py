@@ -50,6 +50,8 @@ class FeSEMCAMState(SignatureState):
 class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
     """FeSEM whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
+    phases = {"warmup": ("federate",), "federate": ()}
+
     num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)
     warmup_epochs: int = option(5, "beta: local epochs of the first round", source="ours: 1 to 5 are defined", low=1)
     warmup_steps: int | None = option(

@@ -34,6 +34,8 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
     """Some rounds of FedAvg, one hierarchical clustering of all clients' updates, then FedAvg per cluster."""
 
+    phases = {"warmup": ("federate",), "federate": ()}
+
     cluster_round: int = option(
         5, "the round in which all clients are clustered (n + 1)", source="AutoCFL's comparison", low=1
     )

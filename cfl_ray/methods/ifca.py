@@ -34,6 +34,8 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 class IFCA(Method[State], name="ifca"):
     """K models; in every round each client trains the one that fits its data best."""
 
+    phases = {"warmup": ("federate",), "federate": ()}
+
     num_clusters: int = option(4, "K, number of cluster models", source="paper", low=1)
     average: str = option(
         "models",

@@ -54,6 +54,8 @@ class CAMState(State):
 class IFCACAM(Method[CAMState], name="ifca_cam"):
     """IFCA whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
+    phases = {"warmup": ("federate",), "federate": ()}
+
     num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)
     warmup_rounds: int = option(
         5, "beta: first rounds, in which Theta_g trains alone", source="ours; paper: 30 of 100 rounds", low=0

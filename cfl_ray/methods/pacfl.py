@@ -86,6 +86,8 @@ class PACFLState(SignatureState):
 class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
+    phases = {"cluster": ("federate",), "federate": ()}
+
     vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)
     budget: int | None = option(
         None,

@@ -150,7 +150,6 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return StoCFLState(
             models_KP=first_KP[:0],
             assign_N=start.unassigned(),
-            phase="cluster",
             anchor_KP=first_KP,
             global_KP=first_KP,
             empty_E=np.zeros(0, np.int64),
@@ -213,7 +212,6 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             models_KP=models_KP,
             assign_N=state.place(state.seen_S, merged.number_K[state.cluster_S]),
             empty_E=merged.number_K[state.empty_E],
-            phase="federate",
         )
 
     def collect_signatures(self, state: StoCFLState, clients: Clients) -> tuple[np.ndarray, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
+from cfl_ray.core.events import births_and_deaths, phase_change
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
@@ -124,7 +125,8 @@ class RoundLoop:
         """
         yield self.restored
         while self.status == "running":
-            draft = RoundDraft(self.round, RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics()))
+            stats = RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics())
+            draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)
                 cohort = self.membership.cohort(draft.round)
@@ -224,7 +226,9 @@ class RoundLoop:
         change = self.membership.advance(round)
         self.evaluator.federation = self.membership.present
         if len(change.left):
+            before_K, because = self.state.members_K, {"clients_left": len(change.left)}
             self.state = self.steps.leave(self.state, change.left)
+            draft.stats.events += births_and_deaths(round, before_K, self.state.members_K, because)
             self.backend.forget(change.left)
             self._set_local_scores(change.left, np.nan)
             draft.notes.append(f"left: {listed(change.left)}")
@@ -253,6 +257,7 @@ class RoundLoop:
             draft.metrics["clients_dropped"] = float(cohort.dropped)
         draft.exclude(stats)
         draft.note_moves(self.state.assign_N)
+        stats.events += phase_change(draft.round, draft.phase, self.state.phase)
         if stats.train_loss:
             draft.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
         self._take(draft, stats.diagnostics)

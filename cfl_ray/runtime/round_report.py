@@ -8,6 +8,7 @@ import numpy as np
 
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
+from cfl_ray.core.events import ClusterEvent
 
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
 Status = Literal["starting", "running", "evaluating", "saving", "finished", "stopped", "failed"]
@@ -29,6 +30,8 @@ class RoundReport:
     stop: bool = False  # a request ends the run here
     numbers: tuple[str, ...] = ()  # names in `metrics` of the method's diagnostics
     diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
+    phase: str = ""  # of the method, in which the round began; empty: no round yet
+    events: tuple[ClusterEvent, ...] = ()  # of clusters, and a change of the phase
 
     @property
     def finished(self) -> bool:
@@ -41,6 +44,7 @@ class RoundDraft:
     """A round at work: its steps add what they find out."""
 
     round: int
+    phase: str  # of the method, before the round
     stats: RoundStats
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -98,6 +102,8 @@ class RoundDraft:
             stop,
             tuple(self.numbers),
             diagnostics if self.scores_MV is not None else (),
+            self.phase,
+            tuple(self.stats.events),
         )
 
 

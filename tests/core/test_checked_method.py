@@ -139,6 +139,61 @@ def test_lines_of_this_package_are_noted_where_an_error_names_none(stage, monkey
     assert [note.startswith("in FedAvg.round") for note in getattr(found.value, "__notes__", [])] == [True] * noted
 
 
+class TestPhases:
+    @staticmethod
+    def method(**given):
+        """Declares warmup -> cluster -> federate; begins in `warmup` where nothing else is given."""
+
+        @dataclass(frozen=True)
+        class Phased(type(method()), name="phased"):
+            """For tests."""
+
+            phases = {"warmup": ("cluster",), "cluster": ("federate",), "federate": ()}
+
+            def init(self, start):
+                return given.get("init", state(phase="warmup"))
+
+            def round(self, state, clients, rng):
+                return state.advance(phase=given["round"])
+
+        return CheckedMethod(Phased(), 68)
+
+    @pytest.mark.parametrize("before, after", [("warmup", "warmup"), ("warmup", "cluster"), ("cluster", "federate")])
+    def test_declared_transitions_pass_and_so_does_staying(self, stage, before, after):
+        found = self.method(round=after).round(state(phase=before), stage.clients(), Draws(0, 1))
+        assert found.phase == after
+
+    @pytest.mark.parametrize(
+        "before, after, message",
+        [
+            ("warmup", "federate", "goes from phase 'warmup' to 'federate', but phased declares the phases warmup -> "),
+            ("federate", "cluster", "goes from phase 'federate' to 'cluster', but phased .* -> federate; declare it"),
+            ("warmup", "warm", r"goes from phase 'warmup' to 'warm', .*phases = {'warmup': \('warm',\), 'warm': \(\)}"),
+        ],
+    )
+    def test_others_are_an_error_at_the_authors_line_that_names_both(self, stage, before, after, message):
+        with pytest.raises(RunError, match=message) as error:
+            self.method(round=after).round(state(phase=before), stage.clients(), Draws(0, 1))
+        assert "Phased.round (" in str(error.value) and "test_checked_method.py, line" in str(error.value)
+
+    def test_the_first_phase_is_any_that_is_declared(self, stage):
+        assert self.method(init=state(phase="federate")).init(stage.start()).phase == "federate"
+        with pytest.raises(RunError, match="in phase 'begin', but phased declares the phases warmup -> cluster -> fed"):
+            self.method(init=state(phase="begin")).init(stage.start())
+
+    def test_without_a_declaration_there_is_one_phase(self, stage):
+        steps = CheckedMethod(method(init=state(phase="cluster")), 68)
+        with pytest.raises(RunError, match=r"given declares the phases federate; .*phases = {'cluster': \(\)}"):
+            steps.init(stage.start())
+
+    @pytest.mark.parametrize(
+        "declared", [{"cluster": "federate", "federate": ()}, {"cluster": ("federate",)}, ["cluster"]]
+    )
+    def test_a_declaration_that_is_none(self, declared):
+        with pytest.raises(ValueError, match=r"Wrong.phases.* (must be a tuple of declared phases|must be a dict)"):
+            type("Wrong", (Method,), {"phases": declared})
+
+
 class TestDescribe:
     def test_any_numbers_are_a_vector(self, stage):
         found_MF, valid_M = stage.clients().describe(lambda client, anchor_P: np.ones((2, 3)))

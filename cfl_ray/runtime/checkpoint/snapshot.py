@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.checkpoint.store import Checkpoint
@@ -40,6 +41,8 @@ class _Report(_Strict):
     time_ms: int
     numbers: list[str] = []
     diagnostics: list[_Diagnostic] = []
+    phase: str = ""
+    events: list[dict[str, Any]] = []
 
 
 class _Values(_Strict):
@@ -78,6 +81,8 @@ class Snapshot:
             "diagnostics": [
                 {"name": one.name, "round": one.round, "axes": list(one.diagnostic.axes)} for one in report.diagnostics
             ],
+            "phase": report.phase,
+            "events": [event.to_fields() for event in report.events],
         }
         return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values}
 
@@ -92,6 +97,7 @@ class Snapshot:
             names = [name for name in tensors if name.startswith(_MOMENTS)]
             moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
             diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
+            events = tuple(map(ClusterEvent.from_fields, values.report.events))
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -111,6 +117,8 @@ class Snapshot:
             time_ms=values.report.time_ms,
             numbers=tuple(values.report.numbers),
             diagnostics=diagnostics,
+            phase=values.report.phase,
+            events=events,
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
         return cls(state, traffic, local_scores_N2, moments, report)
