@@ -109,11 +109,11 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
 
     tasks = tasks_of(max(_CLIENTS, division.size("sequential")))
     runs = {"sequential": _in_chunks(division.size("sequential"), lambda part: sequential.train(network, part))}
-    if all(span.applies(network, task) for task in tasks):
+    if span.why_not(network, tasks) is None:
         size = division.together("span", network)
         tasks = tasks_of(max(len(tasks), size))
         runs["span"] = _Run(size, lambda part: _span_sum(network, part))
-    if all(manual.applies(network, task) for task in tasks):
+    if manual.why_not(network, tasks) is None:
         runs["manual"] = _in_chunks(division.size("manual"), lambda part: manual.train(network, part))
     seconds = _seconds(runs, tasks, network)
     fastest, notes = min(seconds, key=seconds.__getitem__), []

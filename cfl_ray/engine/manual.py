@@ -37,45 +37,50 @@ _MAX_BATCH = 256  # activations of larger batches leave the cache
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def applies(network: Network, task: TrainingTask) -> bool:
-    """Whether SGD on classes trains a sequence of supported layers on a CPU, and the batches are small."""
-    size = len(task.y)
-    if not network.task.is_classification or task.local.optimizer is not None:
-        return False
-    return min(int(task.local.batch_of(size, task.batches_per_step)), size) <= _MAX_BATCH and supports(network)
+def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why this engine cannot train the network or, with tasks, these clients; None if it can."""
+    if network.device.type != "cpu":
+        return "it computes on a CPU only"
+    if network.precision == "bf16":
+        return "in bf16, PyTorch's autocast decides what is computed in which precision"
+    if not network.task.is_classification:
+        return f"its loss is the cross-entropy of classes, and the task is {network.task.name}"
+    for task in tasks:
+        if task.local.optimizer is not None:
+            return "the local optimiser is not SGD"
+        if min(int(task.local.batch_of(len(task.y), task.batches_per_step)), len(task.y)) > _MAX_BATCH:
+            return f"a batch has more than {_MAX_BATCH} samples"
+    return why_no_passes(network)
 
 
-def supports(network: Network) -> bool:
-    """Whether the network is a sequence of supported layers on a CPU that share no parameters, all of them trained.
+def why_no_passes(network: Network) -> str | None:
+    """Reason why the network has no written passes, on any device; None if it is a sequence of supported layers.
 
-    In bfloat16, PyTorch's autocast decides what is computed in which precision.
+    The layers share no parameters, and all of them are trained.
     """
-    return network.device.type == "cpu" and network.precision != "bf16" and has_supported_layers(network)
-
-
-def has_supported_layers(network: Network) -> bool:
-    """The same of the layers alone, on any device."""
-    layers = _layers(network.module)
-    if not all(map(_supported, layers)):
-        return False
+    layers, names = _layers(network.module), {id(layer): name for name, layer in network.module.named_modules()}
+    for layer in layers:
+        if not _supported(layer):
+            name = names[id(layer)]
+            return f"{f'layer {name}' if name else 'the network'} ({type(layer).__name__}) has no written passes"
     with_parameters = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
     num_tensors = sum(1 if layer.bias is None else 2 for layer in with_parameters)
     if not with_parameters or not num_tensors == network.spec.num_params == len(network.spec.shapes):
-        return False
+        return "parameters are absent, frozen or shared by layers"
     if len(network.dropouts) != sum(isinstance(layer, AddressedDropout) for layer in layers):
-        return False  # one is used twice
+        return "a dropout layer is used twice"
     flat, image = len(network.input_shape) == 1, len(network.input_shape) == 3
     for layer in layers:
         flat = flat or isinstance(layer, nn.Flatten)
         if isinstance(layer, nn.Linear) and not flat:
-            return False
+            return f"layer {names[id(layer)]} (Linear) has an input that is not flat"
         if isinstance(layer, (nn.Conv2d, nn.AvgPool2d, HalvingMaxPool)) and (flat or not image):
-            return False
-    return True
+            return f"layer {names[id(layer)]} ({type(layer).__name__}) has an input that is no image"
+    return None
 
 
 def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
-    """Trains each task in turn, from its own start. All tasks must satisfy `applies`."""
+    """Trains each task in turn, from its own start. `why_not` must be None for them."""
     for index, task in enumerate(tasks):
         frozen_BC = sequential.frozen_logits(network, task)
         passes = passes_of(network)
@@ -559,7 +564,7 @@ def _supported(layer: nn.Module) -> bool:
 
 
 def passes_of(network: Network) -> "Passes":
-    """The passes of a network that `supports` accepts, made once."""
+    """The passes of a network that has them (`why_no_passes`), made once."""
     if network not in _PASSES:
         _PASSES[network] = Passes(network)
     return _PASSES[network]

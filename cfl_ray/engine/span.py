@@ -45,16 +45,8 @@ _STACKED_SAMPLES = 2048  # samples of all clients of a stack; more make no produ
 
 
 def first_linear(network: Network) -> int | None:
-    """Position, in a Sequential, of the linear layer whose input is the flattened sample.
-
-    None where the network does not begin with one, draws at random, or has frozen parameters.
-    """
-    if (
-        not isinstance(network.module, nn.Sequential)
-        or network.dropouts
-        or network.random_forward
-        or not all(p.requires_grad for p in network.module.parameters())
-    ):
+    """Position, in a Sequential, of the linear layer whose input is the flattened sample; None if there is none."""
+    if not isinstance(network.module, nn.Sequential):
         return None
     for position, layer in enumerate(network.module):
         if isinstance(layer, nn.Linear):
@@ -64,24 +56,49 @@ def first_linear(network: Network) -> int | None:
     return None
 
 
-def applies(network: Network, task: TrainingTask) -> bool:
-    """Whether this task is full-batch SGD of several steps on few samples, and the network begins with a linear layer.
+def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why this engine cannot train the network or, with tasks, these clients; None if it can."""
+    if network.precision == "bf16":
+        return "in bf16, PyTorch's autocast decides what is computed in which precision"
+    if not network.task.is_classification:
+        return f"its loss is the cross-entropy of classes, and the task is {network.task.name}"
+    if reason := _network_without_shortcut(network):
+        return reason
+    return next((reason for task in tasks if (reason := _training_without_shortcut(task))), None)
 
-    Local steps of several gradients, persistent momentum, moving anchors, clipped gradients, learning rates that differ
-    between steps, other optimisers than SGD and other tasks than classification are not supported.
-    """
-    if network.precision == "bf16" or not network.task.is_classification or not task.local.is_sgd:
-        return False
-    if task.local_step is not None or task.local.persist or any(term.follow for term in task.proximal):
-        return False
-    size = len(task.y)
-    full_batch = (task.local.batch_size or size) >= size
-    few_samples = size <= _MAX_SAMPLES_PER_INPUT * task.x[0].numel()
-    return full_batch and few_samples and task.steps > 1 and first_linear(network) is not None
+
+def _network_without_shortcut(network: Network) -> str | None:
+    """Reason why the first layer's weights are no combination of start, anchors and inputs; None if they are."""
+    if first_linear(network) is None:
+        return "the network is no Sequential that begins with a linear layer"
+    if network.dropouts or network.random_forward:
+        return "the forward pass draws at random"
+    if not all(parameter.requires_grad for parameter in network.module.parameters()):
+        return "parameters are frozen"
+    return None
+
+
+def _training_without_shortcut(task: TrainingTask) -> str | None:
+    """The same of the local training: it must be full-batch SGD of several steps on few samples."""
+    if not task.local.is_sgd:
+        return "local training is not plain SGD: another optimiser, clipped gradients or a learning rate by step"
+    if task.local_step is not None:
+        return "a local step has several gradients"
+    if task.local.persist:
+        return "momentum persists between rounds"
+    if any(term.follow for term in task.proximal):
+        return "the anchor of a proximal term moves"
+    if task.steps <= 1:
+        return "there is one local step"
+    if (task.local.batch_size or len(task.y)) < len(task.y):
+        return "batches are smaller than a client's data"
+    if len(task.y) > _MAX_SAMPLES_PER_INPUT * task.x[0].numel():
+        return f"a client has more samples than {_MAX_SAMPLES_PER_INPUT:g} times the inputs of the first layer"
+    return None
 
 
 def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
-    """Trains each task, from its own start. All tasks must satisfy `applies`."""
+    """Trains each task, from its own start. `why_not` must be None for them."""
     if not stackable(network):
         for index, task in enumerate(tasks):
             frozen_BC = sequential.frozen_logits(network, task)
@@ -99,7 +116,7 @@ def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingR
 
 def stackable(network: Network) -> bool:
     """Whether the clients of such a network can share products: the manual engine supports the layers."""
-    return first_linear(network) is not None and manual.has_supported_layers(network)
+    return _network_without_shortcut(network) is None and manual.why_no_passes(network) is None
 
 
 def _together(network: Network) -> bool:

@@ -279,7 +279,7 @@ class Worker:
             return {}
         self.data = self.federation.at(work.address.round)
         tasks = {i: task for i in indices if (task := self._training_task(work, chunk, i))}
-        return {i: task for i, task in tasks.items() if span.applies(self.network, task)}
+        return {i: task for i, task in tasks.items() if span.why_not(self.network, [task]) is None}
 
     def _empty(self, work: Work) -> Arrays:
         return work.empty_result(self.federation.shape.num_classes)
@@ -315,7 +315,7 @@ class Worker:
 
     def _train_one(self, task: TrainingTask) -> TrainingResult:
         engine = {"span": span, "manual": manual}.get(self.engine)
-        if engine is None or not engine.applies(self.network, task):
+        if engine is None or engine.why_not(self.network, [task]):
             return next(sequential.train(self.network, [task]))
         return next(engine.train(self.network, [task]))
 

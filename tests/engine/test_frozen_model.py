@@ -89,9 +89,8 @@ class TestTraining:
         )
         if engine == "span":
             x, y = one.federation.train(0)
-            assert span.applies(one.network, TrainingTask(0, start_KP[0], x, y, 4, local, Address(0, 1, 1))) == (
-                local.batch_size is None
-            )
+            task = TrainingTask(0, start_KP[0], x, y, 4, local, Address(0, 1, 1))
+            assert (span.why_not(one.network, [task]) is None) == (local.batch_size is None)
         expected = torch.stack(
             [trained_by_torch(one, i, start_KP[rows[i]], frozen_KP[frozen_rows[i]], mu) for i in range(8)]
         )

@@ -159,11 +159,11 @@ class TestVectorised:
 def test_manual_and_span_leave_other_optimizers_to_the_sequential_engine():
     network = Network(mlp, (6,))
     (plain,) = tasks_of(network, [3], LocalSGD(epochs=3))
-    assert manual.applies(network, plain) and span.applies(network, plain)
+    assert manual.why_not(network, [plain]) is None and span.why_not(network, [plain]) is None
     for changes in ({"optimizer": resolve_optimizer("adam", {})}, {"step_schedule": COSINE}, {"clip_norm": 1.0}):
         task = replace(plain, local=replace(plain.local, **changes))
-        assert not span.applies(network, task)
-        assert manual.applies(network, task) == ("optimizer" not in changes)
+        assert span.why_not(network, [task])
+        assert (manual.why_not(network, [task]) is None) == ("optimizer" not in changes)
 
 
 @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])

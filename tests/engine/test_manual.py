@@ -127,7 +127,7 @@ def tasks_of(network: Network, sizes, local: LocalSGD, **fields) -> list[Trainin
 
 
 def assert_same(network: Network, tasks) -> None:
-    assert all(manual.applies(network, task) for task in tasks)
+    assert manual.why_not(network, tasks) is None
     for task in tasks:
         (expected,) = sequential.train(network, [task])
         expected = replace(expected, row_P=expected.row_P.clone())
@@ -283,14 +283,14 @@ def frozen_layer():
 def test_does_not_apply_to_other_layers(factory, shape):
     network = Network(factory, shape)
     (task,) = tasks_of(network, [10], LOCALS["full batch"])
-    assert not manual.applies(network, task)
+    assert manual.why_not(network, [task])
 
 
 def test_does_not_apply_to_large_batches():
     network = Network(mlp, FLAT)
     small, large = tasks_of(network, [256, 257], LocalSGD())
-    assert manual.applies(network, small) and not manual.applies(network, large)
-    assert manual.applies(network, replace(large, local=LocalSGD(batch_size=20)))
+    assert manual.why_not(network, [small]) is None and manual.why_not(network, [large])
+    assert manual.why_not(network, [replace(large, local=LocalSGD(batch_size=20))]) is None
 
 
 def test_a_worker_uses_it(monkeypatch):

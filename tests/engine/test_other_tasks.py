@@ -89,7 +89,7 @@ def test_other_engines_leave_it_to_the_sequential_one(name, engine):
     assert torch.equal(*found)
     one = stage(name)
     task = TrainingTask(0, one.model(), *one.federation.train(0), 3, one.local, one.clients()._next_address())
-    assert not manual.applies(one.network, task) and not span.applies(one.network, task)
+    assert manual.why_not(one.network, [task]) and span.why_not(one.network, [task])
 
 
 @pytest.mark.parametrize("name", MODELS)

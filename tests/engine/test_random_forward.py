@@ -118,7 +118,7 @@ class TestRandomForward:
         network = Network(factory, SHAPE)
         tasks = tasks_of(network)
         assert "draws at random" in vectorised.refusal(network, tasks)
-        assert not any(manual.applies(network, task) or span.applies(network, task) for task in tasks)
+        assert all(engine.why_not(network, [task]) for task in tasks for engine in (manual, span))
 
     def test_all_gradients_of_a_step_are_of_one_function(self, factory):
         """A local step that asks for the gradient of its first batch twice gets the same one."""

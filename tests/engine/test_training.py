@@ -212,7 +212,7 @@ class TestSpanIsSequential:
     def test_where_it_applies(self, local, proximal):
         network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)), IMAGE)
         tasks = tasks_of(network, [10, 3, 18], local, proximal=proximal)
-        assert all(span.applies(network, task) for task in tasks)
+        assert span.why_not(network, tasks) is None
         assert_same(network, tasks, span)
 
     @pytest.mark.parametrize("columns", ["head", "base"])
@@ -250,8 +250,8 @@ class TestSpanIsSequential:
     )
     def test_elsewhere_it_does_not_apply(self, factory, shape, size, local):
         network = Network(factory, shape)
-        assert not span.applies(network, tasks_of(network, [size], local)[0])
-        assert span.applies(Network(mlp, FLAT), tasks_of(Network(mlp, FLAT), [3], LocalSGD(epochs=2))[0])
+        assert span.why_not(network, tasks_of(network, [size], local))
+        assert span.why_not(Network(mlp, FLAT), tasks_of(Network(mlp, FLAT), [3], LocalSGD(epochs=2))) is None
 
 
 class TestDropout:
