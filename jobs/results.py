@@ -15,6 +15,7 @@ hand.
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
+from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study, run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
 
@@ -108,7 +110,8 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
     (entry,) = config["methods"]
     name, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
     options = {key: value for key, value in (options or {}).items() if key != "label"}
-    return values | ({"methods": {name: options}} if options else {})
+    defaults = {field.name: field.default for field in fields(REGISTRY[name])} if name in REGISTRY else {}
+    return values | {"methods": {name: defaults | options}}
 
 
 # ---- costs: the arithmetic of each study

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parent.parent
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
 FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
-COUNTED_FROM = {"rounds_to_stable_clusters": 1}  # AutoCFL counts one more than the last round with a change
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 
 
@@ -63,7 +62,7 @@ class Compared:
         metric = self.number.metric
         if not len(self.runs) or metric not in self.runs or self.runs[metric].isna().any():
             return None
-        return float(self.runs[metric].mean()) * self.number.scale + COUNTED_FROM.get(metric, 0)
+        return float(self.runs[metric].mean()) * self.number.scale
 
     @property
     def is_close(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
-from results_cells import COUNTED_FROM, FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
+from results_cells import FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
 
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
@@ -373,7 +373,7 @@ def _ours(cell: Compared, metric: str) -> str:
     number = cell.number
     if metric not in cell.runs or cell.runs[metric].isna().all():
         return "not reached" if number.unit in ("rounds", "mbit") else "-"
-    of_runs = cell.runs[metric] * number.scale + COUNTED_FROM.get(metric, 0)
+    of_runs = cell.runs[metric] * number.scale
     return _number(of_runs.mean(), of_runs.std(ddof=1), number.unit)
 
 

@@ -86,7 +86,8 @@ def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: s
     s, u, rows, columns = len(a_sRD), len(b_uRD), a_sRD.shape[1], b_uRD.shape[1]
     product_suRR = (a_sRD.flatten(0, 1) @ b_uRD.flatten(0, 1).T).view(s, rows, u, columns).transpose(1, 2)
     if kind == "code":
-        return _degrees(product_suRR.abs().amax((2, 3))).numpy()
+        counted_suRR = a_sRD.any(2)[:, None, :, None] & b_uRD.any(2)[None, :, None, :]
+        return _degrees(product_suRR.masked_fill(~counted_suRR, -1).amax((2, 3))).numpy()
     if kind == "trace":
         both_suR = product_suRR.diagonal(dim1=2, dim2=3)
         places = both_suR.shape[2]
@@ -108,8 +109,8 @@ def _summed(angle_suR: Tensor, counted_suR: Tensor) -> np.ndarray:
 
 
 def _degrees(cosine: Tensor) -> Tensor:
-    """Angle of each cosine; values above 1 are rounding errors."""
-    return cosine.clamp(max=1).arccos().rad2deg()
+    """Angle of each cosine; values above 1 in magnitude are rounding errors."""
+    return cosine.clamp(-1, 1).arccos().rad2deg()
 
 
 def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
@@ -120,7 +121,7 @@ def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
         "sum": the sum of their principal angles, as many as the lower of the two ranks;
         "trace": the sum of the angles between the first columns, the second columns, and so on, regardless of sign, as
         many as both have: the trace of arccos |U_i' U_j|;
-        "code": the smallest angle between a column of one and a column of the other, regardless of sign.
+        "code": the smallest angle between a column of one and a column of the other, 0 to 180 degrees.
         The last two depend on the columns, while for the first two these need not be orthonormal.
 
     Returns condensed angles in degrees, float64 (S (S - 1) / 2,). They are computed in float64 and exact to 1e-5

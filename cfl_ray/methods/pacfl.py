@@ -15,7 +15,8 @@ images of the client's classes: they are not private.
 Deviations: the angles are principal angles, after QR (the official code takes the smallest angle between single
 vectors, which are not orthogonal across classes: `angle: code`), the trace takes |U_i' U_j|, since the sign of a
 singular vector is arbitrary, over as many vectors as both clients have (`angle: trace`), and linkage is UPGMA (official
-code: WPGMA, `linkage: weighted`). Images are normalised as for training. Without a threshold (in degrees) the tree is
+code: WPGMA, `linkage: weighted`). Images are normalised as for training (official code: pixels as they are stored,
+`undo_normalize` with the values of `data.normalize`). Without a threshold (in degrees) the tree is
 cut at half the median angle. FedClust's rule, the largest mean silhouette (`cut: silhouette`), finds 2 of four label
 groups of Fashion-MNIST and 2 of three rotations of the digits, half the median all; on IID data both find 2 clusters.
 With two of ten labels a client (100 clients of 500), the smallest angles hardly tell 0, 1 and 2 labels in common apart:
@@ -49,6 +50,7 @@ class PrincipalVectors:
 
     p: int
     budget: int | None
+    undo_normalize: list[list[float]] | None = None  # [means, standard deviations] per channel
 
     def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
         """U_i as one row (vectors * D,); NaN, which excludes the client, where its data have no principal vectors."""
@@ -57,13 +59,17 @@ class PrincipalVectors:
             raise DataError("pacfl compares subspaces of the inputs, which token ids do not have; leave pacfl out")
         if not client.x.isfinite().all():
             return torch.full((inputs,), torch.nan)
+        x = client.x
+        if self.undo_normalize is not None:
+            mean, std = (x.new_tensor(part).view(-1, *[1] * (x.dim() - 2)) for part in self.undo_normalize)
+            x = x * std + mean
         labels, count = client.y.unique(return_counts=True)
         if self.budget is None:
             vectors_per_class = [self.p] * len(labels)
         else:
             vectors_per_class = [max(1, round(self.budget * n / len(client.y))) for n in count.tolist()]
         vectors = [
-            principal_vectors(client.x[client.y == label].flatten(1), p).T
+            principal_vectors(x[client.y == label].flatten(1), p).T
             for label, p in zip(labels, vectors_per_class, strict=True)
         ]
         return torch.cat(vectors).flatten() if sum(map(len, vectors)) else torch.full((inputs,), torch.nan)
@@ -98,9 +104,16 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     angle: str = option(
         "smallest",
         "smallest principal angle, or the trace of arccos |U_i' U_j|, which adds up the angles between vectors of the "
-        "same place; the sum of the principal angles, or the official code's smallest angle between any two vectors",
+        "same place; the sum of the principal angles, or the official code's smallest angle between any two signed "
+        "vectors",
         source="paper: smallest or trace; official code: code; sum: ours",
         choices=KINDS,
+    )
+    undo_normalize: list[list[float]] | None = option(
+        None,
+        "the run's data.normalize, undone for U_i alone, so that clients are compared by pixels as they are stored; "
+        "null: by normalised ones",
+        source="official code: stored pixels",
     )
     cut: str = option(
         "median",
@@ -141,7 +154,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     def place(self, state: PACFLState, clients: Clients) -> PACFLState:
         """Clusters these clients together with all that have a cluster, which keep theirs."""
         # U_i
-        feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget))
+        feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget, self.undo_normalize))
         if not valid_M.any():
             return state
 

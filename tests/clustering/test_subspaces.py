@@ -89,7 +89,7 @@ class TestAngles:
         [
             (columns(X, Z), columns(Y, W), 90, 180, 90),
             (columns(X, Z), columns(turned(30), W), 30, 120, 30),
-            (columns(X, Z), columns(turned(150), W), 30, 120, 30),  # signs of columns have no effect
+            (columns(X, Z), columns(turned(150), W), 30, 120, 90),  # signs of columns have an effect on "code" alone
             (columns(X, Y), columns(turned(45), Z), 0, 90, 45),  # the planes share a line, which "code" ignores
             (columns(X, Y), columns(turned(20), turned(110)), 0, 0, 20),
             (columns(X, NONE), columns(turned(70), Z), 70, 70, 70),  # padding: one angle instead of two
@@ -119,9 +119,14 @@ class TestAngles:
         """More clients than a block."""
         basis_SDR = torch.nn.functional.normalize(random(120, 30, 6), dim=1)
         cosine_SSRR = torch.einsum("sdr,tdq->strq", basis_SDR.double(), basis_SDR.double())
-        angle_SS = cosine_SSRR.abs().amax((2, 3)).clamp(max=1).arccos().rad2deg().numpy()
+        angle_SS = cosine_SSRR.amax((2, 3)).clamp(max=1).arccos().rad2deg().numpy()
         expected = angle_SS[np.triu_indices(120, 1)]
         np.testing.assert_allclose(angles(basis_SDR, kind="code"), expected, atol=1e-5)
+
+    def test_code_has_signs_and_skips_padding(self):
+        """Columns that point away from each other are more than 90 degrees apart, which padding would hide."""
+        found = angles(torch.stack([columns(X, NONE), -columns(turned(30), NONE)]), kind="code")
+        np.testing.assert_allclose(found, [150], atol=1e-5)
 
     def test_trace_is_the_sum_of_the_angles_of_columns_in_the_same_place(self):
         """More clients than a block; a client with fewer columns is compared in those that it has."""

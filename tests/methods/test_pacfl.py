@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ def vectors(one: Stage, client: int, p: int = 3) -> np.ndarray:
     """U_i by numpy: left singular vectors of each class's images as columns, side by side."""
     x, y = one.federation.train(client)
     x, y = x.flatten(1).double().numpy(), y.numpy()
-    return np.concatenate([np.linalg.svd(x[y == label].T, full_matrices=False)[0][:, :p] for label in np.unique(y)], 1)
+    u = np.concatenate([np.linalg.svd(x[y == label].T, full_matrices=False)[0][:, :p] for label in np.unique(y)], 1)
+    return u * np.sign(u[np.abs(u).argmax(0), np.arange(u.shape[1])])  # the largest entry is positive
 
 
 def matrix_by_hand(one: Stage, ids, kind: str, p: int = 3) -> np.ndarray:
@@ -53,7 +55,7 @@ def matrix_by_hand(one: Stage, ids, kind: str, p: int = 3) -> np.ndarray:
         "smallest": lambda u, v: np.rad2deg(subspace_angles(u, v).min()),
         "sum": lambda u, v: np.rad2deg(subspace_angles(u, v)).sum(),
         "trace": lambda u, v: np.rad2deg(np.arccos(np.minimum(np.abs(np.diag(u.T @ v)), 1))).sum(),
-        "code": lambda u, v: np.rad2deg(np.arccos(np.abs(u.T @ v).max())),
+        "code": lambda u, v: np.rad2deg(np.arccos((u.T @ v).max())),
     }[kind]
     return np.array([[0 if i == j else between(u, v) for j, v in enumerate(bases)] for i, u in enumerate(bases)])
 
@@ -96,6 +98,16 @@ class TestVectors:
             expected = vectors(one, client, p)
             found = state.signature_SF[client].reshape(-1, 40).T.double().numpy()[:, : expected.shape[1]]
             assert np.allclose(np.abs((found * expected).sum(0)), 1, atol=1e-5)
+
+    def test_are_of_stored_pixels_with_undo_normalize(self):
+        x, y = torch.rand(40, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
+        means, deviations = [0.5, 0.4, 0.3], [0.2, 0.1, 0.3]
+        scaled = (x - torch.tensor(means).view(3, 1, 1)) / torch.tensor(deviations).view(3, 1, 1)
+        stored, normalised = (SimpleNamespace(x=one, y=y) for one in (x, scaled))
+        expected = PrincipalVectors(3, None)(stored, None)
+        undone = PrincipalVectors(3, None, [means, deviations])(normalised, None)
+        torch.testing.assert_close(undone, expected, atol=1e-4, rtol=0)
+        assert not torch.allclose(PrincipalVectors(3, None)(normalised, None), expected, atol=1e-2)
 
     def test_of_a_budget_are_spread_by_the_shares_of_the_classes(self):
         """Of 10: 12, 5 and 3 of 20 samples give 6, 2 (2.5 rounds to even) and 2 (1.5 to even); at least one a class."""
