@@ -79,6 +79,19 @@ class RuntimeConfig(ConfigSection):
         "first host, for ever once the run has had one. A number or null also accepts more hosts than the cluster has "
         "room for at the start, for clusters that grow on demand",
     )
+    stall_warning: float = Field(
+        30.0,
+        gt=0,
+        description="seconds without progress, at least, after which a host or the server is named on the terminal and "
+        "in `cfl-ray status`. A host also has ten times the time that such work took before",
+    )
+    stall_limit: float | None = Field(
+        600.0,
+        gt=0,
+        description="seconds without progress, at least, after which a host or the server is replaced and its work is "
+        "done again, with the same results (a host: at least ten times as long as it takes to be named; six times this "
+        "if nothing is known of such work yet); null: never",
+    )
     checkpoint_every: int | None = Field(
         None,
         ge=1,

@@ -67,9 +67,13 @@ class RayBackend:
         self._seconds_of_cost[type(work)] = seconds / max(exchange.cost, 1e-9)
         return outcome
 
+    def seconds_of_cost(self, work: Work) -> float | None:
+        """Seconds of a host for a chunk of cost 1, in the last exchange of this kind; None if there was none."""
+        return self._seconds_of_cost.get(type(work))
+
     def least_cost(self, work: Work) -> float:
-        """The cost of a call that takes `_CALL_SECONDS`, from the last exchange of this kind; 0 where none was made."""
-        seconds = self._seconds_of_cost.get(type(work))
+        """The cost of a call that takes `_CALL_SECONDS`; 0 if that is not known."""
+        seconds = self.seconds_of_cost(work)
         return _CALL_SECONDS / seconds if seconds else 0.0
 
     def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
@@ -146,6 +150,7 @@ class Exchange:
             if work.defers_results:
                 self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
         self.cost = 0.0  # of all chunks
+        self.received_cost = 0.0  # of those of which the results are here
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
         self.sums = HostSums()
         self.changes: dict[int, Tensor] = {}  # float32 (P,) by output row: sums over all hosts
@@ -259,6 +264,16 @@ class Exchange:
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
         return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 
+    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None:
+        seconds = self.backend.seconds_of_cost(self.work)
+        if seconds is None and self.results:  # the first exchange of its kind: by its calls so far
+            seconds = sum(result.seconds for result in self.results) / max(self.received_cost, 1e-9)
+        return None if seconds is None else seconds * sum(chunk.cost for chunk in chunks)
+
+    def clients(self, chunks: Sequence[Chunk]) -> list[int]:
+        ids: list[int] = self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
+        return ids
+
     def instead(self, chunk: Chunk) -> list[Chunk]:
         """The clients of a chunk that took too long one by one; for one that was cut so, none."""
         work = self.work
@@ -279,6 +294,7 @@ class Exchange:
         """Keeps the result of a call, and the references to what it left with the clients."""
         (result, totals), *refs = returns
         self.results.append(result)
+        self.received_cost += sum(chunk.cost for chunk in chunks)
         self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
         ids, rest = self.work.ids_M[result.index_m].tolist(), iter(refs)
         for kept, is_packed in self.left:

@@ -12,14 +12,16 @@ import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
 
 from cfl_ray.engine.chunks import Chunk
-from cfl_ray.errors import RunError, UserError
+from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
+from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, duration
 
 _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
+_NAMED = 5  # clients in a message
 
 
 class Calls(Protocol):
@@ -37,6 +39,12 @@ class Calls(Protocol):
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
         """The time after which a host that is at work on these chunks is ended; None: no limit."""
+
+    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None:
+        """The time that such chunks took so far; None: not known."""
+
+    def clients(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Ids of the clients (or test sets) of these chunks."""
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
         """The chunks in the place of one that took too long: its parts, or none."""
@@ -65,6 +73,8 @@ class Dispatch:
     done: dict[int, list[int]] = field(default_factory=dict)
     failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a chunk failed on
     limited: bool = False  # whether any call has a time limit
+    told: dict[ray.ObjectRef[Any], float] = field(default_factory=dict)  # by slow call: seconds after which it is named
+    chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, when it was asked last
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
     _ready: list[int] = field(default_factory=list)  # numbers of those that are ready
@@ -81,6 +91,7 @@ class Dispatch:
             free = [call.host for ref in ended if (call := self._end(ref)) is not None]
             if not ended:
                 self._end_late()
+                self._watch()
             if not free or self._known != self.pool.changes:
                 free = self._all_free()
 
@@ -132,7 +143,8 @@ class Dispatch:
         if call is None:
             return None
         self.of_host[call.host.number].remove(ref)
-        self.since[call.host.number] = time.monotonic()
+        self.since[call.host.number], self.chunks_done[call.host.number] = time.monotonic(), 0
+        self.told.pop(ref, None)
         try:
             chunks = [self.schedule.chunks[number] for number in call.numbers]
             self.calls.receive(chunks, [ray.get(ref), *call.returns[1:]])
@@ -167,6 +179,7 @@ class Dispatch:
 
     def _take_back(self, host: Host) -> None:
         """Chunks that were under way or done on a host that is gone are to be done again."""
+        self.chunks_done.pop(host.number, None)
         for ref in self.of_host.pop(host.number, ()):
             self.schedule.put_back(self.under_way.pop(ref).numbers)
         self.schedule.put_back(self.done.pop(host.number, []))
@@ -179,10 +192,10 @@ class Dispatch:
         limits = [(self.since[number], self.under_way[ref].seconds, ref) for number, ref in present]
         return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]
 
-    def _seconds_left(self) -> float | None:
-        """Seconds until the first call will have taken too long; None: no call has a limit."""
-        due = min((when for when, _ in self._due()), default=None)
-        return None if due is None else max(0.0, due - time.monotonic())
+    def _seconds_left(self) -> float:
+        """Seconds until the first call will have taken too long, at most until the next look at slow ones."""
+        due = min((when for when, _ in self._due()), default=float("inf"))
+        return min(LOOK_SECONDS, max(0.0, due - time.monotonic()))
 
     def _end_late(self) -> None:
         """Ends the hosts whose time is up. The parts of their calls come first, so that little else is done in vain."""
@@ -196,3 +209,60 @@ class Dispatch:
                 parts = self.calls.instead(self.schedule.chunks[number])
                 self.schedule.add_urgent(parts, self.schedule.homes[number])
             self.pool.end(call.host, f"was at work for more than {call.seconds:g} s")
+
+    # ---- calls that make no progress
+
+    def _watch(self) -> None:
+        """Names hosts that are slow, and replaces those that make no progress.
+
+        Raises RunStopped if a user asks to stop meanwhile, RunError for work that was given up too often.
+        """
+        rule, self.pool.looks = self.pool.stall_rule, self.pool.looks + 1
+        slow = []
+        for number, refs in list(self.of_host.items()):
+            if not refs:
+                continue
+            call = self.under_way[refs[0]]
+            chunks = [self.schedule.chunks[chunk] for chunk in call.numbers]
+            usual, waited = self.calls.usual_seconds(chunks), time.monotonic() - self.since[number]
+            if waited > rule.stop_after(usual) and self.pool.stop_asked():
+                raise RunStopped(f"stopped, as asked, while {self._doing(call, chunks, waited)}")
+            if waited <= rule.slow_after(usual) or self._has_progressed(call):
+                continue
+            slow.append(f"{self._doing(call, chunks, waited)}{self._usually(usual)}")
+            if waited >= self.told.setdefault(refs[0], waited):
+                self.told[refs[0]] = 2 * waited
+                self.pool.notes.append(slow[-1])
+            if waited > rule.given_up_after(usual):
+                self._give_up(call, waited)
+        self.pool.slow = "; ".join(slow)
+
+    def _has_progressed(self, call: _CallUnderWay) -> bool:
+        """Whether a host has done chunks of its call since it was asked last; its time counts anew then."""
+        before, done = self.chunks_done.get(call.host.number, 0), self.pool.chunks_done(call.host)
+        if done is None or done <= before:
+            return False
+        self.chunks_done[call.host.number], self.since[call.host.number] = done, time.monotonic()
+        return True
+
+    def _doing(self, call: _CallUnderWay, chunks: Sequence[Chunk], waited: float) -> str:
+        host, ids = call.host, self.calls.clients(chunks)
+        who = ", ".join(map(str, ids[:_NAMED])) + f" and {len(ids) - _NAMED} more" * (len(ids) > _NAMED)
+        return (
+            f"host {host.number} (process {host.pid} on node {host.node[:8]}) has made no progress for "
+            f"{duration(waited)} with clients {who}"
+        )
+
+    def _usually(self, usual: float | None) -> str:
+        rule = self.pool.stall_rule
+        known = f"such work takes {duration(usual)}" if usual else "nothing is known of such work yet"
+        limit = rule.given_up_after(usual)
+        replaced = "never replaced" if limit == float("inf") else f"replaced after {duration(limit)}"
+        return f"; {known}, and the host is {replaced} (runtime.stall_limit)"
+
+    def _give_up(self, call: _CallUnderWay, waited: float) -> None:
+        """Replaces the host; its work is done again."""
+        error = RunError(f"host {call.host.number} made no progress for {duration(waited)}")
+        self._count_failure(call, error)
+        self._take_back(call.host)
+        self.pool.end(call.host, f"made no progress for {duration(waited)}")

@@ -25,6 +25,8 @@ _HOST_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # of NumPy
 }
+_LIVE = "live"  # the concurrency group of questions that do not wait for the work to end
+_PRIORITY = {"RAY_worker_niceness": "0"}  # as the user's own; Ray's default gives way to all other processes (15)
 # set in processes of a cluster that was started with this environment: its instructions, "" where they are not set
 _INHERITED = "CFL_RAY_HOST_ENVIRONMENT"
 
@@ -36,7 +38,7 @@ def host_environment(instructions: str | None) -> Iterator[None]:
     Two hosts with an environment of their own cost 1.4 s of CPU more, and are ready 2 s later on two cores: Ray waits
     for its agent that makes environments, and cannot use the processes that it has started already.
     """
-    ours = _HOST_ENVIRONMENT | instructions_environment(instructions) | {_INHERITED: instructions or ""}
+    ours = _HOST_ENVIRONMENT | instructions_environment(instructions) | {_INHERITED: instructions or ""} | _PRIORITY
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
@@ -89,6 +91,11 @@ class ClientHost:
     def work(self, *order: Any) -> Any:
         return self.process.work(*order)
 
+    @ray.method(concurrency_group=_LIVE)
+    def chunks_done(self) -> int:
+        """The chunks that are done of the present call, asked by the server while the call is under way."""
+        return self.process.chunks_done
+
     def collect(self, exchange: int, rows: list[int]) -> Any:
         return self.process.collect(exchange, rows)
 
@@ -110,7 +117,8 @@ def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: st
     run. `ray.autoscaler.sdk.request_resources` would not: it is one request for the whole cluster, which every caller
     replaces and which stays until someone does.
     """
-    actor_class: Any = ray.remote(ClientHost)
+    remote: Any = ray.remote(concurrency_groups={_LIVE: 1})  # type: ignore[call-overload]
+    actor_class = remote(ClientHost)
     actor = actor_class.options(
         num_cpus=runtime.cpus_per_host,
         num_gpus=runtime.gpus_per_host,

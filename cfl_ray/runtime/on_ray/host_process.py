@@ -35,6 +35,7 @@ class HostProcess:
 
     exchange: int | None = None
     failure: UserError | None = None  # why the present federation cannot be opened here
+    chunks_done = 0  # of the present call; read by another thread
 
     def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
         torch.set_num_threads(1)
@@ -101,6 +102,7 @@ class HostProcess:
         if work.is_per_client:
             self._fetch_files(work.ids_M)
         sums = HostSums() if return_sums else self.sums
+        self.chunks_done = 0
         results, states, deferred = [], {}, {}
 
         def stored_of(part: np.ndarray) -> LazyTensors | dict[int, Tensor]:
@@ -112,6 +114,7 @@ class HostProcess:
         chunks = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
         for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
             results.append(result)
+            self.chunks_done = len(results)
             states.update({int(result.index_m[i]): value for i, value in kept.states.items()})
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}

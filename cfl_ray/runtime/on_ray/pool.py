@@ -19,6 +19,7 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_rea
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
+from cfl_ray.runtime.on_ray.stall import StallRule
 from cfl_ray.runtime.prepare import Setup, engine_choice
 
 _PLACE_SECONDS = 300  # for a host to start while others are ready
@@ -29,6 +30,7 @@ _NODE_SECONDS = 120
 # of a wait, after which the user hears of it (again): longer than hosts take to start where there is room
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
+_ANSWER_SECONDS = 1.0  # for a host that is asked how far its call is
 _LOOK_SECONDS = 1.0  # between looks for new room on the cluster, which take about a millisecond
 
 
@@ -70,6 +72,8 @@ class Pool:
     had_hosts: bool = False  # whether the run has had a host that was ready
     waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
+    slow: str = ""  # the hosts that make no progress, in words; read by other threads
+    looks: int = 0  # at work under way: grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     _next_look: float = 0.0
 
@@ -138,6 +142,7 @@ class Pool:
         try:
             while (waited := time.monotonic() - began) < limit:
                 ended, _ = ray.wait(starting, timeout=min(_STEP_SECONDS, limit - waited))
+                self.looks += 1
                 if ended:
                     return ended
                 if needed and self.stop_asked():
@@ -237,6 +242,20 @@ class Pool:
         self.kinds[kind] = None
 
     # ---- exchanges
+
+    @property
+    def stall_rule(self) -> StallRule:
+        """When hosts that make no progress are named and replaced."""
+        runtime = self.setup.experiment.runtime
+        return StallRule(runtime.stall_warning, runtime.stall_limit)
+
+    def chunks_done(self, host: Host) -> int | None:
+        """The chunks that a host has done of its present call; None if it does not answer."""
+        try:
+            done: int = ray.get(host.actor.chunks_done.remote(), timeout=_ANSWER_SECONDS)
+            return done
+        except RayError:
+            return None
 
     def next_exchange(self) -> int:
         """A number that no exchange of these hosts had before. New room on the cluster is used from here on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import ray
 
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray.host_actor import start_host
+from cfl_ray.runtime.on_ray.stall import Progress
 
 if TYPE_CHECKING:
     from cfl_ray.config import RuntimeConfig
@@ -54,9 +56,9 @@ class ServerActor:
         return process.ask(verb, *arguments)
 
     @ray.method(concurrency_group=_REQUESTS)
-    def waiting(self) -> str:
-        """A line that says what the run waits for while it has no client host; empty where it does not."""
-        return self.process.pool.waiting if self.process else ""
+    def progress(self) -> Progress:
+        """How far the run is, for a driver that waits."""
+        return self.process.progress() if self.process else Progress("", (), time.process_time())
 
     def _ready(self) -> ServerProcess:
         if self.process is None:

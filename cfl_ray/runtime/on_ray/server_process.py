@@ -25,6 +25,7 @@ from cfl_ray.runtime.on_ray.host_actor import StartedHost
 from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
+from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
@@ -130,6 +131,13 @@ class ServerProcess:
         assert choice is not None
         return Numerics.of(runtime, choice.engine, self.pool.device, self.pool.numerics())
 
+    def progress(self) -> Progress:
+        """How far the run is; asked while a round may be at work."""
+        loop, pool = self.loop, self.pool
+        at = (loop.label, loop.status, loop.round) if loop else ()
+        steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
+        return Progress(pool.waiting or pool.slow, steps, time.process_time())
+
     def _stop_asked(self) -> bool:
         return self.loop is not None and self.loop.requests.stop_after is not None
 
@@ -167,7 +175,7 @@ class ServerProcess:
         population, ready = loop.requests.population, [host for host in hosts if not host.starting]
         return {
             "method": loop.requests.label,
-            "state": loop.status + (f": {self.pool.waiting}" if self.pool.waiting else ""),
+            "state": loop.status + (f": {found}" if (found := self.pool.waiting or self.pool.slow) else ""),
             "round": loop.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.errors import RunError
@@ -22,6 +22,7 @@ from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
+from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import checkpoint_store
@@ -30,13 +31,19 @@ from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_serve
 _LOOK_SECONDS = 5.0  # between two looks at what the server waits for
 
 
+class ServerStalled(Exception):
+    """The server makes no progress."""
+
+
 class RaySession:
     """Starts or joins a cluster, and the server on it. A server that dies is started again from its last checkpoint."""
 
     def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
         self.setup, self.run_dir, self.warn = setup, run_dir, warn
         self.told = ""  # what the user knows that the server waits for
-        self.retry = RetryPolicy("the server", setup.experiment.runtime.retries)
+        runtime = setup.experiment.runtime
+        self.stall_rule = StallRule(runtime.stall_warning, runtime.stall_limit)
+        self.retry = RetryPolicy("the server", runtime.retries)
         self.label: str | None = None
         self.faults: list[str] = []
         self.last_fault: tuple[float, str] | None = None
@@ -125,22 +132,36 @@ class RaySession:
                 return self._answer(self.actor.call.remote(verb, *arguments))
             except RayTaskError as error:
                 raise as_user_error(error) from error
-            except RayActorError as error:
+            except (RuntimeEnvSetupError, ActorUnschedulableError) as error:
+                raise RunError(
+                    f"the server cannot start: {short_reason(error)}; it needs the driver's node, a free process and "
+                    "the environment of runtime.cpu_capability"
+                ) from error
+            except (RayError, ServerStalled) as error:  # died, ended by Ray's memory monitor, out of reach, or hanging
                 self._recover(error)
                 if self.label:
                     verb, arguments = "begin", (self.label,)  # the new server knows its checkpoint and nothing else
 
     def _answer(self, ref: ray.ObjectRef[Any]) -> Any:
-        """The server's answer. The user hears meanwhile what the server waits for."""
+        """The server's answer. Meanwhile the user is told what the server waits for.
+
+        Raises ServerStalled if it makes no progress for too long.
+        """
+        watch = ServerWatch(self.stall_rule, time.monotonic())
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
-            with suppress(RayError):  # a server that died, which `ref` says as well
-                waits_for = ray.get(self.actor.waiting.remote(), timeout=_LOOK_SECONDS)
-                if waits_for and waits_for != self.told:
-                    self.warn(waits_for)
-                self.told = waits_for
+            found: Progress | None = None
+            with suppress(RayError):  # a server that died, which `ref` says as well, or that does not answer
+                found = ray.get(self.actor.progress.remote(), timeout=_LOOK_SECONDS)
+            watch.look(found, now := time.monotonic())
+            waits_for = (found.waits_for if found else "") or watch.warning(now)
+            if waits_for and waits_for != self.told:
+                self.warn(waits_for)
+            self.told = waits_for or self.told
+            if watch.is_over(now):
+                raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
         return ray.get(ref)
 
-    def _recover(self, error: RayActorError) -> None:
+    def _recover(self, error: Exception) -> None:
         """Starts another server, which loads the newest checkpoint. Raises RunError after too many."""
         cause = short_reason(error)
         store = checkpoint_store(self.setup, self.run_dir, self.label) if self.label else None

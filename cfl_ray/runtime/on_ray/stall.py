@@ -1,0 +1,95 @@
+"""Work that makes no progress: when it is named, and when it is given up.
+
+A call on a host is slow if it takes ten times as long as the same work took before, and `runtime.stall_warning` seconds
+at least. It is named then, and again each time that it has taken twice as long. After `runtime.stall_limit` seconds (or
+ten times the slow time, if that is more) its host is replaced and the work is done again, with the same results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FACTOR = 10  # of the usual seconds, from which on work is slow
+_UNKNOWN_FACTOR = 6  # of the limit, if nothing is known of such work
+STOP_SECONDS = 5.0  # without progress, after which a request to stop does not wait for the end of the round
+_COMPUTES = 0.2  # of a CPU, from which on a process computes
+LOOK_SECONDS = 2.0  # between two looks at work that is under way
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a server is. `steps` differ from one look to the next while it makes progress."""
+
+    waits_for: str  # client hosts that are missing, or that make no progress; empty: none
+    steps: tuple[object, ...]
+    cpu_seconds: float = 0.0  # of the server's process so far
+
+
+@dataclass(frozen=True)
+class StallRule:
+    """The limits of a run; a `limit` of None replaces nothing."""
+
+    warning: float  # runtime.stall_warning, seconds
+    limit: float | None  # runtime.stall_limit, seconds
+
+    def slow_after(self, usual: float | None) -> float:
+        """Seconds after which work is slow. usual: that such work takes; None: not known."""
+        return max(self.warning, _FACTOR * (usual or 0.0))
+
+    def given_up_after(self, usual: float | None) -> float:
+        """Seconds after which a host that does the work is replaced; inf: never."""
+        if self.limit is None:
+            return float("inf")
+        if usual is None:
+            return _UNKNOWN_FACTOR * self.limit
+        return max(self.limit, _FACTOR * self.slow_after(usual))
+
+    def stop_after(self, usual: float | None) -> float:
+        """Seconds after which a request to stop ends the run within the round: the work takes far longer than usual."""
+        return max(STOP_SECONDS, 3 * (usual or 0.0))
+
+
+class ServerWatch:
+    """A driver's view of a server that it waits for.
+
+    A server makes progress if its steps change, or if it computes: clustering may take long, a process that hangs takes
+    no CPU time.
+    """
+
+    def __init__(self, rule: StallRule, now: float):
+        self.rule, self.since, self.looked = rule, now, now
+        self.last: Progress | None = None
+        self.tell_after = rule.warning
+
+    def look(self, found: Progress | None, now: float) -> None:
+        """Takes note of an answer; None: there was none."""
+        last, passed = self.last, now - self.looked
+        if found is not None:
+            computed = last is not None and found.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
+            if last is None or found.steps != last.steps or computed:
+                self.since, self.tell_after = now, self.rule.warning
+            self.last, self.looked = found, now
+
+    def warning(self, now: float) -> str:
+        """A line for the user, each time that the silence is twice as long; empty otherwise."""
+        silent = now - self.since
+        if silent < self.tell_after:
+            return ""
+        self.tell_after = 2 * silent
+        limit = self.rule.limit
+        until = "never" if limit is None else f"after {duration(limit)}"
+        return (
+            f"the server has made no progress for {duration(silent)}; another one is started {until} "
+            "(runtime.stall_limit), from the last checkpoint"
+        )
+
+    def is_over(self, now: float) -> bool:
+        """Whether the server is to be replaced."""
+        return self.rule.limit is not None and now - self.since > self.rule.limit
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 45 s, 12 min, 3.5 h."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
