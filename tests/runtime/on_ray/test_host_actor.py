@@ -68,7 +68,7 @@ def test_hosts_have_the_priority_of_their_user():
 import os, ray
 from cfl_ray.runtime.on_ray.connect import connect
 assert connect(None, 1)
-print(ray.get(ray.remote(os.nice).remote(0)) - os.nice(0))
+print(ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
 ray.shutdown()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
