@@ -49,22 +49,21 @@ def test_python_blocks_run_and_are_short():
         if "results" in space:
             results = space["results"]
             assert all(0 <= method.final["accuracy"] <= 1 for method in results.methods.values())
-            if "federation_from_arrays" in source:  # odd clients disagree: one model cannot fit both
-                accuracy = {name: method.final["accuracy"] for name, method in results.methods.items()}
-                assert accuracy["ifca"] > accuracy["fedavg"] + 0.2
 
 
 def test_own_method_from_the_command_line(capsys):
     Path("my_method.py").write_text(next(block for block in blocks("python") if "my_method.py" in block))
     shown = re.search(r'cfl-ray run ("methods=[^"]*my_method[^"]*")', README).group(1).strip('"')
-    printed = command(["run", "--in-process", shown, "rounds=2"], capsys)
+    printed = command(["run", "--in-process", shown, "rounds=2", "tracking.enabled=false"], capsys)
     assert "damped" in printed and "fedavg" in printed
 
 
 def test_the_method_of_the_contributors_page(capsys):
     (source,) = blocks("python", CONTRIBUTING)
     Path("round_robin.py").write_text(source)
-    printed = command(["run", "--in-process", "methods=[round_robin.py:RoundRobin]", "rounds=2"], capsys)
+    printed = command(
+        ["run", "--in-process", "methods=[round_robin.py:RoundRobin]", "rounds=2", "tracking.enabled=false"], capsys
+    )
     assert "round_robin" in printed
     body = source[source.index("@dataclass") :]
     assert len([line for line in body.splitlines() if line.strip()]) <= 20
@@ -129,31 +128,6 @@ def test_published_tables_of_the_report_page_load():
     assert table.number("fedavg", "svhn").misprint and table.number("ifca", "cifar10").std == 0.9
 
 
-def test_every_command_of_the_table_exists(capsys):
-    lines = re.findall(r"`(cfl-ray [a-z][^`]*)`", README) + re.findall(r"^(cfl-ray [a-z].*)$", README, re.M)
-    shown = {line.split()[1] for line in lines}
-    assert shown == {
-        "check",
-        "compare",
-        "config",
-        "run",
-        "resume",
-        "prepare",
-        "methods",
-        "list",
-        "export",
-        "report",
-        "status",
-        "sweep",
-        "table",
-        "join",
-        "leave",
-        "stop",
-    }
-    help_text = command(["--help"], capsys)
-    assert all(name in help_text for name in shown)
-
-
 def test_every_command_in_the_documentation_exists():
     import typer
 
@@ -164,25 +138,6 @@ def test_every_command_in_the_documentation_exists():
         code = "\n".join(re.findall(r"```.*?```|`[^`]+`", page.read_text(), re.S))
         unknown = {name for name in re.findall(r"\bcfl-ray ([a-z]+)\b", code) if name not in known}
         assert not unknown, f"{page.name}: {unknown}"
-
-
-def test_requests_to_a_live_run_are_understood(tmp_path, capsys):
-    """Word for word, on a run that has ended: each gets as far as saying so."""
-    run = ["run", "--in-process", "methods=[fedavg]", "rounds=1", "tracking.enabled=false", "--run-dir", "RUN"]
-    command(run, capsys)
-    lines = next(block for block in blocks("bash") if "cfl-ray status" in block).splitlines()
-    assert len(lines) == 5
-    for line in lines:
-        arguments = line.partition("#")[0].split()[1:]
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        printed = capsys.readouterr()
-        if arguments[0] == "status":
-            assert ended.value.code == 0 and "finished" in printed.out
-        else:
-            assert ended.value.code == 1 and "RUN is not live" in printed.err, printed.err
-    replay = re.search(r"`cfl-ray (run RUN/config.yaml --replay RUN)`", README).group(1).split()
-    assert "results after the last round" in command([*replay, "--in-process"], capsys)
 
 
 def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch):
@@ -242,7 +197,7 @@ def test_modules_named_in_the_documentation_exist():
 def test_every_library_is_explained_and_every_explanation_is_a_dependency():
     listed = (ROOT / "pyproject.toml").read_text().split("dependencies = [")[1].split("]\n\n")[0]
     declared = {name.removesuffix("[default]") for name in re.findall(r'^    "([a-z0-9-]+)', listed, re.M)}
-    table = README.split("## Libraries")[1]
+    table = (ROOT / "docs" / "design.md").read_text().split("## Libraries")[1]
     rows = re.findall(r"^\| ([a-z0-9, -]+) \|", table, re.M)
     explained = {name.strip() for row in rows for name in row.split(",")} - {"library"}
     assert declared == explained
