@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
 

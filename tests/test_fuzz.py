@@ -17,14 +17,14 @@ import yaml
 from mutants import other_bytes, other_json, other_json_lines, other_value, put_something_else
 
 from cfl_ray import Experiment, compare_runs, config, data, load_run, resume, simulate
+from cfl_ray.checkpoint.manifest import _digest
+from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.checkpoint.writer import Writer
 from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime import live_client, session_file, trust
-from cfl_ray.runtime.checkpoint.manifest import _digest
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
-from cfl_ray.runtime.checkpoint.writer import Writer
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.prepare import engine_choice, prepare
 from cfl_ray.runtime.run_lock import CONFIG, hold_run

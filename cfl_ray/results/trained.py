@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -16,7 +17,6 @@ from cfl_ray.engine.client_state import with_client_state
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop
 

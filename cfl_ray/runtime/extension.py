@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 from cfl_ray import config
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.numerics import NUMERICS
 from cfl_ray.runtime.prepare import resolve_learning

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cfl_ray.checkpoint.interval import CheckpointInterval
+from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
@@ -28,9 +30,6 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunStopped, UserError
-from cfl_ray.runtime.checkpoint.interval import CheckpointInterval
-from cfl_ray.runtime.checkpoint.snapshot import Snapshot
-from cfl_ray.runtime.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.runtime.evaluation import (
     Evaluator,
     Scores,
@@ -47,6 +46,7 @@ from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
+from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.tracking import read_records
 from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import BuiltinKind, RuntimeConfig
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
@@ -14,7 +15,6 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.trained import TrainedMethod
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop

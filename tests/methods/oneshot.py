@@ -9,13 +9,13 @@ import torch
 from federations import Spoiled, Stage, planted
 from torch import Tensor, nn
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
 from cfl_ray.engine.client_state import ClientStateStore
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 CLIENTS, GROUPS, INPUTS = 12, 3, 16
 P, HEAD = 16 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4

@@ -9,12 +9,12 @@ import torch
 from federations import Stage, planted
 from torch import nn
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import EvaluationConfig
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Exclusion, Losses, Outcome, Work
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.evaluation import Evaluator
 
 COHORTS = [[0, 1, 2, 5], [3, 4, 5, 6, 7], [1], [0, 2, 4, 7]]

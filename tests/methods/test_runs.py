@@ -9,12 +9,12 @@ import torch
 from federations import Spoiled
 
 import cfl_ray
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.results import MethodResult
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.driver import Watcher
 
 CLOCKS = {"round_seconds"}

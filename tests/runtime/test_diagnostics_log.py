@@ -185,7 +185,7 @@ def test_a_file_of_another_form_is_named(tmp_path):
 
 def test_a_checkpoint_of_a_run_without_diagnostics_is_read(reporting, notes, tmp_path):
     """Checkpoints of earlier versions have none."""
-    from cfl_ray.runtime.checkpoint.snapshot import _Report
+    from cfl_ray.runtime.snapshot import _Report
 
     assert _Report.model_validate({"metrics": {}, "moved": [], "time_ms": 1}).diagnostics == []
     assert replace(RoundReport(None, 1), stop=True).diagnostics == ()

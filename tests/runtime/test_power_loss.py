@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from cfl_ray import resume, simulate
+from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.errors import Interrupted
 from cfl_ray.results.results import ClientMetrics, ClusterMoves
 from cfl_ray.runtime.arrow_log import whole_batches
-from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.driver import Driver
 from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES, RECORD_FILES

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cfl_ray import resume, simulate
+from cfl_ray.checkpoint.manifest import _digest
 from cfl_ray.errors import Interrupted, RunError
-from cfl_ray.runtime.checkpoint.manifest import _digest
 
 FORGED = {
     "no state": lambda manifest: manifest["values"].pop("state"),

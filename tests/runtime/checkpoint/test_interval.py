@@ -5,8 +5,8 @@ import math
 import pytest
 
 from cfl_ray import simulate
-from cfl_ray.runtime.checkpoint import store
-from cfl_ray.runtime.checkpoint.interval import CheckpointInterval
+from cfl_ray.checkpoint import store
+from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.runtime.round_loop import RunPlan
 
 

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from cfl_ray.checkpoint import manifest, segments
+from cfl_ray.checkpoint.segments import segments_to_merge
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.work import Address, ClientState, Work
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.checkpoint import manifest, segments
-from cfl_ray.runtime.checkpoint.segments import segments_to_merge
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 HASH = "0123456789ab"
 MINE = Work(Address(0, 1, 0), np.zeros(0, np.int64), (), ClientState("mine"))

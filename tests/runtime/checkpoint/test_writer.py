@@ -6,12 +6,12 @@ import torch
 from filelock import FileLock
 
 from cfl_ray import load_run, simulate
+from cfl_ray.checkpoint import writer
+from cfl_ray.checkpoint.manifest import CheckpointManifest
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.work import Address, ClientState, Work
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.checkpoint import writer
-from cfl_ray.runtime.checkpoint.manifest import CheckpointManifest
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 MINE = Work(Address(0, 1, 0), np.zeros(0, np.int64), (), ClientState("mine"))
 

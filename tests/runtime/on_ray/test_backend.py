@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
 from cfl_ray.core.work import Address, AverageDeferred, Losses, Train
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray.stored import put_all
 from cfl_ray.runtime.prepare import prepare

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cfl_ray import run, simulate
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 CHOKING = f"{Path(__file__).parents[1] / 'logged.py'}:choking"
 

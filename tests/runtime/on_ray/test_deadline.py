@@ -11,11 +11,11 @@ import ray
 import torch
 
 from cfl_ray import Experiment, run, simulate
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.clients import Clients, ClientState, LocalTraining, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, EvaluateClients, Rows
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 from cfl_ray.runtime.prepare import prepare
 
 pytestmark = pytest.mark.slow  # hosts are ended and started again

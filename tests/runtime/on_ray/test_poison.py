@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cfl_ray import run, simulate
+from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runtime.checkpoint.store import CheckpointStore
 
 INVALID = 6  # of 12
 SETTINGS = {

@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from cfl_ray.checkpoint.segments import EntryFile, as_rows, opened, rows_in, writing
 from cfl_ray.errors import DataError, RunError
-from cfl_ray.runtime.checkpoint.segments import EntryFile, as_rows, opened, rows_in, writing
 from cfl_ray.system.files import read_file, write_json
 
 FORMAT = 3

@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
-from cfl_ray.errors import RunError
-from cfl_ray.runtime.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
-from cfl_ray.runtime.checkpoint.segments import (
+from cfl_ray.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
+from cfl_ray.checkpoint.segments import (
     Damaged,
     EntryFile,
     EntryWriter,
@@ -44,7 +42,9 @@ from cfl_ray.runtime.checkpoint.segments import (
     system_reason,
     writing,
 )
-from cfl_ray.runtime.checkpoint.writer import Writer
+from cfl_ray.checkpoint.writer import Writer
+from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
+from cfl_ray.errors import RunError
 from cfl_ray.system.files import drafted, private_folder, sync
 
 # what reading a damaged checkpoint may raise

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from cfl_ray.checkpoint.segments import writing
 from cfl_ray.errors import DataError, RunError
-from cfl_ray.runtime.checkpoint.segments import writing
 from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
 
 _EPOCH, _LOCK = "writer.json", "writer.lock"
