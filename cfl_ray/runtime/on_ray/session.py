@@ -134,7 +134,7 @@ class RaySession:
                 raise as_user_error(error) from error
             except (RuntimeEnvSetupError, ActorUnschedulableError) as error:
                 raise RunError(
-                    f"the server cannot start: {short_reason(error)}; it needs the driver's node, a free process and "
+                    f"the server cannot start: {' '.join(str(error).split())[:300]}; it needs the driver's node, a free process and "
                     "the environment of runtime.cpu_capability"
                 ) from error
             except (RayError, ServerStalled) as error:  # died, ended by Ray's memory monitor, out of reach, or hanging

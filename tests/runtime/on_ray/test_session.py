@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RuntimeEnvSetupError
 
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray import retry
@@ -60,3 +60,34 @@ def test_a_saved_round_grants_all_retries_again(session):
     for session.saved in range(3, 9):
         session._recover(unreachable())
     assert len(session.steps) == 12
+
+
+class FailingOnce:
+    """Answers of servers, the first of which is an error."""
+
+    def __init__(self, error):
+        self.errors = [error]
+
+    def __call__(self, ref):
+        if ref == "answer" and self.errors:
+            raise self.errors.pop()
+        return ref
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("ended by the memory monitor"), unreachable(), session_module.ServerStalled("no step")]
+)
+def test_whatever_ends_a_server_another_one_begins_the_method_again(error, session):
+    asked = []
+    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: asked.append(order) or "answer"))
+    session.started, session._start_server = "started", lambda: None
+    session._answer = FailingOnce(error)
+    assert session._ask("advance") == "answer"
+    assert asked == [("advance",), ("begin", "ditto")] and str(error).splitlines()[0] in session.faults[0]
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_a_cause(session):
+    session.actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *order: "answer"))
+    session.started, session._answer = "started", FailingOnce(RuntimeEnvSetupError("no such environment"))
+    with pytest.raises(RunError, match="the server cannot start: .*no such environment.*; it needs the driver's node"):
+        session._ask("advance")
