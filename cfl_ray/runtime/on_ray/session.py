@@ -133,9 +133,10 @@ class RaySession:
             except RayTaskError as error:
                 raise as_user_error(error) from error
             except (RuntimeEnvSetupError, ActorUnschedulableError) as error:
+                cause = " ".join(str(error).split())[:300]
                 raise RunError(
-                    f"the server cannot start: {' '.join(str(error).split())[:300]}; it needs the driver's node, a free process and "
-                    "the environment of runtime.cpu_capability"
+                    f"the server cannot start: {cause}; it needs the driver's node, a free process and the environment "
+                    "of runtime.cpu_capability"
                 ) from error
             except (RayError, ServerStalled) as error:  # died, ended by Ray's memory monitor, out of reach, or hanging
                 self._recover(error)
