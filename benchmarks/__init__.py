@@ -1,1 +1,1 @@
-"""Measurements against other systems and on other devices. `jobs/benchmark.py` measures cfl_ray itself."""
+"""Measurements against other systems and on other devices. `jobs/benchmarks` measures cfl_ray itself."""

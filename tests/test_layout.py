@@ -12,6 +12,7 @@ from cfl_ray.core.method import Method
 from cfl_ray.methods import REGISTRY
 
 PACKAGE = Path(cfl_ray.__file__).parent
+ROOT = Path(__file__).parents[1]
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 METHOD_FILES = [name for name in SOURCES if name.startswith("methods/") and not name.endswith("__init__.py")]
@@ -84,11 +85,11 @@ def ours(tree: ast.AST) -> set[str]:
 
 
 def modules() -> dict[str, ast.AST]:
-    """Trees by dotted module name."""
-    dotted = {
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in TREES.items()
-    }
-    return {"cfl_ray" if name == "__init__" else f"cfl_ray.{name}": tree for name, tree in dotted.items()}
+    """Trees by dotted module name: the package, jobs and benchmarks."""
+    trees = {f"cfl_ray/{name}": tree for name, tree in TREES.items()}
+    for path in (path for folder in ("jobs", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        trees[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text())
+    return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees.items()}
 
 
 def without_type_checking(tree: ast.AST) -> ast.AST:
@@ -118,8 +119,13 @@ def test_layers():
 
 
 def test_no_import_circles():
-    """Also through imports inside functions."""
+    """Also through imports inside functions; in jobs and benchmarks, whose modules have one name each, as well."""
     trees = modules()
+    assert {"jobs.chaos.network", "benchmarks.peers.bare"} <= trees.keys()
+    for module in trees:
+        if module.startswith(("jobs.", "benchmarks.")):
+            stems = {path.stem for path in (ROOT / module.replace(".", "/")).parent.glob("*.py")}
+            assert not stems & imports(trees[module]), f"{module} imports a neighbour without its package"
     uses = {module: modules_used(without_type_checking(tree), trees) - {module} for module, tree in trees.items()}
     while leaves := [module for module, used in uses.items() if not used & uses.keys()]:
         for module in leaves:

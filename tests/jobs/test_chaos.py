@@ -7,38 +7,42 @@ from pathlib import Path
 
 import pytest
 
-JOBS = Path(__file__).parents[2] / "jobs"
+from jobs.chaos.__main__ import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def run_job(name: str, *arguments: str) -> subprocess.CompletedProcess:
     excluded = ("RAY_ADDRESS", "MLFLOW_TRACKING_URI", "RAY_JOB_ID")
     environment = {key: value for key, value in os.environ.items() if key not in excluded}
-    command = [sys.executable, JOBS / name, *arguments]
-    return subprocess.run(command, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=570)
+    command = [sys.executable, "-m", name, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=570
+    )
 
 
 @pytest.mark.slow
 def test_killed_processes_do_not_change_the_outcome(tmp_path):
     options = ["--kills", "2", "--rounds", "3", "--seed", "0", "--methods", "ditto", "--targets", "host", "server"]
-    done = run_job("chaos.py", *options, "--keep", str(tmp_path))
+    done = run_job("jobs.chaos", *options, "--keep", str(tmp_path))
     log = tmp_path / "disturbed.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
     assert "2 kills" in done.stdout
     assert "identical: metrics, moves, models, client states; every round once" in done.stdout
 
 
-def test_more_kills_than_rounds_are_an_error(load_job, monkeypatch, capsys):
+def test_more_kills_than_rounds_are_an_error(monkeypatch, capsys):
     arguments = ["chaos.py", "--kills", "8", "--rounds", "4", "--methods", "ditto", "ifca_cam"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
-        load_job("chaos").main()
+        main()
     assert ended.value.code == 2
     assert "--kills must be below 8, the rounds of all methods, got 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_short_soak_reports_the_resources_of_the_processes(tmp_path):
-    done = run_job("endurance.py", "soak", "--rounds", "20", "--methods", "fedavg", "--output", str(tmp_path))
+    done = run_job("jobs.chaos.endurance", "soak", "--rounds", "20", "--methods", "fedavg", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"{name}:" in done.stdout for name in ("server_mb", "host_mb", "files", "store_mb"))
     assert "20 rounds of fedavg" in done.stdout

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "jobs"))  # jobs import their neighbours
+from jobs.chaos.__main__ import main
+from jobs.chaos.virtual_network import Link, Network, missing
 
-from virtual_network import Link, Network, missing
-
-JOBS = Path(__file__).parents[2] / "jobs"
+ROOT = Path(__file__).parents[2]
 
 RECEIVER = """
 import socket
@@ -79,22 +78,24 @@ def test_machines_reach_each_other_as_their_links_allow(tmp_path):
 def test_a_disturbed_network_does_not_change_the_outcome(scenario, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     options = ["--network", scenario, "--methods", "ditto", "--rounds", "4", "--keep", str(tmp_path / "kept")]
-    command = [sys.executable, JOBS / "chaos.py", *options]
-    done = subprocess.run(command, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=570)
+    command = [sys.executable, "-m", "jobs.chaos", *options]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=570
+    )
     log = tmp_path / "kept" / scenario / "disturbed.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
     assert f"{scenario}: equal after" in done.stdout
     assert "identical: metrics, moves, models, client states" in done.stdout
 
 
-def test_without_root_it_says_what_is_missing(load_job, monkeypatch, capsys):
+def test_without_root_it_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr(sys, "argv", ["chaos.py", "--network", "partition"])
-    assert load_job("chaos").main() == 1
+    assert main() == 1
     assert "missing: root" in capsys.readouterr().out
 
 
-def test_an_unknown_scenario_is_an_error(load_job, monkeypatch, capsys):
+def test_an_unknown_scenario_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["chaos.py", "--network", "earthquake"])
-    assert load_job("chaos").main() == 2
+    assert main() == 2
     assert "unknown scenario 'earthquake'" in capsys.readouterr().out

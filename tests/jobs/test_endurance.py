@@ -1,8 +1,10 @@
 """The schedule of the churn job."""
 
+from jobs.chaos.endurance import churn_schedule
 
-def test_before_every_round_offline_clients_join_and_online_clients_leave(load_job):
-    events = load_job("endurance").churn_schedule(clients=200, rounds=30, share=0.01)
+
+def test_before_every_round_offline_clients_join_and_online_clients_leave():
+    events = churn_schedule(clients=200, rounds=30, share=0.01)
     assert [event["round"] for event in events] == list(range(2, 31))
     first_join = {}  # clients that join before they leave were offline at the start
     for event in events:

@@ -8,26 +8,14 @@ import pytest
 from cfl_ray.config.published import PublishedNumber
 from cfl_ray.config.study import load_study
 from cfl_ray.study.run import run_study
+from jobs.results import __main__ as results
+from jobs.results import cells as results_cells
+from jobs.results import page as results_page
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def results(load_job):
-    return load_job("results")
-
-
-@pytest.fixture(scope="module")
-def results_cells(load_job):
-    return load_job("results_cells")
-
-
-@pytest.fixture(scope="module")
-def results_page(results_cells, load_job):
-    return load_job("results_page")
-
-
-def compared(results_cells, mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
+def compared(mean, runs, unit="percent", metric="accuracy", because="", state="explained"):
     number = PublishedNumber(metric, unit, mean, None, "")
     reason = results_cells.Reason(because, state) if because else results_cells.Reason()
     others = pd.DataFrame([run | {"method": method} for run in runs for method in ("fedavg", "ifca")])
@@ -35,13 +23,13 @@ def compared(results_cells, mean, runs, unit="percent", metric="accuracy", becau
     return results_cells.Compared("paper", "table1", "fedavg", "here", number, pd.DataFrame(runs), reason, others)
 
 
-def test_the_page_is_that_of_the_figures(results_cells, results_page):
+def test_the_page_is_that_of_the_figures():
     assert (ROOT / "docs" / "results.md").read_text() == results_page.page(results_cells.compared()), (
-        "jobs/results.py write"
+        "python -m jobs.results write"
     )
 
 
-def test_every_published_cell_is_counted_once(results_cells, results_page):
+def test_every_published_cell_is_counted_once():
     cells = results_cells.compared()
     assert len({(cell.paper, cell.table, cell.row, cell.column) for cell in cells}) == len(cells)
     head, rule, *rows = results_page._count(cells)
@@ -67,9 +55,9 @@ def test_every_published_cell_is_counted_once(results_cells, results_page):
         (3.0, [{"accuracy": 4.0}], "count", "open"),
     ],
 )
-def test_state_of_a_cell(results_cells, mean, runs, unit, state):
+def test_state_of_a_cell(mean, runs, unit, state):
     def of(because, how):
-        return compared(results_cells, mean, runs, unit, because=because, state=how).state
+        return compared(mean, runs, unit, because=because, state=how).state
 
     assert of("", "explained") == state
     assert of("the cause is shown", "explained") == ("explained" if state == "open" else state)
@@ -101,12 +89,12 @@ REACHED_IN_15 = {"rounds_to_target": 15, "mbit_to_target": 30.0}
         ("rounds_to_stable_clusters", 90.0, QUARTER | {"rounds_to_stable_clusters": 8}, "not run"),  # may change again
     ],
 )
-def test_a_target_beyond_the_rounds_of_a_run_is_not_run(results_cells, metric, mean, run, state):
+def test_a_target_beyond_the_rounds_of_a_run_is_not_run(metric, mean, run, state):
     unit = "mbit" if metric.startswith("mbit") else "rounds"
-    assert compared(results_cells, mean, [run], unit, metric).state == state
+    assert compared(mean, [run], unit, metric).state == state
 
 
-def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_cells):
+def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table():
     reasons = {"paper": {"table1": {"fedavg/here": "cell", "fedavg/*": "row", "*/there": "column", "*/*": "table"}}}
     found = [
         results_cells.reason_of(reasons, "paper", "table1", row, column)
@@ -119,7 +107,7 @@ def test_reasons_are_those_of_the_cell_or_of_its_row_column_or_table(results_cel
     assert found == results_cells.Reason("other data", "not comparable")
 
 
-def test_every_reason_is_of_a_published_cell(results_cells, results_page):
+def test_every_reason_is_of_a_published_cell():
     """A reason that names nothing would never be shown."""
     reasons = results_cells.read_reasons()
     known = {(cell.paper, cell.table) for cell in results_cells.compared()}
@@ -143,7 +131,7 @@ def test_every_reason_is_of_a_published_cell(results_cells, results_page):
                 assert {(paper, table, row), (paper, table, column)} <= names, key
 
 
-def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(results, tmp_path, monkeypatch):
+def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_path, monkeypatch):
     recipe = tmp_path / "paper" / "table1.yaml"
     recipe.parent.mkdir()
     recipe.write_text(
@@ -166,7 +154,7 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(resu
     assert len(pd.read_csv(file)) == 2, "a run that is collected again replaces its row"
 
 
-def test_options_of_the_method_that_differ_from_the_recipe_are_named(results):
+def test_options_of_the_method_that_differ_from_the_recipe_are_named():
     here, there = ({"rounds": 2, "methods": [entry]} for entry in ("ifca", {"ifca": {}}))
     assert results.differences(here, there) == ""
     changed = there | {"methods": [{"ifca": {"num_clusters": 5, "label": "ifca_5"}}]}
@@ -174,12 +162,12 @@ def test_options_of_the_method_that_differ_from_the_recipe_are_named(results):
     assert results.differences(there, changed) == "methods.ifca.num_clusters=4", "the default, which is not written"
 
 
-def test_a_folder_of_no_recipe(results, tmp_path):
+def test_a_folder_of_no_recipe(tmp_path):
     with pytest.raises(results.UserError, match="is the folder of no study in .*; name its recipe with --recipe"):
         results.find_recipe(tmp_path)
 
 
-def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_cells, results_page, tmp_path, monkeypatch):
+def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("fedclust: {figure4: As in the figure.}\n")
@@ -208,9 +196,7 @@ def test_the_runs_of_a_figure_are_a_table_in_the_order_of_its_study(results_cell
     ]
 
 
-def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(
-    results_cells, results_page, tmp_path, monkeypatch
-):
+def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(results_page, "FIGURES", tmp_path)
     monkeypatch.setattr(results_cells, "FIGURES", tmp_path)
     (tmp_path / "explanations.yaml").write_text("{}\n")
@@ -230,15 +216,12 @@ def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(
     ]
 
 
-def test_reasons_and_settings_that_differ_are_notes_of_the_rows(results_cells, results_page):
+def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
     changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}
     runs = [run | changed | {"seconds": 90}]
     because = "it reaches {accuracy} only, IFCA {ifca.accuracy}"
-    cells = [
-        compared(results_cells, mean, runs if mean else [], because=because if mean == 50 else "")
-        for mean in (50, 60, 0)
-    ]
+    cells = [compared(mean, runs if mean else [], because=because if mean == 50 else "") for mean in (50, 60, 0)]
     table = results_page.load_published(ROOT / "jobs/experiments/published/autocfl.yaml").tables["table1"]
     table = table.model_copy(update={"columns": ["here"]})
     assert "Recipe: 20 clients, of which 100 % take part" in "\n".join(

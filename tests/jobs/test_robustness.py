@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jobs import robustness
+
 CONFIG = """
 rounds: 1
 methods: [fedavg, {ifca: {num_clusters: 2}}]
@@ -16,16 +18,15 @@ data: {source: synthetic, synthetic_shape: [4], synthetic_samples: 20, partition
 
 
 @pytest.fixture
-def table(load_job, monkeypatch, tmp_path):
+def table(monkeypatch, tmp_path):
     """Returns a function that runs the job with its arguments and returns the rows of the CSV file."""
-    job = load_job("robustness")
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["robustness.py", "--config", str(config), "--out", "out.csv", *arguments])
-        job.main()
+        robustness.main()
         with open("out.csv", newline="") as lines:
             return list(csv.DictReader(lines))
 

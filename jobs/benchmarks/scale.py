@@ -1,4 +1,4 @@
-"""Server time and traffic of a round with more hosts than one machine can run: `python jobs/benchmark.py scale`.
+"""Server time and traffic of a round with more hosts than one machine can run: `python -m jobs.benchmarks scale`.
 
 The code of the server is the real one (`runtime.on_ray`: chunks, schedule, dispatch, collection). Hosts and object
 store are simulated in virtual time. Traffic between nodes is counted. At

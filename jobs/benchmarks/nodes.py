@@ -1,9 +1,9 @@
-"""Speedup of a round by the number of nodes: `python jobs/benchmark.py nodes`.
+"""Speedup of a round by the number of nodes: `python -m jobs.benchmarks nodes`.
 
 Measured: the same rounds on one and on two Ray nodes of this machine, in turn. A node is a raylet of its own with one
 host, pinned to one core. Driver and server are on a third node without hosts and not pinned; on a machine with two
 cores they share those of the hosts. With fewer than two cores the measured part is left out. Simulated: the real code
-of the server with hosts in virtual time (benchmark_scale.py), plus the server's own time and that of the busiest link.
+of the server with hosts in virtual time (`scale.py`), plus the server's own time and that of the busiest link.
 """
 
 import itertools
@@ -18,8 +18,9 @@ from itertools import islice
 
 import numpy as np
 import psutil
-from benchmark import experiment_of
-from benchmark_scale import HOSTS_PER_NODE, simulate_round
+
+from jobs.benchmarks.rounds import experiment_of
+from jobs.benchmarks.scale import HOSTS_PER_NODE, simulate_round
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 

@@ -1,19 +1,7 @@
-"""Seconds per round of cfl_ray and of a bare PyTorch loop, interleaved in one run; and peak memory.
+"""Seconds and peak memory of FedAvg rounds of cfl_ray on Ray; seconds interleaved with those of a bare PyTorch loop."""
 
-    python jobs/benchmark.py                    speed: the ratio on W1, W2 and W3 (about five minutes on two cores)
-    python jobs/benchmark.py memory             peak memory of server and hosts as the cohort and N grow
-    python jobs/benchmark.py scale              server time and traffic of a round at up to 1,000 hosts, simulated
-    python jobs/benchmark.py nodes W2           one node against two, and the speedup of up to eight, simulated
-    python jobs/benchmark.py speed W2 --rounds 5
-
-The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
-other systems as well. The time of cfl_ray is that of a FedAvg round on Ray, without its evaluation.
-"""
-
-import argparse
 import os
 import statistics
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -21,14 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.peers.bare import Bare
 from benchmarks.workloads import WORKLOADS, Workload, samples_of
 from cfl_ray import Experiment
 from cfl_ray.data import federation_from_arrays
-
-# ---- cfl_ray
 
 
 class OnRay:
@@ -137,30 +121,3 @@ def memory(rounds: int) -> None:
                 f"N = {clients:,}, cohort {cohort:,}: {peaks}; {statistics.median(seconds):.1f} s per round", flush=True
             )
             measured.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["speed", "memory", "scale", "nodes"], default="speed")
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.workloads) - set(WORKLOADS):
-        parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
-    match arguments.what:
-        case "speed":
-            speed(arguments.workloads, arguments.rounds)
-        case "memory":
-            memory(arguments.rounds)
-        case "scale":
-            import benchmark_scale
-
-            benchmark_scale.scale()
-        case "nodes":
-            import benchmark_nodes
-
-            benchmark_nodes.nodes(arguments.workloads, arguments.rounds)
-
-
-if __name__ == "__main__":
-    main()

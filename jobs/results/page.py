@@ -6,11 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
-from results_cells import FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
 
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.config.study import load_study
+from jobs.results.cells import FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
 _BESIDE = {  # metric of a table: further metrics of its runs and their columns
@@ -30,7 +30,7 @@ def page(cells: list[Compared]) -> str:
     lines = [
         "# Results of the published experiments",
         "",
-        "[jobs/results.py](../jobs/results.py) writes this page from the metrics of the runs in `docs/results` and",
+        "[jobs/results](../jobs/results) writes this page from the metrics of the runs in `docs/results` and",
         "[the published numbers](../jobs/experiments/published); no number in a table is typed by hand. Accuracies",
         "in percent, mean ± standard deviation over the seeds, where there are several; most runs have one seed,",
         "where the papers have three to five, so read differences of a point or two with care. P-server, P-local",
@@ -184,7 +184,7 @@ def _missing() -> list[str]:
         "## The cost of what was not run",
         "",
         "Core hours, from the floating point operations of local training with federated averaging (`python",
-        "jobs/results.py costs`) and the operations in a second that one core has reached in the runs above, with",
+        "-m jobs.results costs`) and the operations in a second that one core has reached in the runs above, with",
         "their evaluation and all their methods: those of the study, else of the paper, else of all. FEMNIST is",
         "counted with the writers at hand; a setting without a figure needs data that were not at hand.",
         "",

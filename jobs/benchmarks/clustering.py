@@ -1,13 +1,10 @@
-"""Seconds and peak memory of clustering thousands of clients on the server (about a minute).
-
-    python jobs/benchmark_clustering.py
+"""Seconds and peak memory of clustering thousands of clients on the server: `python -m jobs.benchmarks clustering`.
 
 Each method receives the signatures of all its clients at once, from a backend without training; the time is that of the
 round in which it clusters them, in one process of one thread per method. The memory is the peak of the process,
 including all libraries.
 """
 
-import argparse
 import multiprocessing
 import resource
 import time
@@ -102,8 +99,8 @@ def _cluster_in_process(pipe: Connection, name: str, clients: int) -> None:
     pipe.send(cluster(name, clients))
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def clustering() -> None:
+    """Prints seconds, peak memory and clusters by method."""
     print(f"one thread, torch {torch.__version__}; the round in which the server clusters all clients")
     context = multiprocessing.get_context("spawn")
     for name, case in CLUSTERINGS.items():
@@ -119,7 +116,3 @@ def main() -> None:
             f"{seconds:.1f} s, peak {peak:.2f} GB, {clusters} clusters",
             flush=True,
         )
-
-
-if __name__ == "__main__":
-    main()

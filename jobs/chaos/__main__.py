@@ -1,8 +1,8 @@
 """Kills processes of a run at random moments and compares its outcome, bit for bit, with that of an undisturbed run.
 
-    python jobs/chaos.py --kills 20 --seed 0
-    python jobs/chaos.py --kills 3 --methods ditto stocfl --rounds 6 --targets host server
-    python jobs/chaos.py --network partition node-vanishes     (no name: every scenario; see chaos_network.py)
+    python -m jobs.chaos --kills 20 --seed 0
+    python -m jobs.chaos --kills 3 --methods ditto stocfl --rounds 6 --targets host server
+    python -m jobs.chaos --network partition node-vanishes     (no name: every scenario; see network.py)
 
 The run is `cfl-ray run` on a Ray cluster of two nodes, both on this machine: a head with the driver and the server, and
 a second node. Processes are killed by SIGKILL. After a node is killed, a new one joins; after the driver is killed,
@@ -34,9 +34,9 @@ import psutil
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
-from same_outcome import IDENTICAL, chaos_experiment, differences
 
 from cfl_ray import config, simulate
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
@@ -195,7 +195,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.network is not None:
-        from chaos_network import disturb_network
+        from jobs.chaos.network import disturb_network
 
         return disturb_network(options.network, options.methods, options.rounds, options.keep)
     total = len(options.methods) * options.rounds

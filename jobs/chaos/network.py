@@ -1,7 +1,7 @@
 """Faults of networks, machines and disks, each in its own run, whose outcome must be that of an undisturbed run.
 
-    python jobs/chaos.py --network                       every scenario
-    python jobs/chaos.py --network partition disk-full --methods ditto --rounds 6
+    python -m jobs.chaos --network                       every scenario
+    python -m jobs.chaos --network partition disk-full --methods ditto --rounds 6
 
 Three machines, which are network namespaces of this one (`virtual_network.py`, needs root): a head with the driver and
 the server, and two workers with a client host each. Exit status 1 if an outcome differs or something is missing here.
@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from same_outcome import IDENTICAL, chaos_experiment, differences
-from virtual_network import Machine, Network, missing
 
 from cfl_ray import config, simulate
+from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
+from jobs.chaos.virtual_network import Machine, Network, missing
 
 _WAIT_SECONDS = 240  # for a round
 _RAY = Path(sys.executable).with_name("ray")

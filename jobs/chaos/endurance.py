@@ -1,8 +1,8 @@
 """Resources of a long run by round (soak), and cost of a large federation whose clients join and leave (churn).
 
-    python jobs/endurance.py soak      2,000 short rounds on digits: memory, open files and object store, by round
-    python jobs/endurance.py churn     50 rounds of 100,000 clients; before each, 1 % join and 1 % leave; 1 % train
-    python jobs/endurance.py churn --clients 20000 --methods ifca
+    python -m jobs.chaos.endurance soak   2,000 short rounds on digits: memory, open files and object store, by round
+    python -m jobs.chaos.endurance churn  50 rounds of 100,000 clients; before each, 1 % join and 1 % leave; 1 % train
+    python -m jobs.chaos.endurance churn --clients 20000 --methods ifca
 
 `soak` compares the last round with round 200. `churn` compares with a federation of the size of one cohort whose
 clients neither join nor leave: the difference is the cost of N and of joining and leaving.

@@ -1,9 +1,9 @@
 """The page docs/results.md: results of the published experiments beside the published numbers.
 
     cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs a study, for hours
-    python jobs/results.py collect runs/fedclust-table1    stores the metrics of its runs
-    python jobs/results.py costs                           estimates the cost of all runs
-    python jobs/results.py write                           writes the page
+    python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
+    python -m jobs.results costs                           estimates the cost of all runs
+    python -m jobs.results write                           writes the page
 
 `collect` writes docs/results/STUDY.csv, one row for each finished run of a study: setting, method, seed, the metrics of
 the last evaluation, seconds, and the keys in which the run differs from its recipe. A run with less than a quarter of
@@ -21,8 +21,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from results_cells import FIGURES, ROOT, STUDIES, cells_of, compared
-from results_page import page
 from torch.utils.flop_counter import FlopCounterMode
 
 from cfl_ray import Experiment, UserError, data, load, models
@@ -31,6 +29,8 @@ from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study, run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
+from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
+from jobs.results.page import page
 
 PAGE = ROOT / "docs" / "results.md"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves

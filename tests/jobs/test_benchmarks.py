@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-
-@pytest.fixture(scope="module")
-def clustering(load_job):
-    return load_job("benchmark_clustering")
+from jobs.benchmarks import clustering
+from jobs.benchmarks.nodes import speedup
+from jobs.benchmarks.scale import simulate_round
 
 
 @pytest.mark.parametrize("name", ["fedclust", "pacfl", "stocfl"])
-def test_a_method_recovers_the_planted_groups(name, clustering):
+def test_a_method_recovers_the_planted_groups(name):
     threads = torch.get_num_threads()
     try:
         seconds, peak, clusters = clustering.cluster(name, 60)
@@ -20,7 +19,7 @@ def test_a_method_recovers_the_planted_groups(name, clustering):
     assert clusters == clustering.GROUPS and seconds > 0 and peak > 0
 
 
-def test_signatures_are_as_long_as_those_of_real_clients(clustering):
+def test_signatures_are_as_long_as_those_of_real_clients():
     """850 floats are the final layer of LeNet-5 for three channels, whose 62,006 parameters the papers count."""
     case = clustering.CLUSTERINGS["fedclust"]
     spec = clustering.ParamSpec.of(clustering.recipe(case.model, case.options, case.input, 10)())
@@ -33,20 +32,16 @@ def test_signatures_are_as_long_as_those_of_real_clients(clustering):
 class TestScale:
     """Rounds with simulated hosts, cut, handed out and collected by the real server code."""
 
-    @pytest.fixture(scope="class")
-    def simulate_round(self, load_job):
-        return load_job("benchmark_scale").simulate_round
-
-    def test_as_many_clients_as_hosts_are_one_for_each(self, simulate_round):
+    def test_as_many_clients_as_hosts_are_one_for_each(self):
         found = simulate_round(100, 100, 1, 10)
         assert (found.calls, found.busy) == (100, 1.0)
 
-    def test_hosts_are_busy_with_costs_drawn_log_normally(self, simulate_round):
+    def test_hosts_are_busy_with_costs_drawn_log_normally(self):
         draw = np.random.default_rng(0)
         found = simulate_round(100, 10_000, 1, 10, draw.lognormal(0, 1, 10_000))
         assert found.busy > 0.95 and found.calls < 2_000
 
-    def test_the_servers_traffic_does_not_depend_on_the_number_of_hosts(self, simulate_round):
+    def test_the_servers_traffic_does_not_depend_on_the_number_of_hosts(self):
         """K models of float32 out, and K in, whether 3 nodes or 10 have the hosts; each link carries less than 10 s."""
         columns, clusters = 11_000_000, 50
         for hosts in (30, 100):
@@ -55,11 +50,11 @@ class TestScale:
             assert sent == received == clusters * columns * 4
             assert traffic.seconds(10) < 10
 
-    def test_small_totals_are_added_up_by_the_server(self, simulate_round):
+    def test_small_totals_are_added_up_by_the_server(self):
         traffic = simulate_round(20, 1000, 1, 10_000).traffic
         assert traffic.received["node 0"] == 20 * 10_000 * 16
 
-    def test_smaller_ones_come_with_the_results(self, simulate_round):
+    def test_smaller_ones_come_with_the_results(self):
         found = simulate_round(20, 1000, 1, 1000)
         assert found.traffic.received["node 0"] == found.calls * 1000 * 16 <= 8 << 20
 
@@ -67,14 +62,10 @@ class TestScale:
 class TestNodes:
     """The speedup by nodes, with simulated hosts."""
 
-    @pytest.fixture(scope="class")
-    def speedup(self, load_job):
-        return load_job("benchmark_nodes").speedup
-
-    def test_two_nodes_are_nearly_twice_as_fast_with_a_large_cohort(self, speedup):
+    def test_two_nodes_are_nearly_twice_as_fast_with_a_large_cohort(self):
         times, best = speedup(2, 2_000, 0, 10_000)
         assert 1.8 < times <= best == 2
 
-    def test_more_hosts_than_clients_are_of_no_use(self, speedup):
+    def test_more_hosts_than_clients_are_of_no_use(self):
         times, best = speedup(8, 20, 1, 10_000)
         assert times < 2 and best < 2

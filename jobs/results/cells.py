@@ -11,7 +11,7 @@ from cfl_ray.config.published import PublishedNumber, PublishedTable, load_publi
 from cfl_ray.config.study import Study
 from cfl_ray.study.cells import Cell, plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
 FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded

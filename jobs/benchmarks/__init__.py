@@ -1,0 +1,1 @@
+"""Time and memory of rounds of cfl_ray: `python -m jobs.benchmarks`."""

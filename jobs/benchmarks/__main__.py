@@ -1,0 +1,52 @@
+"""Seconds per round of cfl_ray and of a bare PyTorch loop, interleaved in one run; peak memory; many hosts and nodes.
+
+    python -m jobs.benchmarks                   speed: the ratio on W1, W2 and W3 (about five minutes on two cores)
+    python -m jobs.benchmarks speed W2 --rounds 5
+    python -m jobs.benchmarks memory            peak memory of server and hosts as the cohort and N grow
+    python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
+    python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
+    python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
+
+The workloads are in benchmarks/workloads.py, the bare loop in benchmarks/peers/bare.py; benchmarks/compare.py measures
+other systems as well. The time of cfl_ray is that of a FedAvg round on Ray, without its evaluation.
+"""
+
+import argparse
+
+from benchmarks.workloads import WORKLOADS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ["speed", "memory", "scale", "nodes", "clustering"]
+    parser.add_argument("what", nargs="?", choices=kinds, default="speed")
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.workloads) - set(WORKLOADS):
+        parser.error(f"unknown workload {', '.join(sorted(unknown))}; valid: {', '.join(WORKLOADS)}")
+    match arguments.what:
+        case "speed":
+            from jobs.benchmarks.rounds import speed
+
+            speed(arguments.workloads, arguments.rounds)
+        case "memory":
+            from jobs.benchmarks.rounds import memory
+
+            memory(arguments.rounds)
+        case "scale":
+            from jobs.benchmarks.scale import scale
+
+            scale()
+        case "nodes":
+            from jobs.benchmarks.nodes import nodes
+
+            nodes(arguments.workloads, arguments.rounds)
+        case "clustering":
+            from jobs.benchmarks.clustering import clustering
+
+            clustering()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The page docs/results.md: `python -m jobs.results`."""
