@@ -17,6 +17,7 @@ import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -30,7 +31,7 @@ from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study, run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
-from jobs.results.page import page
+from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
@@ -60,7 +61,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
         expected = planned.get((setting, method, seed))
         changed = differences(experiment.to_dict(), expected.to_dict()) if expected else "not in the recipe"
         info = read_info(next(path.parent for path in sorted(run.glob("*/run.json"))))
-        kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run)
+        kept = {name: values[name] for name in _KEPT if name in values} | _last_quarter(run) | _other_rounds(run)
         rounds = {
             "rounds": experiment.rounds,
             "of_rounds": (expected or experiment).rounds,
@@ -87,6 +88,18 @@ def _last_quarter(run: Path) -> dict[str, float]:
     last = max((record.round for record in records), default=0)
     found = [one.metrics["accuracy"] for one in records if one.round > 0.75 * last and "accuracy" in one.metrics]
     return {"accuracy_low": min(found), "accuracy_high": max(found)} if found else {}
+
+
+def _other_rounds(run: Path) -> dict[str, float]:
+    """The mean of the last ten rounds and the best tested round of the accuracies that cells are compared by."""
+    records = [record for log in run.glob("*/metrics.jsonl") for record in read_records(log.parent)]
+    last = max((record.round for record in records), default=0)
+    found = {}
+    for name in ("accuracy", "accuracy_local"):
+        if by_round := {record.round: record.metrics[name] for record in records if name in record.metrics}:
+            found[f"{name}_last10"] = fmean(value for round, value in by_round.items() if round > last - 10)
+            found[f"{name}_best"] = max(by_round.values())
+    return found
 
 
 def find_recipe(folder: Path) -> Path:
@@ -169,7 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"wrote {costs()}")
         return
     if given.verb == "write":
-        PAGE.write_text(page(compared()))
+        cells = compared()
+        PAGE.write_text(page(cells))
+        (PAGE.parent / FIGURE).write_text(scatter(cells))
         print(f"wrote {PAGE}")
         return
     for folder in given.folders:

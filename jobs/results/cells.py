@@ -16,6 +16,8 @@ STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
 FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to be compared with a published accuracy
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
+SEEDS = 3  # from which on a cell counts as repeated
+PERSONAL = ("local", "lg_fedavg", "ditto", "fedper", "fedac", "cgpfl")  # predict with models of single clients
 
 
 def cells_of(study: Study) -> list[Cell]:
@@ -55,6 +57,24 @@ class Compared:
         is_whole = bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
         in_rounds = self.number.unit == "rounds" and self.number.mean is not None
         return is_whole or (in_rounds and bool((self.runs["rounds"] >= self.number.mean).all()))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all its runs have the recipe's rounds and every key of the recipe on which its metric depends."""
+        whole = len(self.runs) and bool((self.runs["rounds"] >= self.runs["of_rounds"]).all())
+        if not whole or not self.is_run:
+            return False
+        changes = {change.partition("=")[0] for run in self.runs["changed"].fillna("") for change in run.split()}
+        return not any(self._matters(key) for key in changes)
+
+    def _matters(self, key: str) -> bool:
+        """Whether another value of a key can change the metric, which is of the last round."""
+        metric = self.number.metric
+        if key == "evaluation.every":
+            return "to_target" in metric
+        if key == "evaluation.local_images":  # those that a model of a single client is tested on
+            return "local" in metric or self.row in PERSONAL
+        return key != "evaluation.choice_samples" or self.row.startswith("ifca")
 
     @property
     def here(self) -> float | None:

@@ -3,16 +3,19 @@
 import math
 import textwrap
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pandas as pd
+from scipy.stats import binomtest
 
 from cfl_ray import Experiment
 from cfl_ray.config.published import PublishedTable, load_published
 from cfl_ray.config.study import load_study
-from jobs.results.cells import FIGURES, STATES, STUDIES, Compared, cells_of, read_reasons
+from jobs.results.cells import FIGURES, SEEDS, STATES, STUDIES, Compared, cells_of, read_reasons
 
 _PROTOCOLS = {"accuracy": "P-server", "accuracy_local": "P-local", "newcomer_accuracy_tuned": "P-tune"}
+_OTHER_ROUNDS = {"_last10": "mean of the last ten rounds", "_best": "best round"}
 _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     "accuracy_local": {
         "accuracy": "P-server here",
@@ -21,6 +24,16 @@ _BESIDE = {  # metric of a table: further metrics of its runs and their columns
     },
     "newcomer_accuracy_tuned": {"newcomer_accuracy": "here before tuning", "num_clusters": "clusters"},
 }
+FIGURE = "images/results.svg"  # below docs
+OWN = {  # paper: its own methods
+    "autocfl": ("autocfl",),
+    "cam": ("ifca_cam", "fesem_cam"),
+    "fedac": ("fedac",),
+    "fedclust": ("fedclust",),
+    "stocfl": ("stocfl", "stocfl_chain"),
+}
+_COLOURS = dict(zip(OWN, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#e69f00"), strict=True))
+_LINES = ((0, 0, 100, 100, ""), (2, 0, 100, 98, "3"), (0, 2, 98, 100, "3"), (0, 0, 100, 0, ""), (0, 0, 0, 100, ""))
 _ENDS = ("accuracy_low", "accuracy_high")  # least and greatest of the last quarter of the rounds
 _RANGE = "accuracy in the last quarter of the rounds"
 
@@ -43,18 +56,31 @@ def page(cells: list[Compared]) -> str:
         "with a report of its study beside the published numbers, `runs/STUDY/artifacts/report.html`. Where the data",
         "are missing, add `data.download=true`. Minutes are those of one core; many runs had other work beside them.",
         "",
+        "In evaluation a personal model, or the model that a client holds (P-local), is tested on 500 images and",
+        "IFCA chooses on 256, unless a recipe says otherwise; the recipes of FedClust use all. A number is of the",
+        "last round. PACFL's code, on which FedClust is probably built, prints the best round so far: the mean of the",
+        "last ten rounds and the best tested round stand beside the last one, for runs that have them.",
+        "",
         "## Coverage",
         "",
-        "A published cell is one method in one setting of a table. It is within 2 points (of percent; 2 % of a",
-        "number of rounds or Mbit, or within the rounds between two evaluations; counts of clients and clusters",
-        "are equal); or it differs, and a note below its table shows why (explained) or says what was not examined",
-        "(open); or it is not comparable, since the protocol of the paper is not known; or it was not run: also",
-        "one whose target, or its absence, lies after the last round of our run, and accuracies of runs with less",
-        "than a quarter of the recipe's rounds (counts of clients and clusters are compared after any number). A",
-        "published number that two of our rows repeat (StoCFL with either global model, a CAM baseline without K",
-        "in the settings of each K) counts twice.",
+        *_headline(cells),
+        "",
+        "A published cell is one method in one setting of a table. *Unchanged*: run with all rounds and every value of",
+        "the recipe that its metric depends on. *Within*: 2 points (of percent; 2 % of a number of rounds or Mbit, or",
+        "within the rounds between two evaluations; counts of clients and clusters are equal). *Explained*: it",
+        "differs, and a run shows why. *Open*: it differs, and the note says what was not examined. *Not comparable*:",
+        "what the paper prints is not enough to repeat it. Not run is also a cell whose target, or its absence, lies",
+        "after the last round of our run, and an accuracy after less than a quarter of the recipe's rounds (counts of",
+        "clients and clusters are compared after any number). A published number that two of our rows repeat (StoCFL",
+        "with either global model, a CAM baseline without K in the settings of each K) counts twice.",
         "",
         *_count(cells),
+        "",
+        f"![Published and our accuracies]({FIGURE})",
+        "",
+        "Filled: unchanged recipe, all rounds. Hollow: shortened or changed. Dashed: two points to either side.",
+        "",
+        *_conclusions(cells),
         "",
     ]
     papers = {}
@@ -234,22 +260,118 @@ def _rates(costs: pd.DataFrame) -> dict[str, float]:
     return found
 
 
+def _headline(cells: list[Compared]) -> list[str]:
+    """The share of accuracies within two points, of those that were run as their recipe says."""
+    whole = [cell for cell in cells if cell.number.unit == "percent" and cell.is_unchanged]
+    close = sum(cell.is_close for cell in whole)
+    published = sum(cell.number.unit == "percent" for cell in cells)
+    several = sum(len(cell.runs) >= SEEDS for cell in whole)
+    return [
+        f"**Of {published} published accuracies and F1 scores, {len(whole)} were run with the unchanged recipe and all",
+        f"its rounds, {several} of them with {SEEDS} seeds or more. Of these {len(whole)}, {close} are within two",
+        "points.**",
+    ]
+
+
 def _count(cells: list[Compared]) -> list[str]:
-    """Cells by paper and state: accuracies and F1 scores, then rounds, Mbit and counts of clusters and clients, all."""
-    lines = [f"| paper | cells | published | run | {' | '.join(STATES)} |", "|---" * (4 + len(STATES)) + "|"]
-    kinds = {"accuracy, F1": {"percent"}, "rounds, Mbit, counts": {"rounds", "mbit", "clients", "count"}}
-    groups = [(paper, kind) for paper in dict.fromkeys(cell.paper for cell in cells) for kind in kinds]
-    for paper, kind in [*groups, *(("all", kind) for kind in kinds), ("all", "all")]:
-        own = [
-            cell
-            for cell in cells
-            if paper in ("all", cell.paper) and (kind == "all" or cell.number.unit in kinds[kind])
-        ]
-        run = sum(cell.is_run for cell in own)
-        counts = [sum(cell.state == state for cell in own) for state in STATES]
-        if own:
-            lines.append(f"| {paper} | {kind} | {len(own)} | {run} | {' | '.join(map(str, counts))} |")
+    """Cells by paper and state: a table of accuracies and F1 scores, and one of rounds, Mbit and counts."""
+    lines = []
+    for kind, units in (
+        ("accuracy, F1", {"percent"}),
+        ("rounds, Mbit, counts", {"rounds", "mbit", "clients", "count"}),
+    ):
+        head = [kind, "published", "unchanged", f"{SEEDS} seeds", "of the unchanged within", "run in any way", *STATES]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for paper in [*dict.fromkeys(cell.paper for cell in cells), "all"]:
+            own = [cell for cell in cells if paper in ("all", cell.paper) and cell.number.unit in units]
+            whole = [cell for cell in own if cell.is_unchanged]
+            counts = [len(own), len(whole), sum(len(cell.runs) >= SEEDS for cell in whole)]
+            counts += [sum(cell.is_close for cell in whole), sum(cell.is_run for cell in own)]
+            counts += [sum(cell.state == state for cell in own) for state in STATES]
+            if own:
+                lines.append(f"| {paper} | {' | '.join(map(str, counts))} |")
+        lines.append("")
+    return lines[:-1]
+
+
+def _conclusions(cells: list[Compared]) -> list[str]:
+    """Each paper's own method against every other row: how often and how far it is above, as published and here."""
+    lines = [
+        "## Conclusions of the papers",
+        "",
+        "The paper's own method against each other method, over the cells of its accuracy tables in which both were",
+        "run with the same number of rounds, whether or not as the recipe says: in how many cells it is above, by how",
+        "many points on average, and the two-sided p-value of a sign test; fewer than six cells cannot make it less",
+        "than 0.05. *As compared*: with the metric that each published number is taken to have, which mixes P-local",
+        "and P-server in FedClust's tables. *P-server*: both by the model that the server would give each client.",
+        "",
+        "| paper | own method | against | cells | published | here, as compared | here, P-server |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for paper, methods in OWN.items():
+        at = {(cell.table, cell.column, cell.row): cell for cell in cells if cell.paper == paper and _is_accuracy(cell)}
+        for own in methods:
+            for other in dict.fromkeys(row for _, _, row in at if row not in methods):
+                pairs = [
+                    (cell, rival)
+                    for (table, column, row), cell in at.items()
+                    if row == own and (rival := at.get((table, column, other))) and _same_rounds(cell, rival)
+                ]
+                if not pairs:
+                    continue
+                gaps = {
+                    "published": [one.number.mean - two.number.mean for one, two in pairs],
+                    "here": [one.here - two.here for one, two in pairs],
+                    "server": [_server(one) - _server(two) for one, two in pairs],
+                }
+                shown = " | ".join(_signs(values) for values in gaps.values())
+                lines.append(f"| {paper} | {own} | {other} | {len(pairs)} | {shown} |")
     return lines
+
+
+def _is_accuracy(cell: Compared) -> bool:
+    return cell.is_run and cell.number.metric in ("accuracy", "accuracy_local") and cell.number.mean is not None
+
+
+def _same_rounds(one: Compared, two: Compared) -> bool:
+    return set(one.runs["rounds"]) == set(two.runs["rounds"])
+
+
+def _server(cell: Compared) -> float:
+    return float(cell.runs["accuracy"].mean()) * 100
+
+
+def _signs(gaps: list[float]) -> str:
+    """In how many cells a difference is above zero, its mean, and the p-value of a sign test without ties."""
+    above, below = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    p = binomtest(above, above + below).pvalue if above + below else 1.0
+    return f"{above} of {len(gaps)}, {fmean(gaps):+.1f} (p = {p:.2g})"
+
+
+def scatter(cells: list[Compared]) -> str:
+    """The accuracies that were run as an SVG figure, published ones from left to right, ours from bottom to top."""
+    side, margin = 420, 40
+    x, y = (lambda value: margin + value / 100 * side), (lambda value: margin + side - value / 100 * side)
+    line = '<line x1="{}" y1="{}" x2="{}" y2="{}" stroke="#999" stroke-dasharray="{}"/>'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{side + 2 * margin}" height="{side + 2 * margin}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        *(line.format(x(a), y(b), x(c), y(d), dash) for a, b, c, d, dash in _LINES),
+    ]
+    for tick in range(0, 101, 20):
+        parts.append(f'<text x="{x(tick)}" y="{y(0) + 16}" text-anchor="middle">{tick}</text>')
+        parts.append(f'<text x="{x(0) - 6}" y="{y(tick) + 4}" text-anchor="end">{tick}</text>')
+    parts.append(f'<text x="{x(50)}" y="{y(0) + 32}" text-anchor="middle">published accuracy, F1 (%)</text>')
+    parts.append(f'<text transform="translate(12 {y(50)}) rotate(-90)" text-anchor="middle">here (%)</text>')
+    for place, (paper, colour) in enumerate(_COLOURS.items()):
+        parts.append(f'<text x="{x(3)}" y="{y(96) + 16 * place}" fill="{colour}">{paper}</text>')
+        for cell in cells:
+            if cell.paper == paper and cell.is_run and cell.number.unit == "percent" and cell.here is not None:
+                fill = colour if cell.is_unchanged else "none"
+                at = f'cx="{x(cell.number.mean):.1f}" cy="{y(cell.here):.1f}"'
+                parts.append(f'<circle {at} r="3.5" fill="{fill}" stroke="{colour}"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bool) -> list[str]:
@@ -260,6 +382,10 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
     run = [cell for column in table.columns for cell in cells if cell.column == column and cell.is_run]
     metrics = {cell.number.metric for cell in run}
     beside = {column: metric for one in _BESIDE if one in metrics for metric, column in _BESIDE[one].items()}
+    for metric in [one for one in ("accuracy", "accuracy_local") if one in metrics]:
+        for suffix, column in _OTHER_ROUNDS.items():
+            if any(metric + suffix in cell.runs and cell.runs[metric + suffix].notna().any() for cell in run):
+                beside[f"{_PROTOCOLS[metric]}, {column}"] = metric + suffix
     head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or beside else [])]
     head += ["difference", *beside, "seeds", "rounds", "notes"]
     runs = pd.concat([cell.runs for cell in run])
