@@ -64,37 +64,35 @@ def test_every_published_cell_is_counted_once():
         ("ifca_2", "accuracy", "evaluation.choice_samples=256", 100, False),
     ],
 )
-def test_a_cell_is_unchanged_if_no_other_value_can_change_its_metric(
-    results_cells, row, metric, changed, rounds, expected
-):
+def test_a_cell_is_unchanged_if_no_other_value_can_change_its_metric(row, metric, changed, rounds, expected):
     run = {"rounds": rounds, "of_rounds": 100, "every": 5, "changed": changed, metric: 0.5}
-    cell = replace(compared(results_cells, 50.0, [run], "percent", metric), row=row)
+    cell = replace(compared(50.0, [run], "percent", metric), row=row)
     assert cell.is_unchanged == expected
     assert not replace(cell, runs=cell.runs[:0]).is_unchanged
 
 
-def test_the_headline_counts_accuracies_of_unchanged_runs_alone(results_cells, results_page):
+def test_the_headline_counts_accuracies_of_unchanged_runs_alone():
     runs = [{"accuracy": 0.49, "rounds": 9, "of_rounds": 9, "changed": change} for change in ("", "", "", "local.lr=1")]
-    cells = [compared(results_cells, mean, runs[:3]) for mean in (50.0, 60.0)]
-    cells += [compared(results_cells, 50.0, runs[2:]), compared(results_cells, 50.0, [])]
+    cells = [compared(mean, runs[:3]) for mean in (50.0, 60.0)]
+    cells += [compared(50.0, runs[2:]), compared(50.0, [])]
     assert " ".join(results_page._headline(cells)) == (
         "**Of 4 published accuracies and F1 scores, 2 were run with the unchanged recipe and all its rounds, 2 of them "
         "with 3 seeds or more. Of these 2, 1 are within two points.**"
     )
 
 
-def test_conclusions_are_counted_by_signs(results_page):
+def test_conclusions_are_counted_by_signs():
     assert results_page._signs([1.0] * 6) == "6 of 6, +1.0 (p = 0.031)"  # 2 / 2^6
     assert results_page._signs([1.0, -3.0, 0.0]) == "1 of 3, -0.7 (p = 1)"
 
 
-def test_the_figure_has_a_point_for_each_accuracy_that_was_run(results_cells, results_page):
+def test_the_figure_has_a_point_for_each_accuracy_that_was_run():
     cells = results_cells.compared()
     drawn = results_page.scatter(cells)
     run = [cell for cell in cells if cell.number.unit == "percent" and cell.is_run]
     assert drawn.count("<circle") == len(run)
     assert drawn.count("<circle") - drawn.count('fill="none"') == sum(cell.is_unchanged for cell in run)
-    assert (ROOT / "docs" / results_page.FIGURE).read_text() == drawn, "jobs/results.py write"
+    assert (ROOT / "docs" / results_page.FIGURE).read_text() == drawn, "python -m jobs.results write"
 
 
 @pytest.mark.parametrize(
