@@ -24,16 +24,18 @@ from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results.results import ClientMetrics, ClusterMoves
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import live_client, session_file, trust
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.prepare import engine_choice, prepare
-from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.runtime.run_record import recorded_hash
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
 from cfl_ray.security import credentials
 from cfl_ray.tracking import FileTracker, delivery, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
 from cfl_ray.tracking.delivery import set_destination
+
+CONFIG = RunDirectory.config.name
 
 Mutate = Callable[[bytes, random.Random], bytes]
 
@@ -103,7 +105,7 @@ def _read_record(folder: Path) -> None:
     run_dir = folder / "run"
     live_client.status(run_dir)
     trust.load_record(run_dir)
-    recorded_hash(run_dir / CONFIG)
+    recorded_hash(RunDirectory(run_dir))
 
 
 def _other_record(content: bytes, draw: random.Random) -> bytes:
@@ -137,7 +139,7 @@ def _resigned(content: bytes, draw: random.Random) -> bytes:
 
 
 def _read_checkpoints(folder: Path) -> None:
-    store = CheckpointStore(folder / "run/ditto", recorded_hash(folder / "run" / CONFIG))
+    store = CheckpointStore(folder / "run/ditto", recorded_hash(RunDirectory(folder / "run")))
     checkpoint = store.load()
     for _, state in checkpoint.client_states() if checkpoint is not None else ():
         state.tensor()
@@ -185,7 +187,7 @@ def _find_credentials(folder: Path) -> None:
 
 def _read_session(folder: Path) -> None:
     session_file.read_server_address(folder / "run")
-    with hold_run(folder / "run" / CONFIG), pytest.raises(UserError):
+    with RunDirectory(folder / "run").hold(), pytest.raises(UserError):
         live_client.ask(folder / "run", "stop")
 
 
@@ -225,7 +227,7 @@ TARGETS = {
     "delivered metrics": Target("run/ditto/metrics.jsonl", other_json_lines, _deliver, 50),
     "client metrics": Target("run/ditto/client_metrics.arrow", other_bytes, _read_results, 50),
     "signature": Target("run/signature.json", other_json, lambda folder: trust.load_record(folder / "run"), 50),
-    "moves": Target("run/ditto/moves.jsonl", other_json_lines, _append_to_records, 60, writes=True),
+    "moves": Target("run/ditto/reassignments.jsonl", other_json_lines, _append_to_records, 60, writes=True),
     "metrics to append to": Target("run/ditto/metrics.jsonl", other_json_lines, _append_to_records, 60, writes=True),
     "client metrics to append to": Target(
         "run/ditto/client_metrics.arrow", other_bytes, _append_to_records, 60, writes=True

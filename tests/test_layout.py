@@ -26,11 +26,12 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "clustering": {"errors", "system", "core"},
     "methods": {"errors", "plugins", "core", "clustering"},
     "models": {"errors", "plugins", "core"},
-    "config": {"errors", "plugins", "system", "security", "core"},
+    "run_directory": {"errors", "system", "security"},
+    "config": {"errors", "plugins", "system", "security", "core", "run_directory"},
     "data": {"errors", "plugins", "system", "security", "core", "config"},
     "engine": {"errors", "plugins", "system", "core", "data"},
-    "checkpoint": {"errors", "system", "core"},
-    "tracking": {"errors", "plugins", "system", "security", "core", "config"},
+    "checkpoint": {"errors", "system", "core", "run_directory"},
+    "tracking": {"errors", "plugins", "system", "security", "core", "config", "run_directory"},
     "report": {"errors", "system", "core", "tracking"},
 }
 ALLOWED["results"] = ALLOWED.keys() | {"runtime", "study"}

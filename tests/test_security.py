@@ -337,7 +337,14 @@ def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask, m
     modes = {path: path.lstat().st_mode & 0o777 for path in [run_dir, *run_dir.rglob("*")]}
     files, folders = ({path: mode for path, mode in modes.items() if path.is_file() == kind} for kind in (True, False))
     names = {path.name for path in files}
-    assert {"config.yaml", "run.json", "end.json", "metrics.jsonl", "moves.jsonl", "client_metrics.arrow"} <= names
+    assert {
+        "config.yaml",
+        "run.json",
+        "end.json",
+        "metrics.jsonl",
+        "reassignments.jsonl",
+        "client_metrics.arrow",
+    } <= names
     assert {"events.jsonl", "mlflow.json", "metrics.csv", "session.json", "assignments.parquet"} <= names
     assert {path: oct(mode) for path, mode in files.items() if mode != 0o600} == {}
     assert {path: oct(mode) for path, mode in folders.items() if mode != 0o700} == {}

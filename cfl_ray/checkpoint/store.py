@@ -45,6 +45,7 @@ from cfl_ray.checkpoint.segments import (
 from cfl_ray.checkpoint.writer import Writer
 from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.errors import RunError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import drafted, private_folder, sync
 
 # what reading a damaged checkpoint may raise
@@ -79,7 +80,7 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, config_hash: str, keep_last: int = 3):
         self.directory, self.config_hash, self.keep_last = Path(directory), config_hash, keep_last
-        self.folder = self.directory / "checkpoints"
+        self.folder = RunDirectory(directory).checkpoints
         self.files: list[EntryFile] = []  # of the newest checkpoint
         self.largest_client_state = 0  # bytes
         self._saved: dict[str, tuple[Tensor, int]] = {}  # state tensors as saved last, with their version counters

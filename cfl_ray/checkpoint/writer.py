@@ -14,9 +14,9 @@ from filelock import FileLock, Timeout
 
 from cfl_ray.checkpoint.segments import writing
 from cfl_ray.errors import DataError, RunError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
 
-_EPOCH, _LOCK = "writer.json", "writer.lock"
 _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
 
@@ -33,7 +33,7 @@ class Writer:
             private_folder(self.directory)
             with self._lock():
                 self.epoch = self._latest() + 1
-                write_json(self.directory / _EPOCH, {"epoch": self.epoch})
+                write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch})
 
     def check(self) -> None:
         """Raises RunError where another process has claimed these checkpoints since."""
@@ -51,14 +51,14 @@ class Writer:
             yield
 
     def _latest(self) -> int:
-        epoch = (read_json(self.directory / _EPOCH) or {}).get("epoch", 0)
+        epoch = (read_json(RunDirectory(self.directory).writer) or {}).get("epoch", 0)
         if type(epoch) is not int or epoch < 0:
-            raise DataError(f"{self.directory / _EPOCH} is damaged: epoch {epoch!r:.80}; remove it")
+            raise DataError(f"{RunDirectory(self.directory).writer} is damaged: epoch {epoch!r:.80}; remove it")
         return epoch
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        file = self.directory / _LOCK
+        file = RunDirectory(self.directory).writer_lock
         lock = FileLock(file, timeout=_LOCK_SECONDS, mode=PRIVATE)
         with writing(file):
             try:

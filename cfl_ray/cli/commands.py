@@ -129,17 +129,16 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
     """
     from cfl_ray.cli.progress import Display
+    from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime import launch
-    from cfl_ray.runtime.run_lock import CONFIG, no_run
     from cfl_ray.runtime.trust import load_record, load_study_record
-    from cfl_ray.study.folder import STUDY, is_study
+    from cfl_ray.study.folder import is_study
 
     if is_study(run_dir):
         _is_trusted(lambda: load_study_record(run_dir), trust)
-        _run_study(_study(run_dir / STUDY, None), run_dir, (None, None, None), None, dry_run=False)
+        _run_study(_study(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
         return
-    if not (run_dir / CONFIG).is_file():
-        raise no_run(run_dir)
+    RunDirectory(run_dir).require_run()
     trust = _is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     display = Display(out, experiment.rounds)
@@ -478,7 +477,7 @@ def table(
     seeds or more.
     """
     from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
-    from cfl_ray.runtime.run_lock import command
+    from cfl_ray.run_directory.lock import command
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
@@ -522,10 +521,10 @@ def report(
     Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
     """
     from cfl_ray.results.reporting import report_page, write_report
-    from cfl_ray.runtime.run_lock import CONFIG
+    from cfl_ray.run_directory import RunDirectory
 
     for run_dir in run_dirs:
-        if (run_dir / CONFIG).is_file():
+        if RunDirectory(run_dir).is_run:
             trust = _may_import(run_dir, trust)
     if output == _STDOUT:
         sys.stdout.buffer.write(report_page(run_dirs, against, column, trust).encode())
@@ -616,11 +615,10 @@ def _is_file(argument: str) -> bool:
 
 def _may_import(run_dir: Path, trust: bool) -> bool:
     """Whether the user trusts the files that a run names; False where there is nothing to ask."""
-    from cfl_ray.runtime.run_lock import CONFIG, no_run
+    from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime.trust import load_record
 
-    if not (run_dir / CONFIG).is_file():
-        raise no_run(run_dir)
+    RunDirectory(run_dir).require_run()
     return _is_trusted(lambda: load_record(run_dir, connects=False), trust)
 
 

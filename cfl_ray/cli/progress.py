@@ -22,13 +22,12 @@ from cfl_ray.cli.tables import (
     score_of,
 )
 from cfl_ray.errors.redaction import redact
-from cfl_ray.results.reporting import REPORT
 from cfl_ray.results.results import Results
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.live_client import own_phase
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.tracking import ARTIFACTS
 from cfl_ray.tracking.record import is_evaluated
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
@@ -230,7 +229,7 @@ class Display(Watcher):
             self._line(took)
         if results.run_dir is not None:
             self._line(f"results: {results.run_dir} (figures in artifacts/)")
-            report = results.run_dir / ARTIFACTS / REPORT
+            report = RunDirectory(results.run_dir).report
             if report.is_file():
                 self._line(f"report: {report}")
         if results.tracking is not None:

@@ -16,13 +16,13 @@ from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.cells import Cell
 from cfl_ray.study.packing import Packing
 from cfl_ray.study.ranking import RankedTrial
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.workers import CellOutcome
-from cfl_ray.tracking import ARTIFACTS, RoundRecord
-from cfl_ray.tracking.tracker import METRICS_LOG
+from cfl_ray.tracking import RoundRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,8 +111,8 @@ class StudyDisplay(StudyWatcher):
             show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.cell.name}: {outcome.reason}")
-        files = sorted(path.name for path in (results.root / ARTIFACTS).glob("*"))
-        self._print(f"results: {results.root} ({', '.join(files)} in {ARTIFACTS}/)")
+        files = sorted(path.name for path in RunDirectory(results.root).artifacts.glob("*"))
+        self._print(f"results: {results.root} ({', '.join(files)} in {RunDirectory.artifacts.name})")
         if results.tracking:
             self._print(f"MLflow: {results.tracking}")
 
@@ -124,7 +124,7 @@ class StudyDisplay(StudyWatcher):
 
 def _last_record(cell: Cell, root: Path) -> RoundRecord | None:
     """The last round that is recorded of a run."""
-    for log in cell.folder(root).glob(f"*/{METRICS_LOG}"):
+    for log in cell.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LINE_BYTES))
             lines = file.read().split(b"\n")[:-1]  # without one that is being written

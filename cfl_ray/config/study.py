@@ -26,6 +26,7 @@ from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, s
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text
 
@@ -34,10 +35,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.=,+-]+")
 ALL_SETTINGS = "all"  # the setting of a study that names none
 _LONGEST_NAME = 100
 _EXACT = ConfigDict(ser_json_inf_nan="constants")  # .inf as it is, rather than as null
-_TAKEN = (  # in the folder of a study: that of the tables, and files
-    *("artifacts", "study.yaml", "study.lock", "optuna.log"),
-    *("run.json", "metrics.jsonl", "end.json"),
-)
+_TAKEN = RunDirectory.names_in("study")
 # keys of an experiment that are the same in all runs of a study, and where they are given
 _OF_STUDY = {"seed": "decided by the study's `seeds`", "name": "decided by the study's `name`"}
 _OF_ALL_RUNS = dict.fromkeys(("output", "tracking"), "the same in all runs of a study, a key of its `experiment`")
@@ -196,7 +194,7 @@ class Study(ConfigSection):
             if not _NAME.fullmatch(str(name)) or len(str(name)) > _LONGEST_NAME or str(name) in _TAKEN:
                 raise ValueError(
                     f"a setting names a folder: at most {_LONGEST_NAME} letters, digits and _ . = , + -, and not "
-                    f"{_TAKEN[0]!r} or a file of the study ({', '.join(_TAKEN[1:])}); got {name!r}"
+                    f"the name of a file or folder of the study ({', '.join(_TAKEN)}); got {name!r}"
                 )
             for key, place in (_OF_STUDY | _OF_ALL_RUNS).items():
                 if isinstance(values, dict) and key in values:

@@ -17,7 +17,7 @@ from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.drawing import LEAST_SHOWN
 from cfl_ray.results.load import load_run, recorded_result
 from cfl_ray.results.results import MethodResult
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end
 from cfl_ray.tracking.record import primary_of
@@ -65,7 +65,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
         if Path(run) in studies:
             continue
         results = load_run(run, trust=trust)
-        experiment = config.load(Path(run) / CONFIG)
+        experiment = config.load(RunDirectory(run).config)
         name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:

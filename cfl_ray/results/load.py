@@ -9,11 +9,10 @@ from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.trained import TrainedMethod, load_trained
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.run_lock import CONFIG, no_run
 from cfl_ray.runtime.trust import load_record
 from cfl_ray.tracking import read_end, read_records
-from cfl_ray.tracking.tracker import METRICS_LOG
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
@@ -25,8 +24,7 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     Raises ConfigError if `run_dir` holds no run. Data are read when a model is requested.
     """
     directory = Path(run_dir).absolute()
-    if not (directory / CONFIG).is_file():
-        raise no_run(run_dir)
+    RunDirectory(run_dir).require_run()
     experiment = experiment or load_record(directory, trust, connects=False)
     setup = cache(partial(prepare, experiment))
     methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}
@@ -34,7 +32,7 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
 
 
 def _method(setup: Callable[[], Setup], label: str, run_dir: Path) -> MethodResult:
-    directory = run_dir / label
+    directory = RunDirectory(run_dir).method(label).path
     if not directory.is_dir():
         return MethodResult(label, [], {}, directory)
 
@@ -54,7 +52,7 @@ def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMe
         last, final = records[-1].round if records else 0, end.summary.round
         what = f"ends with round {last} of {final}" if records else "is missing or empty"
         raise DataError(
-            f"{directory / METRICS_LOG} {what}, although the method has finished; restore it, or remove the folder of "
-            "the run and run it again"
+            f"{RunDirectory(directory).metrics} {what}, although the method has finished; restore it, or remove the "
+            "folder of the run and run it again"
         )
     return MethodResult(label, records, dict(end.summary.metrics) if end is not None else {}, directory, trained)

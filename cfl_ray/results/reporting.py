@@ -23,16 +23,12 @@ from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.results.comparison import Found, free_name, settings_of, table_of, values_of
 from cfl_ray.results.load import load_run
 from cfl_ray.results.results import MethodResult, Results, read_client_metrics
-from cfl_ray.runtime.record_files import CLIENT_METRICS, MOVES
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.trust import load_record
-from cfl_ray.study.folder import STUDY, is_study, run_folders
+from cfl_ray.study.folder import is_study, run_folders
 from cfl_ray.system.files import PRIVATE, SHARED
-from cfl_ray.tracking import ARTIFACTS, flatten, read_info, redact
+from cfl_ray.tracking import flatten, read_info, redact
 from cfl_ray.tracking.record import LABEL_COUNTS, METRICS, primary_of
-from cfl_ray.tracking.tracker import INFO
-
-REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Se
     """The published numbers that a study names beside ours, and the paper; none for other paths or without the file."""
     if len(paths) != 1 or not is_study(paths[0]):
         return (), ""
-    file = load_study(Path(paths[0]) / STUDY).published
+    file = load_study(RunDirectory(paths[0]).study).published
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
@@ -135,7 +131,10 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
     for path in map(Path, paths):
         below = list(_runs_below(path, trust))
         if not below:
-            raise ConfigError(f"{path} holds no run: neither it nor a folder below it has {CONFIG} and {INFO}")
+            raise ConfigError(
+                f"{path} holds no run: neither it nor a folder below it has {RunDirectory.config.name} and "
+                f"{RunDirectory.info.name}"
+            )
         for run in below:
             found.setdefault(run.directory.resolve(), run)
     return list(found.values())
@@ -147,9 +146,9 @@ def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
         if is_study(directory):
             inner.clear()
             for setting, method, run in run_folders(directory):
-                if (run / INFO).is_file():
+                if RunDirectory(run).info.is_file():
                     yield _open(run, trust, directory, setting, method)
-        elif CONFIG in files and INFO in files:
+        elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
             inner.clear()  # no run is inside another one
             yield _open(directory, trust, *_place_in_study(directory))
         inner.sort()
@@ -255,8 +254,8 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
     return MethodRun(
         seed=seed,
         records=result.records,
-        moves=_moves(result.directory / MOVES),
-        scores=_last_scores(result.directory / CLIENT_METRICS),
+        moves=_moves(RunDirectory(result.directory).reassignments),
+        scores=_last_scores(RunDirectory(result.directory).client_metrics),
         matrices=_matrices(result) if with_matrices else {},
     )
 
@@ -309,7 +308,7 @@ def _last_scores(path: Path) -> dict[str, np.ndarray]:
 
 def _groups(directory: Path) -> dict[int, int]:
     """True groups of the clients that have been in a cluster, where they are known."""
-    path = directory / ARTIFACTS / "assignments.parquet"
+    path = RunDirectory(directory).assignments
     if not path.exists():
         return {}
     try:
@@ -407,7 +406,7 @@ def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
     """The command that runs it again, and its file, without credentials."""
     first = min(runs, key=lambda run: run.experiment.seed)
     if first.study is not None:
-        text = (first.study / STUDY).read_text(encoding="utf-8")
+        text = RunDirectory(first.study).study.read_text(encoding="utf-8")
         return shlex.join(["cfl-ray", *_study_again(first.study, str(first.setting))]), redact(text)
     seeds = sorted({run.experiment.seed for run in runs})
     commands = [f"cfl-ray run experiment.yaml seed={seed}" for seed in seeds]
@@ -416,11 +415,11 @@ def _again(runs: Sequence[FoundRun]) -> tuple[str, str]:
 
 def _study_again(folder: Path, setting: str) -> list[str]:
     """The command on a study that runs a setting again; of a sweep, all trials of the setting."""
-    study = load_study(folder / STUDY)
+    study = load_study(RunDirectory(folder).study)
     if study.sweep is None:
-        return ["compare", STUDY, "--setting", setting]
+        return ["compare", RunDirectory.study.name, "--setting", setting]
     of_trial = [name for name in study.settings if setting.startswith(f"{name},")]
-    return ["sweep", STUDY, *(part for name in of_trial[:1] for part in ("--setting", name))]
+    return ["sweep", RunDirectory.study.name, *(part for name in of_trial[:1] for part in ("--setting", name))]
 
 
 # ---- published numbers
@@ -478,7 +477,7 @@ def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
 def _tables_of(runs: Sequence[FoundRun]) -> list[str]:
     """The published tables that the studies of these runs repeat."""
     studies = dict.fromkeys(run.study for run in runs if run.study is not None)
-    return [name for study in studies for name in load_study(study / STUDY).tables]
+    return [name for study in studies for name in load_study(RunDirectory(study).study).tables]
 
 
 def _columns_of(published: PublishedTables) -> list[str]:

@@ -19,9 +19,9 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.assignments import Assignment, write_assignments
 from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.runtime.diagnostics_log import by_name, read_diagnostics
-from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_file
 from cfl_ray.tracking import RoundRecord
@@ -69,7 +69,7 @@ class MethodResult:
         """
         if self.directory is None:
             raise ConfigError(f"client metrics of {self.label} are in files; give the run a directory (run_dir)")
-        return read_client_metrics(self.directory / CLIENT_METRICS).to_pandas()
+        return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
@@ -78,7 +78,9 @@ class MethodResult:
         An array is there for each evaluated round in which it differs from the one before, by the round in which the
         method reported it.
         """
-        reported = self.reported if self.directory is None else read_diagnostics(self.directory / DIAGNOSTICS)
+        reported = (
+            self.reported if self.directory is None else read_diagnostics(RunDirectory(self.directory).diagnostics)
+        )
         return by_name(reported, self.records)
 
     def diagnostics_frame(self) -> pd.DataFrame:
@@ -172,7 +174,7 @@ class ClientMetrics:
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
         self.schema = _schema(scores)
-        self.log = ArrowLog(directory / CLIENT_METRICS, self.schema) if directory else None
+        self.log = ArrowLog(RunDirectory(directory).client_metrics, self.schema) if directory else None
         batches = self.log.open() if self.log else []
         self.last = max(
             (batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0
@@ -213,7 +215,7 @@ class ClusterMoves:
     """The changes of clients' clusters: one JSON line per round that has any; replayed rounds are ignored."""
 
     def __init__(self, directory: Path | None):
-        self.file = directory / MOVES if directory else None
+        self.file = RunDirectory(directory).reassignments if directory else None
         # (round, [client, cluster] of each move)
         self.rows: list[tuple[int, list[list[int]]]] = [(row.round, row.moved) for row in self._stored()]
 

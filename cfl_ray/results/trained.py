@@ -17,6 +17,7 @@ from cfl_ray.engine.client_state import with_client_state
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop
 
@@ -203,9 +204,10 @@ def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
 
     Raises ConfigError where there is no checkpoint yet.
     """
-    store = CheckpointStore(run_dir / label, setup.experiment.config_hash, setup.experiment.runtime.keep_last)
+    directory = RunDirectory(run_dir).method(label).path
+    store = CheckpointStore(directory, setup.experiment.config_hash, setup.experiment.runtime.keep_last)
     if not store.rounds():
-        raise ConfigError(f"{run_dir / label} has no checkpoint yet; see `cfl-ray status {run_dir}`")
+        raise ConfigError(f"{directory} has no checkpoint yet; see `cfl-ray status {run_dir}`")
     backend = InProcessBackend(setup.worker())
     loop = RoundLoop(setup, label, backend.worker.network, backend, store)
     return TrainedMethod(setup, loop, backend)

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
-from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import RoundRecord
 
@@ -37,7 +37,7 @@ class DiagnosticsLog:
     """
 
     def __init__(self, directory: Path | None):
-        self.log = ArrowLog(directory / DIAGNOSTICS, _SCHEMA) if directory else None
+        self.log = ArrowLog(RunDirectory(directory).diagnostics, _SCHEMA) if directory else None
         self.kept: list[ReportedDiagnostic] = []  # without a file
         batches = self.log.open() if self.log else []
         self.last = {one.name: one for batch in batches for one in _rows_of(batch)}  # by name

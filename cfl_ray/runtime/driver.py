@@ -17,20 +17,17 @@ from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
 from cfl_ray.results.export import save_models
-from cfl_ray.results.reporting import REPORT, FoundRun, write_report_of
+from cfl_ray.results.reporting import FoundRun, write_report_of
 from cfl_ray.results.results import ClientMetrics, ClusterMoves, MethodResult, Results
 from cfl_ray.results.trained import load_trained
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
-from cfl_ray.runtime.journal import EVENTS, Journal, grown_by
+from cfl_ray.runtime.journal import Journal, grown_by
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.runtime.session import Session
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import (
-    ARTIFACTS,
-    MODELS,
     RUN_METRICS,
     FileTracker,
     MlflowTracker,
@@ -115,7 +112,9 @@ class Driver:
                 results[label] = self._method(label)
             self._check_ending(wait=True)
             if self.directory is not None:
-                write_figures(self.directory / ARTIFACTS, {label: result.records for label, result in results.items()})
+                write_figures(
+                    RunDirectory(self.directory).artifacts, {label: result.records for label, result in results.items()}
+                )
                 self._write_report(self.directory, results)
             status = "FINISHED"
         except (KeyboardInterrupt, RunStopped):
@@ -129,7 +128,7 @@ class Driver:
 
     def _method(self, label: str) -> MethodResult:
         """Runs one method to its end; one that finished earlier is read from its files."""
-        directory = self.directory / label if self.directory else None
+        directory = RunDirectory(self.directory).method(label).path if self.directory else None
         records = list(read_records(directory)) if directory else []
         if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
             return self._result(label, records, dict(end.summary.metrics))
@@ -146,7 +145,7 @@ class Driver:
             if self.uri is not None and directory is not None and self.experiment.tracking.log_models:
                 # here, not with the end of the method: torch.export must not run beside the training of the next one
                 trained = load_trained(self.setup, label, directory.parent)
-                save_models(trained, directory / MODELS, self.watcher.warn)
+                save_models(trained, RunDirectory(directory).models, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
             if tracker is not None:
@@ -164,7 +163,8 @@ class Driver:
     ) -> MethodResult:
         if (run_dir := self.directory) is None:
             return MethodResult(label, records, summary, open_trained=self.session.trained(), reported=reported)
-        return MethodResult(label, records, summary, run_dir / label, lambda: load_trained(self.setup, label, run_dir))
+        directory = RunDirectory(run_dir).method(label).path
+        return MethodResult(label, records, summary, directory, lambda: load_trained(self.setup, label, run_dir))
 
     def _end(
         self,
@@ -191,7 +191,7 @@ class Driver:
             return
         try:
             run = FoundRun(directory, self.experiment, Results(results, directory))
-            write_report_of([run], directory / ARTIFACTS / REPORT)
+            write_report_of([run], RunDirectory(directory).report)
         except Exception as error:
             again = f"`cfl-ray report {directory} -o report.html` tries it again"
             self.watcher.warn(f"the report was not written: {type(error).__name__}: {error}; {again}")
@@ -263,14 +263,15 @@ class Driver:
 
     def _write_artifacts(self, directory: Path, label: str, records: list[RoundRecord], moves: ClusterMoves) -> None:
         federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
-        moves.write(directory / ARTIFACTS / "assignments.parquet", federation)
-        write_figures(directory / ARTIFACTS, {label: records})
-        if (directory / DIAGNOSTICS).exists():
-            with drafted(directory / ARTIFACTS / DIAGNOSTICS) as draft:
-                shutil.copyfile(directory / DIAGNOSTICS, draft)
-        if (directory / EVENTS).exists():  # who joined and left on request
-            write_text(directory / ARTIFACTS / EVENTS, redact((directory / EVENTS).read_text()))
-        write_text(directory / ARTIFACTS / CONFIG, redact(self.experiment.to_yaml()))
+        files = RunDirectory(directory)
+        moves.write(files.assignments, federation)
+        write_figures(files.artifacts, {label: records})
+        if files.diagnostics.exists():
+            with drafted(files.artifact(files.diagnostics)) as draft:
+                shutil.copyfile(files.diagnostics, draft)
+        if files.events.exists():  # who joined and left on request
+            write_text(files.artifact(files.events), redact(files.events.read_text()))
+        write_text(files.artifact(files.config), redact(self.experiment.to_yaml()))
 
     # ---- tracking
 
@@ -287,7 +288,7 @@ class Driver:
         """The tracker of one method, or of the comparison of all (None), started; None where no files are kept."""
         if self.directory is None:
             return None
-        directory = self.directory / label if label else self.directory
+        directory = RunDirectory(self.directory).method(label).path if label else self.directory
         tracker: Tracker
         if self.uri is None or (self.study is not None and label is None):  # a study compares, not each of its cells
             tracker = FileTracker(directory, self.of_task)

@@ -14,11 +14,9 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
-from cfl_ray.runtime.numerics import NUMERICS
 from cfl_ray.runtime.prepare import resolve_learning
-from cfl_ray.runtime.record_files import RECORD_FILES
-from cfl_ray.runtime.run_lock import CONFIG, is_live, no_run
 from cfl_ray.runtime.run_record import recorded_hash, write_config
 from cfl_ray.system.files import sync
 from cfl_ray.tracking import flatten, read_end
@@ -28,17 +26,19 @@ _LISTED = 3  # keys that a message names
 
 def check_extension(earlier: Path, experiment: Experiment) -> None:
     """Raises ConfigError unless `earlier` is a run of this experiment with fewer rounds; RunError where it is live."""
-    file = earlier / CONFIG
-    if not file.is_file():
-        raise ConfigError(f"extend: {no_run(earlier)}")
-    recorded = config.load(file)
-    if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(file):
+    directory = RunDirectory(earlier)
+    try:
+        directory.require_run()
+    except ConfigError as error:
+        raise ConfigError(f"extend: {error}") from None
+    recorded = config.load(directory.config)
+    if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(directory):
         raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, {_differences(recorded, same)}")
     if recorded.rounds >= experiment.rounds:
         raise ConfigError(
             f"extend: {earlier} has {recorded.rounds} rounds and this run {experiment.rounds}; give this run more"
         )
-    if is_live(file):
+    if directory.is_live:
         raise RunError(f"extend: {earlier} is live; wait for its end, or stop it with: cfl-ray stop {earlier}")
     _check_schedules(earlier, recorded.rounds, experiment)
 
@@ -78,11 +78,12 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
     run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}-", dir=run_dir.parent))
     try:
-        if (earlier / NUMERICS).is_file():
-            shutil.copyfile(earlier / NUMERICS, draft / NUMERICS)
-        hashes = recorded_hash(earlier / CONFIG), experiment.config_hash
+        source, target = RunDirectory(earlier), RunDirectory(draft)
+        if source.environment.is_file():
+            shutil.copyfile(source.environment, target.environment)
+        hashes = recorded_hash(source), experiment.config_hash
         for label in resolve(experiment.methods):
-            _copy_method(earlier / label, draft / label, *hashes)
+            _copy_method(source.method(label), target.method(label), *hashes)
         write_config(draft, experiment, run_dir)
         sync(draft)
         os.rename(draft, run_dir)
@@ -95,20 +96,20 @@ def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None
     sync(run_dir.parent)
 
 
-def _copy_method(earlier: Path, target: Path, hash_there: str, hash_here: str) -> None:
+def _copy_method(earlier: RunDirectory, target: RunDirectory, hash_there: str, hash_here: str) -> None:
     """Copies what a method has saved; without a checkpoint it begins at its first round.
 
     Raises RunError for a method that is finished and has no checkpoint any more.
     """
-    if not earlier.is_dir():
+    if not earlier.path.is_dir():
         return
-    target.mkdir(mode=0o700)
-    round = CheckpointStore(earlier, hash_there).copy_to(CheckpointStore(target, hash_here))
-    if round is None and (end := read_end(earlier)) is not None and end.status == "FINISHED":
-        raise RunError(f"extend: {earlier} has no checkpoint any more, so nothing can begin with its rounds")
-    copy_events(earlier, target)
-    for name in RECORD_FILES if round is not None else ():
-        if (earlier / name).is_file():
-            shutil.copyfile(earlier / name, target / name)
-            sync(target / name)
-    sync(target)
+    target.path.mkdir(mode=0o700)
+    round = CheckpointStore(earlier.path, hash_there).copy_to(CheckpointStore(target.path, hash_here))
+    if round is None and (end := read_end(earlier.path)) is not None and end.status == "FINISHED":
+        raise RunError(f"extend: {earlier.path} has no checkpoint any more, so nothing can begin with its rounds")
+    copy_events(earlier.path, target.path)
+    for source, copy in zip(earlier.records, target.records, strict=True) if round is not None else ():
+        if source.is_file():
+            shutil.copyfile(source, copy)
+            sync(copy)
+    sync(target.path)

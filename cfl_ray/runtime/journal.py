@@ -22,11 +22,10 @@ from cfl_ray.data import open_shards
 from cfl_ray.data.chained import grown
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import DataError
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import redact_values, remember_credentials, with_known_credentials
 from cfl_ray.system.files import append_line, open_private, private_folder, read_file, read_text, sync
 
-EVENTS = "events.jsonl"
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -87,7 +86,7 @@ class Journal:
     """
 
     def __init__(self, directory: Path | None):
-        self.file = Path(directory) / EVENTS if directory else None
+        self.file = RunDirectory(directory).events if directory else None
         content = (read_file(self.file) if self.file else None) or b""
         self.size = content.rfind(b"\n") + 1  # a crash tore what follows, which was never acknowledged
         try:
@@ -131,7 +130,7 @@ class Journal:
 def _beside(events: list[JournalEvent], run_dir: Path) -> list[JournalEvent]:
     """The events with the shards of newcomers as seen from where the run directory is now."""
     uris = [event.shards.uri for event in events if event.shards]
-    moved = moves_of(uris, read_text(run_dir / CONFIG) or "", run_dir) if uris else {}
+    moved = moves_of(uris, read_text(RunDirectory(run_dir).config) or "", run_dir) if uris else {}
     return [
         replace(event, shards=replace(event.shards, uri=moved[event.shards.uri]))
         if event.shards is not None and event.shards.uri in moved

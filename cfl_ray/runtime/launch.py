@@ -14,18 +14,19 @@ from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.methods import resolve
 from cfl_ray.results.load import recorded_result
 from cfl_ray.results.results import Results
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.run_lock import CONFIG, command, hold_run, is_live, no_run
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
 from cfl_ray.runtime.trust import load_record, sign_record
-from cfl_ray.study.folder import is_study
-from cfl_ray.tracking import read_end, redact, resolve_uri
+from cfl_ray.study.folder import is_finished, is_study
+from cfl_ray.tracking import redact, resolve_uri
 
 
 def run(
@@ -94,10 +95,9 @@ def resume(
     trust: True uses the Python files, the cluster and the MLflow server that the run names, even if this user did not
         start it on this machine; False raises ConfigError for such a run.
     """
-    file = Path(run_dir) / CONFIG
-    if not file.is_file():
-        raise no_run(run_dir)
-    if experiment is not None and (there := recorded_hash(file)) != experiment.config_hash:
+    directory = RunDirectory(run_dir)
+    directory.require_run()
+    if experiment is not None and (there := recorded_hash(directory)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
     experiment = experiment or load_record(Path(run_dir), trust)
     if (finished := finished_results(run_dir, experiment)) is not None:
@@ -132,9 +132,9 @@ def run_cell(
     if on_ray:
         runtime = experiment.runtime.model_copy(update={"hosts": hosts})
         experiment = experiment.model_copy(update={"runtime": runtime})
-    file = run_dir / CONFIG
-    if there := file.is_file():
-        check_hash_of_cell(file, experiment)
+    directory = RunDirectory(run_dir)
+    if there := directory.is_run:
+        check_hash_of_cell(directory, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
     return _Launch(
@@ -150,21 +150,17 @@ def run_cell(
 
 def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
     """The results of a finished run, read from its files; None for a run that is live or has something left to do."""
-    directory = Path(run_dir).absolute()
-    if is_live(directory / CONFIG) or not _is_finished(directory):
+    run = RunDirectory(Path(run_dir).absolute())
+    if run.is_live or not is_finished(run.path):
         return None
     methods = {}
     for label in resolve(experiment.methods):
-        if not _is_finished(directory / label):
+        directory = run.method(label).path
+        if not is_finished(directory):
             return None
-        methods[label] = recorded_result(label, directory / label)
+        methods[label] = recorded_result(label, directory)
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
-    return Results(methods, directory, redact(uri) if uri else None)
-
-
-def _is_finished(directory: Path) -> bool:
-    end = read_end(directory)
-    return end is not None and end.status == "FINISHED"
+    return Results(methods, run.path, redact(uri) if uri else None)
 
 
 def new_run_dir(experiment: Experiment) -> Path:
@@ -207,7 +203,7 @@ class _Launch:
             if self.resumed and self.run_dir is not None:
                 self._say_what_moved()
                 self.directory = self.run_dir.absolute()
-                lock.enter_context(hold_run(self.directory / CONFIG))  # one that is live is not resumed later
+                lock.enter_context(RunDirectory(self.directory).hold())  # one that is live is not resumed later
                 withdraw_server(self.directory)  # of a driver that was killed
                 sign_record(self.directory, self.experiment)  # of a run that the user trusts
             try:
@@ -238,7 +234,7 @@ class _Launch:
             self._keep_numerics(self.directory, self.session.numerics())
             if not self.resumed:
                 self._begin_directory(self.directory, setup)
-                lock.enter_context(hold_run(self.directory / CONFIG))
+                lock.enter_context(RunDirectory(self.directory).hold())
                 withdraw_server(self.directory)
         self.watcher.started(setup, self.directory, facts)
         return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
@@ -265,12 +261,12 @@ class _Launch:
     def _new_directory(self) -> Path:
         """The run directory, not yet made. Raises ConfigError where it holds a run or a study."""
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
-        file = directory / CONFIG
         if is_study(directory):
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
-        if not file.is_file():
+        run = RunDirectory(directory)
+        if not run.is_run:
             return directory
-        if (there := recorded_hash(file)) != self.experiment.config_hash:
+        if (there := recorded_hash(run)) != self.experiment.config_hash:
             raise ConfigError(
                 f"{directory} belongs to another config (hash {there}, this one has {self.experiment.config_hash}); "
                 "choose another folder"
@@ -293,18 +289,18 @@ class _Launch:
         """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""
         if self.replay is not None:
             for label in setup.methods:
-                copy_events(self.replay / label, directory / label)
+                copy_events(RunDirectory(self.replay).method(label).path, RunDirectory(directory).method(label).path)
         write_config(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
         """Raises ConfigError where `replay` is no run of this experiment."""
-        file = replay / CONFIG
-        if not file.is_file():
-            raise ConfigError(f"replay: {replay} holds no run: there is no {file}")
-        if (there := recorded_hash(file)) != self.experiment.config_hash:
+        run = RunDirectory(replay)
+        if not run.is_run:
+            raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")
+        if (there := recorded_hash(run)) != self.experiment.config_hash:
             raise ConfigError(
                 f"replay: {replay} belongs to another config (hash {there}, this one has "
-                f"{self.experiment.config_hash}); run {file}"
+                f"{self.experiment.config_hash}); run {run.config}"
             )
         if not self.keep:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
@@ -318,7 +314,7 @@ class _Launch:
         begin_extended(earlier, self.run_dir, self.experiment)
 
     def _how_to_continue(self) -> str:
-        if self.directory is None or not (self.directory / CONFIG).exists():
+        if self.directory is None or not RunDirectory(self.directory).is_run:
             return "Nothing was kept"
         return f"Every saved round is kept; go on with: {command('resume', self.directory)}"
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from cfl_ray import config
 from cfl_ray.errors import RunError, UserError
-from cfl_ray.runtime.run_lock import CONFIG, command, is_live, no_run
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
-from cfl_ray.tracking.tracker import INFO
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class RunStatus:
 
 def status(run_dir: Path) -> RunStatus:
     """The status of a run, live or not. Raises ConfigError without a run, and for a live one with a foreign session."""
-    file = _config(run_dir)
-    experiment, live = config.load(file), is_live(file)
+    directory = _run(run_dir)
+    experiment, live = config.load(directory.config), directory.is_live
     session = read_server_address(run_dir) if live else None
     methods = _begun(run_dir)
     answer = _server_status(run_dir, session) if live and session else {}
@@ -61,7 +61,7 @@ def status(run_dir: Path) -> RunStatus:
         methods[label] = "at work"
     waiting = max(0, sum(_entries(entry) for entry in experiment.methods) - len(methods))
     finished = not waiting and all(progress == "finished" for progress in methods.values())
-    records = list(read_records(run_dir / label)) if label else []
+    records = list(read_records(directory.method(label).path)) if label else []
     last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
     score = primary_of(last.metrics) if last else "accuracy"
     shown = (score, f"{score}_local", "num_clusters")
@@ -95,8 +95,7 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
 
     Raises RunError where the run is not live, ConfigError where the request is refused.
     """
-    file = _config(run_dir)
-    if not is_live(file):
+    if not _run(run_dir).is_live:
         refusal = f"{run_dir} is not live, so it takes no request to {verb.partition('_')[0]}; "
         if status(run_dir).state == "finished":
             raise RunError(f"{refusal}it is finished, see `{command('status', run_dir)}`")
@@ -135,21 +134,21 @@ def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
     try:
         return _ask_server(session, "status")
     except RunError as error:
-        return {"state": str(error)} if is_live(run_dir / CONFIG) else {}
+        return {"state": str(error)} if RunDirectory(run_dir).is_live else {}
 
 
 # ---- read from files
 
 
-def _config(run_dir: Path) -> Path:
-    if not (run_dir / CONFIG).is_file():
-        raise no_run(run_dir)
-    return run_dir / CONFIG
+def _run(run_dir: Path) -> RunDirectory:
+    directory = RunDirectory(run_dir)
+    directory.require_run()
+    return directory
 
 
 def _begun(run_dir: Path) -> dict[str, str]:
     """The methods that have begun, by label, the latest last: finished or begun. Runs no code that the config names."""
-    infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{INFO}")}
+    infos = {file.parent: read_info(file.parent) for file in run_dir.glob(f"*/{RunDirectory.info.name}")}
     begun = sorted(infos, key=lambda directory: infos[directory].time_ms)
     return {
         directory.name: "finished" if (end := read_end(directory)) and end.status == "FINISHED" else "begun"

@@ -1,4 +1,4 @@
-"""The parts of a run's surroundings that its figures depend on to the last bit, kept in numerics.json of the run.
+"""The parts of a run's surroundings that its figures depend on to the last bit, kept in environment.json of the run.
 
 They are not in the config hash, for they are known only when hosts have started, or may differ between runs of one
 experiment. A run that is resumed keeps its engine; what else has changed is said.
@@ -13,9 +13,9 @@ import torch
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.engine import cpu
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import read_json, write_json
 
-NUMERICS = "numerics.json"
 _TITLES = {
     "engine": "engine (runtime.engine)",
     "device": "device",
@@ -81,7 +81,7 @@ def read_numerics(run_dir: Path | None) -> Numerics | None:
     if run_dir is None:
         return None
     try:
-        values = read_json(run_dir / NUMERICS)
+        values = read_json(RunDirectory(run_dir).environment)
     except (DataError, OSError):
         return None
     names = {item.name for item in fields(Numerics)}
@@ -90,7 +90,7 @@ def read_numerics(run_dir: Path | None) -> Numerics | None:
 
 def write_numerics(run_dir: Path, numerics: Numerics) -> None:
     """Writes the numerics that a run begins with."""
-    write_json(run_dir / NUMERICS, asdict(numerics))
+    write_json(RunDirectory(run_dir).environment, asdict(numerics))
 
 
 def _in_words(value: object) -> str:

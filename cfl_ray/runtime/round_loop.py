@@ -30,6 +30,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunStopped, UserError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.evaluation import (
     Evaluator,
     Scores,
@@ -42,7 +43,6 @@ from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.record_files import sync_records
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
@@ -315,7 +315,7 @@ class RoundLoop:
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
         snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report)
         with nullcontext() if self.interval is None else self.interval.measured():
-            sync_records(self.store.directory)
+            RunDirectory(self.store.directory).sync_records()
             tensors, values = snapshot.encoded(len(self.task.score_names))
             if remark := self.store.save(draft.round, tensors, values, self.backend):
                 draft.notes.append(remark)

@@ -15,6 +15,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop
@@ -55,7 +56,9 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     """The checkpoints of one method; None where no files are kept."""
     if run_dir is None:
         return None
-    return CheckpointStore(Path(run_dir) / label, setup.experiment.config_hash, setup.experiment.runtime.keep_last)
+    return CheckpointStore(
+        RunDirectory(run_dir).method(label).path, setup.experiment.config_hash, setup.experiment.runtime.keep_last
+    )
 
 
 def claimed_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import read_json
 
-SESSION = "session.json"
 NAMESPACE = "cfl_ray"
 
 
@@ -57,15 +57,16 @@ def publish_server(run_dir: Path, session: ServerAddress) -> None:
     """Writes session.json, readable by its owner only. Without a token there is none, and no live commands."""
     if key := token():
         values = asdict(session)
-        draft = run_dir / f".{SESSION}.{os.getpid()}"
+        file = RunDirectory(run_dir).session
+        draft = file.with_name(f".{file.name}.{os.getpid()}")
         draft.touch(mode=0o600)
         draft.write_text(json.dumps(values | {"signature": _signature(run_dir, values, key)}, indent=1))
-        draft.replace(run_dir / SESSION)
+        draft.replace(file)
 
 
 def withdraw_server(run_dir: Path) -> None:
     """Removes session.json."""
-    (run_dir / SESSION).unlink(missing_ok=True)
+    RunDirectory(run_dir).session.unlink(missing_ok=True)
 
 
 def read_server_address(run_dir: Path) -> ServerAddress | None:
@@ -73,8 +74,9 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
 
     Raises ConfigError where another user wrote it, or where it was written for another folder.
     """
+    file = RunDirectory(run_dir).session
     try:
-        values = read_json(run_dir / SESSION)
+        values = read_json(file)
     except DataError:
         values = {}  # what cannot be read is not signed
     if values is None:
@@ -82,13 +84,13 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
     key = token()
     if key is None:
         raise ConfigError(
-            f"{run_dir / SESSION} cannot be checked: you have no Ray token here "
+            f"{file} cannot be checked: you have no Ray token here "
             "(RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         )
     signature = values.pop("signature", "")
     if not hmac.compare_digest(str(signature).encode(), _signature(run_dir, values, key).encode()):
         raise ConfigError(
-            f"{run_dir / SESSION} was not written with your Ray token for this folder, so its cluster is not "
+            f"{file} was not written with your Ray token for this folder, so its cluster is not "
             "contacted; use the token of the user who started the run and the folder in which it runs, or remove the "
             "file if no run is live there"
         )

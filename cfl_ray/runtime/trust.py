@@ -19,12 +19,10 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import redact
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.signing import is_signed, sign
-from cfl_ray.study.folder import STUDY
 from cfl_ray.system.files import read_json, read_text, write_json
 
-SIGNATURE = "signature.json"
 _PURPOSE = "names in the record of a run"
 _ROOT = 0
 _CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
@@ -41,19 +39,21 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`, and
     DataError where it is empty: an empty config would be another experiment, that of the defaults.
     """
-    if not (read_text(run_dir / CONFIG) or "").strip():
-        raise DataError(f"{run_dir / CONFIG} is empty, so it is not known what this run is; restore it")
-    experiment = config.load(run_dir / CONFIG)
+    if not (read_text(RunDirectory(run_dir).config) or "").strip():
+        raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
+    experiment = config.load(RunDirectory(run_dir).config)
     if not trust:
-        _require_signed(run_dir, CONFIG, _code_in(experiment) + (_connected_to(experiment) if connects else []))
+        _require_signed(
+            run_dir, RunDirectory.config.name, _code_in(experiment) + (_connected_to(experiment) if connects else [])
+        )
     return experiment
 
 
 def load_study_record(folder: Path, trust: bool = False) -> Study:
     """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
-    study = load_study(folder / STUDY)
+    study = load_study(RunDirectory(folder).study)
     if not trust:
-        _require_signed(folder, STUDY, _names_in(study))
+        _require_signed(folder, RunDirectory.study.name, _names_in(study))
     return study
 
 
@@ -79,7 +79,7 @@ def sign_study(folder: Path, study: Study) -> None:
 
 def _sign(folder: Path, names: list[str]) -> None:
     if names and (signature := sign(_PURPOSE, names)):
-        write_json(folder / SIGNATURE, {"names": names, "signature": signature})
+        write_json(RunDirectory(folder).signature, {"names": names, "signature": signature})
 
 
 def check_owners(config: Experiment | Study) -> None:
@@ -164,7 +164,7 @@ def _texts(values: Any) -> Iterator[str]:
 
 def _signed_in(run_dir: Path) -> list[str]:
     try:
-        found = read_json(run_dir / SIGNATURE)
+        found = read_json(RunDirectory(run_dir).signature)
     except DataError:
         return []
     names = found.get("names") if isinstance(found, dict) else None

@@ -10,8 +10,8 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, name_of, place_of
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.launch import finished_results
-from cfl_ray.runtime.run_lock import CONFIG, is_live
 from cfl_ray.runtime.run_record import check_hash_of_cell
 
 LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
@@ -44,16 +44,15 @@ class Cell:
 
     def is_finished(self, root: Path) -> bool:
         """Whether its run has nothing left to do. Raises ConfigError where the folder has a run of another config."""
-        folder = self.folder(root)
-        if not (folder / CONFIG).is_file():
+        directory = RunDirectory(self.folder(root))
+        if not directory.is_run:
             return False
-        check_hash_of_cell(folder / CONFIG, self.experiment)
-        return finished_results(folder, self.experiment) is not None
+        check_hash_of_cell(directory, self.experiment)
+        return finished_results(directory.path, self.experiment) is not None
 
     def is_live(self, root: Path) -> bool:
         """Whether another process works on its run."""
-        config = self.folder(root) / CONFIG
-        return config.is_file() and is_live(config)
+        return RunDirectory(self.folder(root)).is_live
 
 
 @dataclass(frozen=True)

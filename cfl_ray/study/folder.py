@@ -9,34 +9,30 @@ from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.run_lock import CONFIG, command, is_live
+from cfl_ray.run_directory import File, RunDirectory
+from cfl_ray.run_directory.lock import command
 from cfl_ray.tracking import read_end
-
-STUDY = "study.yaml"
-LOCK = "study.lock"  # held by the process that runs the study
-FAILURE = "failure.txt"  # in the folder of a run: why it failed
 
 
 def is_study(folder: str | Path) -> bool:
     """Whether a folder is that of a study."""
-    return (Path(folder) / STUDY).is_file()
+    return RunDirectory(folder).is_study
 
 
 def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
     """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
-    return _folders(Path(study), CONFIG)
+    return _folders(RunDirectory(study), RunDirectory.config)
 
 
-def _folders(study: Path, name: str) -> list[tuple[str, str, Path]]:
-    """The same for the folders of runs that hold a file of this name."""
-    settings, methods = _names_in(study / STUDY)
+def _folders(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
+    """The same for the folders of runs that hold a file."""
+    settings, methods = _names_in(study.study)
 
-    def place(file: Path) -> tuple[Any, ...]:
-        setting, method = file.parts[-4], file.parts[-3]
-        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(file.parent))
+    def place(run: Path) -> tuple[Any, ...]:
+        setting, method = run.parts[-3], run.parts[-2]
+        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(run))
 
-    found = sorted(study.glob(f"*/*/seed-*/{name}"), key=place)
-    return [(file.parts[-4], file.parts[-3], file.parent) for file in found]
+    return [(run.parts[-3], run.parts[-2], run) for run in sorted(study.run_folders(containing), key=place)]
 
 
 def seed_of(run: Path) -> int:
@@ -93,33 +89,28 @@ def study_status(folder: str | Path) -> StudyStatus:
     """The progress of a study, read from its folder. Raises ConfigError where it holds none."""
     root = Path(folder)
     if not is_study(root):
-        raise ConfigError(f"{folder} holds no study: there is no {root / STUDY}")
-    study = load_study(root / STUDY)
+        raise ConfigError(f"{folder} holds no study: there is no {RunDirectory(root).study}")
+    study = load_study(RunDirectory(root).study)
     planned = PlannedRuns(study)
     finished, live, stopped = 0, [], []
     for setting, method, run in run_folders(root):
         if not planned.has(setting, method, seed_of(run)):
             continue  # of another version of the study
-        if is_live(run / CONFIG):
+        if RunDirectory(run).is_live:
             live.append(_in_words(setting, method, run))
         elif is_finished(run):
             finished += 1
-        elif not (run / FAILURE).is_file():
+        elif not RunDirectory(run).failure.is_file():
             stopped.append(_in_words(setting, method, run))
     failed = {
-        _in_words(setting, method, run): (run / FAILURE).read_text().partition("\n")[0]
-        for setting, method, run in _folders(root, FAILURE)
+        _in_words(setting, method, run): RunDirectory(run).failure.read_text().partition("\n")[0]
+        for setting, method, run in _folders(RunDirectory(root), RunDirectory.failure)
         if planned.has(setting, method, seed_of(run))
     }
     runs = planned.count
-    state = "live" if is_live_study(root) else "finished" if finished >= runs else "stopped"
+    state = "live" if RunDirectory(root).is_live else "finished" if finished >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
     return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
-
-
-def is_live_study(root: Path) -> bool:
-    """Whether a process runs the study of this folder."""
-    return (root / LOCK).is_file() and is_live(root / LOCK)
 
 
 def is_finished(run: Path) -> bool:

@@ -21,14 +21,15 @@ from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
-from cfl_ray.results.reporting import REPORT, FoundRun, compare_with, find_runs, unknown_metric, write_report_of
+from cfl_ray.results.reporting import FoundRun, compare_with, find_runs, unknown_metric, write_report_of
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory.lock import command, hold
 from cfl_ray.runtime.extension import check_extension
-from cfl_ray.runtime.run_lock import CONFIG, command, hold_run
 from cfl_ray.runtime.run_record import check_hash_of_cell
 from cfl_ray.runtime.trust import sign_study
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.cells import ALL, Cell, Selection, plan
-from cfl_ray.study.folder import LOCK, STUDY, is_study, run_folders, seed_of
+from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.packing import Packing, pack
 from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
@@ -36,7 +37,6 @@ from cfl_ray.study.sweep import Trials, trials_of
 from cfl_ray.study.workers import END_SECONDS, CellOutcome, Crew, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
-    ARTIFACTS,
     FileTracker,
     MlflowTracker,
     RunInfo,
@@ -204,13 +204,13 @@ class _Launch:
         for warning in metric_warnings(self.study, self.cells):
             self.watcher.warn(warning)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = self.root / LOCK
+        lock = RunDirectory(self.root).study_lock
         lock.touch()
-        with hold_run(lock), _sigterm_interrupts():
+        with hold(lock), _sigterm_interrupts():
             self._check_runs()
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
-            write_text(self.root / STUDY, self.study.to_record())
+            write_text(RunDirectory(self.root).study, self.study.to_record())
             tracker = self._tracker()
             tracker.start(self._info())
             status: EndStatus = "FAILED"
@@ -262,13 +262,13 @@ class _Launch:
         if self.extend is not None:
             selected.append(f"--extend={self.extend}")
         verb = "sweep" if self.study.sweep else "compare"
-        return shlex.join(["cfl-ray", verb, str(self.root / STUDY), f"--folder={self.root}", *selected])
+        return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
 
     def _check_folder(self) -> None:
         """Raises ConfigError where the folder has something else."""
-        if (self.root / CONFIG).is_file():
+        if RunDirectory(self.root).is_run:
             raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
-        if is_study(self.root) and (there := load_study(self.root / STUDY).name) != self.study.name:
+        if is_study(self.root) and (there := load_study(RunDirectory(self.root).study).name) != self.study.name:
             raise ConfigError(
                 f"{self.root} is the folder of study {there!r}, this one is {self.study.name!r}; choose another folder"
             )
@@ -278,12 +278,12 @@ class _Launch:
         if earlier.resolve() == self.root.resolve():
             raise ConfigError(f"extend: {earlier} is this study's own folder; give the longer one another")
         if not is_study(earlier):
-            raise ConfigError(f"extend: {earlier} holds no study: there is no {earlier / STUDY}")
-        begun = [cell for cell in self.cells if (cell.folder(earlier) / CONFIG).is_file()]
+            raise ConfigError(f"extend: {earlier} holds no study: there is no {RunDirectory(earlier).study}")
+        begun = [cell for cell in self.cells if RunDirectory(cell.folder(earlier)).is_run]
         if not begun and not self._learns:
             raise ConfigError(f"extend: {earlier} has none of the runs of this study, such as {self.cells[0].name}")
         for cell in begun:
-            if not (cell.folder(self.root) / CONFIG).is_file():
+            if not RunDirectory(cell.folder(self.root)).is_run:
                 check_extension(cell.folder(earlier), cell.experiment)
 
     def _check_runs(self) -> None:
@@ -298,7 +298,7 @@ class _Launch:
         for setting, method, folder in run_folders(self.root):
             cell, seed = cells.get((setting, method)), seed_of(folder)
             if cell is not None and setting in selected:
-                check_hash_of_cell(folder / CONFIG, cell.experiment.model_copy(update={"seed": seed}))
+                check_hash_of_cell(RunDirectory(folder), cell.experiment.model_copy(update={"seed": seed}))
             if (cell is None and not self._learns) or seed not in self.study.seeds:
                 others.append(f"{setting}, {method}, seed {seed}")
         if others:
@@ -364,18 +364,18 @@ class _Launch:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
         if not figures.found:
             return {}
-        folder = self.root / ARTIFACTS
-        folder.mkdir(mode=0o700, exist_ok=True)
-        write_text(folder / "results.csv", figures.to_frame().to_csv(index=False))
+        directory = RunDirectory(self.root)
+        directory.artifacts.mkdir(mode=0o700, exist_ok=True)
+        write_text(directory.results_table, figures.to_frame().to_csv(index=False))
         if self.study.sweep is not None:
             ranked = to_frame(self._ranked(figures), self.study.sweep.metric)
-            write_text(folder / "trials.csv", ranked.to_csv(index=False))
+            write_text(directory.trials_table, ranked.to_csv(index=False))
         known = measured(figures.found, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.found, known)
-        write_text(folder / "table.md", format_table(table, "md") + "\n")
-        self._write_report(folder / REPORT)
+        write_text(directory.table, format_table(table, "md") + "\n")
+        self._write_report(directory.report)
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
         names = [name for name in means if name in METRICS or name in self.of_task]
         return {

@@ -14,11 +14,11 @@ from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import RangeConfig, SweepConfig, name_of, six_digits
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.comparison import is_less_better
+from cfl_ray.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import optuna
 
-_STORAGE = "optuna.log"  # journal of the trials, in the folder of the study
 _NAME = "sweep"  # of the only study in it
 _SEARCH = "search"  # attribute of the journal: what its trials have in common
 _WARM = 10  # trials of TPE that are drawn at random
@@ -85,7 +85,7 @@ class LearningTrials(Trials):
         from optuna.storages.journal import JournalFileBackend
 
         self.study = self.optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(root / _STORAGE))),
+            storage=JournalStorage(JournalFileBackend(str(RunDirectory(root).trials))),
             study_name=_NAME,
             direction=goal_of(self.sweep),
             load_if_exists=True,
@@ -107,7 +107,7 @@ class LearningTrials(Trials):
             self.study.set_user_attr(_SEARCH, search)
         elif there != search:
             raise ConfigError(
-                f"{root / _STORAGE} has the trials of another sweep: {there}, this one has {search}; "
+                f"{RunDirectory(root).trials} has the trials of another sweep: {there}, this one has {search}; "
                 "choose another folder for the study"
             )
 

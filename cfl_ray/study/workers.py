@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.launch import StudyPlace, run_cell
-from cfl_ray.runtime.run_lock import CONFIG
 from cfl_ray.study.cells import Cell
-from cfl_ray.study.folder import FAILURE
 from cfl_ray.study.packing import Packing
 from cfl_ray.system.files import write_text
 
@@ -221,8 +220,8 @@ def _run(
     reason = details = ""
     try:
         _at_work.set()
-        (folder / FAILURE).unlink(missing_ok=True)
-        earlier = extend if extend is not None and (extend / CONFIG).is_file() else None
+        RunDirectory(folder).failure.unlink(missing_ok=True)
+        earlier = extend if extend is not None and RunDirectory(extend).is_run else None
         run_cell(cell.experiment, folder, StudyPlace(root, cell.setting, cell.method), hosts, notes, earlier)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
         status, reason = "stopped", str(error)
@@ -241,7 +240,7 @@ def write_failure(folder: Path, reason: str, details: str = "") -> None:
     """Writes why a run failed into its folder."""
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_text(folder / FAILURE, f"{reason}\n{details}")
+        write_text(RunDirectory(folder).failure, f"{reason}\n{details}")
 
 
 def _become_worker(parent: int) -> None:

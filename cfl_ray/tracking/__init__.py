@@ -20,13 +20,11 @@ from cfl_ray.tracking.record import (
 )
 from cfl_ray.tracking.sink import Relay, RelayingTracker, Sink
 from cfl_ray.tracking.summary import summarise
-from cfl_ray.tracking.tracker import ARTIFACTS, MODELS, FileTracker, Tracker, read_end, read_info, read_records
+from cfl_ray.tracking.tracker import FileTracker, Tracker, read_end, read_info, read_records
 from cfl_ray.tracking.uri import resolve_uri
 
 __all__ = [
-    "ARTIFACTS",
     "METRICS",
-    "MODELS",
     "ROUND_METRICS",
     "RUN_METRICS",
     "TRACKERS",

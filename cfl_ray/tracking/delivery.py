@@ -17,15 +17,15 @@ from filelock import FileLock, Timeout
 
 from cfl_ray.errors import DataError, UserError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import PRIVATE, read_record, sync, write_json
 from cfl_ray.tracking.mlflow import MlflowRun
 from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.tracker import ARTIFACTS, METRICS_LOG, MODELS, read_end, read_from, read_info
+from cfl_ray.tracking.tracker import read_end, read_from, read_info
 from cfl_ray.tracking.uri import accepts_connection
 
-CURSOR, LOCK = "mlflow.json", "mlflow.lock"
 _PURPOSE = "destination of a run's results"
 BATCH_ROUNDS = 40
 BATCH_METRICS = 1000  # MLflow accepts no more in one request, so a batch arrives whole or not at all
@@ -69,7 +69,7 @@ class Delivery:
 
         Raises filelock.Timeout if another process is delivering this run, ConnectionError, or any error of MLflow.
         """
-        with FileLock(self.run_dir / LOCK, timeout=lock_seconds, mode=PRIVATE):
+        with FileLock(RunDirectory(self.run_dir).mlflow_lock, timeout=lock_seconds, mode=PRIVATE):
             try:
                 run, cursor = self._open()
                 return self._deliver(run, cursor)
@@ -79,7 +79,7 @@ class Delivery:
 
     def ensure(self) -> str:
         """Creates the run in MLflow if it does not exist, and returns its id."""
-        with FileLock(self.run_dir / LOCK, timeout=LOCK_SECONDS, mode=PRIVATE):
+        with FileLock(RunDirectory(self.run_dir).mlflow_lock, timeout=LOCK_SECONDS, mode=PRIVATE):
             run, _ = self._open()
             return run.run_id
 
@@ -108,18 +108,18 @@ class Delivery:
         rounds = 0
         for records, offset in _batches(self.run_dir, cursor.delivered):
             run.log(records)
-            sync(self.run_dir / METRICS_LOG)  # a power failure must not take what the cursor counts
+            sync(RunDirectory(self.run_dir).metrics)  # a power failure must not take what the cursor counts
             cursor = self._save(replace(cursor, delivered=offset, round=records[-1].round))
             rounds += len(records)
         if end and cursor.ended_ms != end.time_ms:
-            run.end(end, self.run_dir / ARTIFACTS)
+            run.end(end, RunDirectory(self.run_dir).artifacts)
             if end.status == "FINISHED":
-                run.log_models(self.run_dir / MODELS, end.summary.round)
+                run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
             self._save(replace(cursor, ended_ms=end.time_ms))
         return rounds
 
     def _save(self, cursor: Cursor) -> Cursor:
-        write_json(self.run_dir / CURSOR, asdict(cursor))
+        write_json(RunDirectory(self.run_dir).mlflow, asdict(cursor))
         return cursor
 
 
@@ -127,16 +127,16 @@ def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | Non
     """Stores the destination of the run in `run_dir`. If it changes, the whole run is delivered to the new one."""
     signature = sign(_PURPOSE, _signed(run_dir, redact(uri)))
     target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None, signature=signature)
-    if not (run_dir / CURSOR).exists():  # without a cursor no delivery can be in progress
-        write_json(run_dir / CURSOR, asdict(target))
+    if not RunDirectory(run_dir).mlflow.exists():  # without a cursor no delivery can be in progress
+        write_json(RunDirectory(run_dir).mlflow, asdict(target))
         return
     cursor = read_cursor(run_dir)
     if replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target:
         return
-    with FileLock(run_dir / LOCK, timeout=MOVE_SECONDS, mode=PRIVATE):
+    with FileLock(RunDirectory(run_dir).mlflow_lock, timeout=MOVE_SECONDS, mode=PRIVATE):
         cursor = replace(read_cursor(run_dir), signature=signature)
         is_same = replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target
-        write_json(run_dir / CURSOR, asdict(cursor if is_same else target))
+        write_json(RunDirectory(run_dir).mlflow, asdict(cursor if is_same else target))
 
 
 def _signed(run_dir: Path, uri: str) -> list[str]:
@@ -145,9 +145,9 @@ def _signed(run_dir: Path, uri: str) -> list[str]:
 
 def read_cursor(run_dir: Path) -> Cursor:
     """Returns the cursor of a run. Raises DataError for a run without a destination."""
-    cursor = read_record(run_dir / CURSOR, Cursor)
+    cursor = read_record(RunDirectory(run_dir).mlflow, Cursor)
     if cursor is None:
-        raise DataError(f"{run_dir} was not started with MLflow: {CURSOR} is missing")
+        raise DataError(f"{run_dir} was not started with MLflow: {RunDirectory.mlflow.name} is missing")
     return cursor
 
 
@@ -155,7 +155,9 @@ def _parent(run_dir: Path, cursor: Cursor) -> Path:
     """The directory of the parent run. Raises DataError where it is not one of those that contain this run's."""
     parent = (run_dir / str(cursor.parent)).resolve()
     if parent not in run_dir.resolve().parents:
-        raise DataError(f"{run_dir / CURSOR} is damaged: {cursor.parent!r} is no folder that contains {run_dir}")
+        raise DataError(
+            f"{RunDirectory(run_dir).mlflow} is damaged: {cursor.parent!r} is no folder that contains {run_dir}"
+        )
     return parent
 
 
@@ -167,7 +169,7 @@ def _fits(run_dir: Path, cursor: Cursor) -> bool:
     if not cursor.delivered:
         return True
     try:
-        with open(run_dir / METRICS_LOG, "rb") as log:
+        with open(RunDirectory(run_dir).metrics, "rb") as log:
             log.seek(max(0, cursor.delivered - _LINE_BYTES))
             before = log.read(cursor.delivered - log.tell())
             if log.tell() != cursor.delivered or not before.endswith(b"\n"):
@@ -186,7 +188,7 @@ def waiting_rounds(run_dir: Path) -> int:
 
 def is_pending(run_dir: Path) -> bool:
     """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
-    cursor, end, log = read_cursor(run_dir), read_end(run_dir), run_dir / METRICS_LOG
+    cursor, end, log = read_cursor(run_dir), read_end(run_dir), RunDirectory(run_dir).metrics
     return (
         cursor.run_id is None
         or (log.exists() and log.stat().st_size != cursor.delivered)
@@ -238,8 +240,8 @@ def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
 
 
 def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Cursor]]:
-    for pattern in (f"*/{CURSOR}", f"*/*/{CURSOR}", f"*/*/*/seed-*/*/{CURSOR}"):
-        for path in sorted(output.glob(pattern)):
+    for folders in ("*", "*/*", "*/*/*/seed-*/*"):
+        for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
             try:
                 if is_pending(path.parent):
                     yield path.parent, read_cursor(path.parent)

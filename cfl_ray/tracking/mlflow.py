@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from cfl_ray.errors import DataError, RunError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import sqlite_path
@@ -223,7 +224,8 @@ def _exists(client: "MlflowClient", run_id: str) -> bool:
         return False
     if run.info.lifecycle_stage == "deleted":
         raise RunError(
-            f"run {run_id} was deleted in MLflow: restore it there, or remove mlflow.json from the run directory"
+            f"run {run_id} was deleted in MLflow: restore it there, or remove {RunDirectory.mlflow.name} from the run "
+            "directory"
         )
     return True
 

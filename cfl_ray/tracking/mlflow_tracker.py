@@ -8,9 +8,10 @@ from pathlib import Path
 from filelock import Timeout
 
 from cfl_ray.errors.redaction import redact
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking.delivery import Delivery, is_pending, redacted_reason, set_destination, waiting_rounds
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunInfo
-from cfl_ray.tracking.tracker import METRICS_LOG, FileTracker
+from cfl_ray.tracking.tracker import FileTracker
 
 # Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -101,7 +102,7 @@ class MlflowTracker:
         self._new.wait()
 
     def _warn_of_outage(self, error: Exception) -> None:
-        log = self.run_dir / METRICS_LOG
+        log = RunDirectory(self.run_dir).metrics
         self.warn(
             f"MLflow at {redact(self.uri)} does not accept results ({redacted_reason(error, self.uri)}); "
             f"the run continues and keeps them in {log}"

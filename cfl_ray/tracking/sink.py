@@ -4,13 +4,13 @@ Records are in `metrics.jsonl` before any tracker sees them. A tracker that fail
 delivered with the next record, at the end, or when the run is resumed.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from cfl_ray.plugins.calling import place_of
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import private_umask, read_json, write_json
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.tracker import Tracker, read_end, read_from, read_info
@@ -46,7 +46,7 @@ class Relay:
 
     def __init__(self, name: str, sink: Sink, run_dir: Path, warn: Callable[[str], None]) -> None:
         self.name, self.sink, self.run_dir, self.warn = name, sink, run_dir, warn
-        self.file = run_dir / f"tracker-{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}.json"
+        self.file = RunDirectory(run_dir).cursor(name)
         self.is_open = self.warned = False
 
     def deliver(self) -> None:

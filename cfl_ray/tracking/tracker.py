@@ -1,10 +1,7 @@
 """Tracking in the files of the run directory, which outlive every process and server.
 
-run.json        identity and configuration of the run (RunInfo)
-metrics.jsonl   one line per round, written before `log` returns
-end.json        status and metrics of the whole run (RunEnd); absent while the run is live or waits to be resumed
-artifacts/      files that belong to the result
-models/         models of the end, a folder each, which MLflow gets as its models; only with `tracking.log_models`
+The identity and configuration (RunInfo) are written first, then a line for each round before `log` returns, and the end
+(RunEnd) last: it is absent while the run is live or waits to be resumed.
 """
 
 import os
@@ -14,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import (
     append_line,
     cut_torn_line,
@@ -25,9 +23,6 @@ from cfl_ray.system.files import (
     write_json,
 )
 from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
-
-INFO, METRICS_LOG, END = "run.json", "metrics.jsonl", "end.json"
-ARTIFACTS, MODELS = "artifacts", "models"
 
 
 class Tracker(Protocol):
@@ -59,11 +54,11 @@ class FileTracker:
 
     def start(self, info: RunInfo) -> None:
         self.close()
-        private_folder(self.run_dir / ARTIFACTS)
-        if not (self.run_dir / INFO).exists():
-            write_json(self.run_dir / INFO, asdict(info))
-        (self.run_dir / END).unlink(missing_ok=True)
-        path = self.run_dir / METRICS_LOG
+        private_folder(RunDirectory(self.run_dir).artifacts)
+        if not RunDirectory(self.run_dir).info.exists():
+            write_json(RunDirectory(self.run_dir).info, asdict(info))
+        RunDirectory(self.run_dir).end.unlink(missing_ok=True)
+        path = RunDirectory(self.run_dir).metrics
         cut_torn_line(path)
         for record in read_records(self.run_dir):
             self._last = record
@@ -83,7 +78,7 @@ class FileTracker:
             summary_record = RoundRecord(self._last.round, summary, self._last.time_ms, self._of_task)
         end = RunEnd(status, summary_record)
         write_json(
-            self.run_dir / END,
+            RunDirectory(self.run_dir).end,
             {"status": end.status, "summary": summary_record.to_fields(), "time_ms": end.time_ms},
         )
         self.close()
@@ -101,21 +96,21 @@ class FileTracker:
 
 def read_info(run_dir: Path) -> RunInfo:
     """Returns the RunInfo of the run in `run_dir`. Raises DataError if no run was started there."""
-    info = read_record(run_dir / INFO, RunInfo)
+    info = read_record(RunDirectory(run_dir).info, RunInfo)
     if info is None:
-        raise DataError(f"{run_dir} holds no run: {INFO} is missing")
+        raise DataError(f"{run_dir} holds no run: {RunDirectory.info.name} is missing")
     return info
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
     """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged one."""
-    fields = read_json(run_dir / END)
+    fields = read_json(RunDirectory(run_dir).end)
     if fields is None:
         return None
     try:
         return RunEnd.from_fields(fields)
     except ValueError as error:
-        raise DataError(f"{run_dir / END} is damaged ({error}); remove it, and resume the run") from error
+        raise DataError(f"{RunDirectory(run_dir).end} is damaged ({error}); remove it, and resume the run") from error
 
 
 def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
@@ -129,7 +124,7 @@ def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
 
     A last line without a line end is still being written and is not read. Raises DataError for a damaged line.
     """
-    path = run_dir / METRICS_LOG
+    path = RunDirectory(run_dir).metrics
     with opened(path) as file:
         if file is None:
             return

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
+from cfl_ray.run_directory import RunDirectory
 
 IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
 
@@ -59,7 +60,7 @@ def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, o
     return {
         "rounds": [record["round"] for record in records],
         "metrics": metrics,
-        "moves": (folder / "moves.jsonl").read_text() if (folder / "moves.jsonl").exists() else "",
+        "moves": file.read_text() if (file := RunDirectory(folder).reassignments).exists() else "",
         "models": _sha256(sorted(checkpoint.tensors.items())),
         "client states": _sha256(sorted((key, saved.tensor()) for key, saved in checkpoint.client_states())),
         "scalars": {name: checkpoint.values[name] for name in ("state", "traffic")},

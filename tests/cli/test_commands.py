@@ -139,11 +139,11 @@ def test_a_finished_run_is_not_resumed_but_shown(capsys, monkeypatch):
 
 
 def test_resuming_a_live_run_says_one_thing(capsys, monkeypatch):
-    from cfl_ray.runtime.run_lock import hold_run
+    from cfl_ray.run_directory import RunDirectory
 
-    monkeypatch.setattr("cfl_ray.runtime.run_lock._LOCK_SECONDS", 0)
+    monkeypatch.setattr("cfl_ray.run_directory.lock._LOCK_SECONDS", 0)
     assert call(capsys, "run", "--in-process", "--run-dir", "my run", *QUICK)[0] == 0
-    with hold_run(Path("my run/config.yaml")):
+    with RunDirectory("my run").hold():
         status, printed, message = call(capsys, "resume", "my run")
     folder = Path("my run").absolute()
     assert (status, printed) == (1, "")

@@ -9,8 +9,10 @@ from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.export import export_model
 from cfl_ray.results.results import ClientMetrics
-from cfl_ray.runtime.record_files import CLIENT_METRICS
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
+
+CLIENT_METRICS = RunDirectory.client_metrics.name
 
 KEPT = ["fedavg", "ifca", "ditto", "fedper", "ifca_cam", "per_fedavg", "autocfl"]  # every way of predicting
 

@@ -15,11 +15,13 @@ from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.comparison import compare_runs
 from cfl_ray.results.reporting import compare_with, find_runs, report_of, write_report
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import driver
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.round_report import RoundReport
+
+DIAGNOSTICS = RunDirectory.diagnostics.name
 
 
 def experiment(folder, **changes):

@@ -31,8 +31,8 @@ def test_clusters_that_are_formed_after_rounds_without_any_are_a_change():
 
 def test_moves_of_other_types_are_damage(tmp_path):
     for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
-        (tmp_path / "moves.jsonl").write_text(line + "\n")
-        with pytest.raises(DataError, match="moves.jsonl is damaged"):
+        (tmp_path / "reassignments.jsonl").write_text(line + "\n")
+        with pytest.raises(DataError, match="reassignments.jsonl is damaged"):
             ClusterMoves(tmp_path)
 
 

@@ -15,9 +15,11 @@ from cfl_ray.core.method import Method
 from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.comparison import compare_runs, format_table
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
-from cfl_ray.runtime.record_files import DIAGNOSTICS
 from cfl_ray.runtime.round_report import RoundReport
+
+DIAGNOSTICS = RunDirectory.diagnostics.name
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def test_what_a_run_records(reporting, tmp_path):
     # beside them, of every method with clusters
     scores = result.client_metrics()
     clusters = np.zeros(12, int) - 1
-    for line in (tmp_path / "run" / "reporting" / "moves.jsonl").read_text().splitlines():
+    for line in (tmp_path / "run" / "reporting" / "reassignments.jsonl").read_text().splitlines():
         clusters[[client for client, _ in json.loads(line)["moved"]]] = [k for _, k in json.loads(line)["moved"]]
     last = scores[scores["round"] == 10].set_index("client")["accuracy"]
     for cluster in range(3):

@@ -8,8 +8,8 @@ import pytest
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.errors import Interrupted, RunError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import extension
-from cfl_ray.runtime.run_lock import CONFIG, hold_run
 from cfl_ray.tracking import read_info, read_records
 
 METHODS = [
@@ -35,7 +35,7 @@ def plain(experiment):
 def without_times(directory, skip=()):
     """Every file of the rounds of a method, without times; skip: rounds to leave out."""
     records = [(record.round, record.metrics | {"round_seconds": 0.0}) for record in read_records(directory)]
-    moves = directory / "moves.jsonl"
+    moves = directory / "reassignments.jsonl"
     return [one for one in records if one[0] not in skip], moves.read_text() if moves.exists() else ""
 
 
@@ -155,7 +155,7 @@ def test_where_it_cannot_be_made(experiment, run_dir, tmp_path, monkeypatch):
         with pytest.raises(RunError, match="extend: .*long could not be made: No space left|No space left on device"):
             simulate(longer, tmp_path / "long", extend=run_dir)
     assert not (tmp_path / "long").exists() and not list(tmp_path.glob(".*"))
-    with hold_run(run_dir / CONFIG), pytest.raises(RunError, match="extend: .*run is live; wait for its end"):
+    with RunDirectory(run_dir).hold(), pytest.raises(RunError, match="extend: .*run is live; wait for its end"):
         simulate(longer, tmp_path / "long", extend=run_dir)
     with pytest.raises(ConfigError, match="replay and extend: a run repeats"):
         run(longer, tmp_path / "long", replay=run_dir, extend=run_dir)

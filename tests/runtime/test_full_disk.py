@@ -65,7 +65,7 @@ def test_logs(experiment, figures, notes, tmp_path, limit, room):
     """IFCA's clients move in all of the first rounds, in which only logs are written."""
     small = experiment(methods=["ifca"], cohort={"fraction": 0.5}, runtime={"checkpoint_every": 4})
     expected = figures(simulate(small, tmp_path / "whole"))
-    for name, more in (("metrics.jsonl", 10), ("moves.jsonl", 0)):
+    for name, more in (("metrics.jsonl", 10), ("reassignments.jsonl", 0)):
         run_dir = tmp_path / name / "run"
         log = run_dir / "ifca" / name
         watcher = notes(lambda round: limit(log.stat().st_size + more) if round == 1 else None)
@@ -74,7 +74,7 @@ def test_logs(experiment, figures, notes, tmp_path, limit, room):
         room()
         assert watcher.rounds == [1] and whole_lines(log) == [1] and not leftovers(run_dir)
         assert figures(resume(run_dir, on_ray=False)) == expected
-        for file in ("ifca/moves.jsonl", "ifca/artifacts/assignments.parquet"):
+        for file in ("ifca/reassignments.jsonl", "ifca/artifacts/assignments.parquet"):
             assert (run_dir / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 

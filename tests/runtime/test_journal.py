@@ -9,7 +9,10 @@ from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.population import Population
 from cfl_ray.data import build, open_shards
 from cfl_ray.errors import DataError
-from cfl_ray.runtime.journal import EVENTS, JoinedShards, Journal, JournalEvent, copy_events
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent, copy_events
+
+EVENTS = RunDirectory.events.name
 
 JOIN = JournalEvent(3, join=(8, 9), shards=JoinedShards("s3://there", "abc"))
 LEAVE = JournalEvent(4, leave=(1,))

@@ -10,8 +10,8 @@ import pytest
 
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import live_client
-from cfl_ray.runtime.run_lock import hold_run
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 
@@ -43,7 +43,7 @@ def test_a_run_whose_driver_died(run_dir):
 
 
 def test_a_run_in_one_process_takes_no_requests(run_dir):
-    with hold_run(run_dir / "config.yaml"):
+    with RunDirectory(run_dir).hold():
         status = live_client.status(run_dir)
         assert (status.state, status.phase) == ("live", "starting, or in one process")
         with pytest.raises(
@@ -68,7 +68,7 @@ def test_a_forged_address_is_not_followed(run_dir):
     publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
     values = json.loads((run_dir / "session.json").read_text())
     (run_dir / "session.json").write_text(json.dumps(values | {"address": "6.6.6.6:1"}))
-    with hold_run(run_dir / "config.yaml"):
+    with RunDirectory(run_dir).hold():
         for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
             with pytest.raises(ConfigError, match="was not written with your Ray token"):
                 ask()
@@ -78,7 +78,7 @@ def test_the_session_file_of_another_run_is_not_followed(run_dir, tmp_path):
     publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
     other = shutil.copytree(run_dir, tmp_path / "other")
     assert live_client.status(other).state == "finished"  # a run that is not live leads nowhere
-    with hold_run(other / "config.yaml"), pytest.raises(ConfigError, match="with your Ray token for this folder"):
+    with RunDirectory(other).hold(), pytest.raises(ConfigError, match="with your Ray token for this folder"):
         live_client.ask(other, "stop")
 
 

@@ -10,8 +10,11 @@ from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import Interrupted
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.numerics import NUMERICS, Numerics
+from cfl_ray.runtime.numerics import Numerics
+
+NUMERICS = RunDirectory.environment.name
 
 
 class Interrupting(Watcher):

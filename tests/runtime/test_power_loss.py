@@ -12,12 +12,17 @@ from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.errors import Interrupted
 from cfl_ray.results.results import ClientMetrics, ClusterMoves
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.arrow_log import whole_batches
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.driver import Driver
-from cfl_ray.runtime.record_files import CLIENT_METRICS, DIAGNOSTICS, MOVES, RECORD_FILES
 from cfl_ray.tracking import FileTracker, read_info, read_records
-from cfl_ray.tracking.tracker import METRICS_LOG
+
+CLIENT_METRICS = RunDirectory.client_metrics.name
+DIAGNOSTICS = RunDirectory.diagnostics.name
+MOVES = RunDirectory.reassignments.name
+METRICS_LOG = RunDirectory.metrics.name
+RECORD_FILES = [METRICS_LOG, MOVES, CLIENT_METRICS, DIAGNOSTICS]
 
 SAVED, LAST = 4, 6  # the checkpoint from which the run goes on, and its last round before the failure
 

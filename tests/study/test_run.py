@@ -11,13 +11,15 @@ from studies import InlineCrew
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
-from cfl_ray.runtime.run_lock import hold_run
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, workers
 from cfl_ray.study.cells import Selection, plan
-from cfl_ray.study.folder import LOCK, STUDY, run_folders, study_status
+from cfl_ray.study.folder import run_folders, study_status
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.tracking import read_end, read_info, read_records
+
+STUDY = RunDirectory.study.name
 
 EXPERIMENTS = Path(__file__).parents[2] / "jobs" / "experiments"
 ALL_RUNS = [f"all, {method}, seed {seed}" for seed in (0, 1) for method in ("fedavg", "two")]
@@ -204,9 +206,9 @@ def test_an_interrupted_study_names_the_command_that_goes_on(study, monkeypatch,
 
 def test_two_processes_on_one_study(study, inline, monkeypatch):
     root = run_study(study(seeds=[0])).root
-    monkeypatch.setattr("cfl_ray.runtime.run_lock._LOCK_SECONDS", 0)
+    monkeypatch.setattr("cfl_ray.run_directory.lock._LOCK_SECONDS", 0)
     record = (root / STUDY).read_text()
-    with hold_run(root / LOCK):
+    with RunDirectory(root).hold():
         assert study_status(root).state == "live"
         with pytest.raises(RunError, match="small is live already; see it with: cfl-ray status"):
             run_study(study(seeds=[0, 5]))
@@ -217,7 +219,7 @@ def test_a_live_run_is_waited_for_and_then_refused(study, inline, monkeypatch):
     root = run_study(study(seeds=[0])).root
     monkeypatch.setattr(run, "END_SECONDS", -run._MORE_SECONDS)
     with (
-        hold_run(root / "all" / "two" / "seed-0" / "config.yaml"),
+        RunDirectory(root / "all" / "two" / "seed-0").hold(),
         pytest.raises(RunError, match="all, two, seed 0 is"),
     ):
         run_study(study())

@@ -14,9 +14,13 @@ import pytest
 from filelock import FileLock
 
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import FileTracker, MlflowTracker, RoundRecord, RunInfo, deliver_pending, delivery
 from cfl_ray.tracking import mlflow as adapter
-from cfl_ray.tracking.delivery import CURSOR, LOCK, Delivery, is_pending, set_destination
+from cfl_ray.tracking.delivery import Delivery, is_pending, set_destination
+
+CURSOR = RunDirectory.mlflow.name
+LOCK = RunDirectory.mlflow_lock.name
 
 
 @pytest.fixture

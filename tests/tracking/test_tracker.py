@@ -3,8 +3,10 @@ import resource
 import pytest
 
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import FileTracker, RunInfo, read_end, read_info, read_records
-from cfl_ray.tracking.tracker import METRICS_LOG
+
+METRICS_LOG = RunDirectory.metrics.name
 
 
 def rounds(run_dir):

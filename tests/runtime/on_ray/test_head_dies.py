@@ -104,7 +104,7 @@ def test_resumed_on_another_cluster_after_the_head_died(cluster, experiment, fig
     first.kill()
     run.wait()
     assert records.read_text().count("\n") < 8, "it is over"
-    engine = json.loads((run_dir / "numerics.json").read_text())["engine"]
+    engine = json.loads((run_dir / "environment.json").read_text())["engine"]
     choices = tmp_path / "here/out/engine-choices.json"
     (key,) = json.loads(choices.read_text())
     other = "sequential" if engine != "sequential" else "manual"

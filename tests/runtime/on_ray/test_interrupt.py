@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.runtime.run_lock import CONFIG
+from cfl_ray.run_directory import RunDirectory
+
+CONFIG = RunDirectory.config.name
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,199 @@
+"""The files of a run directory, which no other module names.
+
+A run directory holds a folder for each method, and the folder of a study holds run directories in
+SETTING/METHOD/seed-SEED. The three kinds of folder share a class, because the parent run of a comparison and that of a
+study have the files of a tracked run, as a method has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Literal, overload
+
+from cfl_ray.errors import ConfigError
+from cfl_ray.run_directory.lock import hold, is_held
+from cfl_ray.system.files import opened, sync
+
+Owner = Literal["run", "method", "study"]
+FORMAT = 2  # 1, which has no line of its own in config.yaml: other names of environment.json and reassignments.jsonl
+_FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
+_HEADER_BYTES = 1 << 10
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the layout, or a folder if the name ends with a slash; of a `RunDirectory`, its path."""
+
+    name: str
+    of: tuple[Owner, ...]  # kinds of folder that have it
+    contents: str
+    writer: str
+    before: str | None = None  # its name in format 1; a folder that has it keeps it
+
+    @overload
+    def __get__(self, directory: None, owner: type) -> File: ...
+    @overload
+    def __get__(self, directory: RunDirectory, owner: type) -> Path: ...
+    def __get__(self, directory: RunDirectory | None, owner: type) -> File | Path:
+        if directory is None:
+            return self
+        if self.before is not None and (earlier := directory.path / self.before).exists():
+            return earlier
+        return directory.path / self.name
+
+
+class RunDirectory:
+    """The directory of a run, of one of its methods, or of a study. Making the object touches no file."""
+
+    config = File(
+        "config.yaml", ("run",), "the experiment, without credentials; locked while the run is live", "driver"
+    )
+    signature = File("signature.json", ("run", "study"), "this user's signature of what the record names", "driver")
+    environment = File(
+        "environment.json",
+        ("run",),
+        "engine, device, CPU instructions and version of PyTorch, on which results depend besides the config hash",
+        "driver",
+        before="numerics.json",
+    )
+    session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
+    failure = File("failure.txt", ("run",), "why a run of a study failed", "study")
+
+    info = File("run.json", ("run", "method", "study"), "identity, tags and parameters", "driver")
+    metrics = File("metrics.jsonl", ("run", "method", "study"), "a line for each round", "driver")
+    end = File("end.json", ("run", "method", "study"), "status and metrics of the whole run", "driver")
+    mlflow = File("mlflow.json", ("run", "method", "study"), "how much of the run MLflow has, signed", "tracker")
+    mlflow_lock = File("mlflow.lock", ("run", "method", "study"), "held while results go to MLflow", "tracker")
+    artifacts = File("artifacts/", ("run", "method", "study"), "figures and tables", "driver")
+    report = File("artifacts/report.html", ("run", "study"), "the report", "driver")
+    models = File("models/", ("method",), "logged models (with `tracking.log_models`)", "driver")
+
+    reassignments = File(
+        "reassignments.jsonl", ("method",), "clients that changed their cluster", "driver", before="moves.jsonl"
+    )
+    client_metrics = File("client_metrics.arrow", ("method",), "metrics of each client", "driver")
+    diagnostics = File("diagnostics.arrow", ("method",), "diagnostics of the method", "driver")
+    events = File("events.jsonl", ("method",), "granted requests", "server")
+    assignments = File("artifacts/assignments.parquet", ("method",), "every client's clusters", "driver")
+    checkpoints = File("checkpoints/", ("method",), "checkpoints", "server")
+    writer = File("writer.json", ("method",), "which process may write checkpoints", "server")
+    writer_lock = File("writer.lock", ("method",), "held while checkpoints are written", "server")
+
+    study = File("study.yaml", ("study",), "the study, without credentials", "study")
+    study_lock = File("study.lock", ("study",), "held by the process that runs the study", "study")
+    trials = File("optuna.log", ("study",), "trials of a sweep that learns from results", "study")
+    results_table = File("artifacts/results.csv", ("study",), "a row for each run", "study")
+    trials_table = File("artifacts/trials.csv", ("study",), "a row for each trial of a sweep", "study")
+    table = File("artifacts/table.md", ("study",), "the table of the study", "study")
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r})"
+
+    @classmethod
+    def layout(cls) -> dict[str, File]:
+        """The files by the name of their attribute."""
+        return {name: value for name, value in vars(cls).items() if isinstance(value, File)}
+
+    @classmethod
+    def names_in(cls, owner: Owner) -> list[str]:
+        """The names at the top of such a folder."""
+        return [
+            file.name.rstrip("/") for file in cls.layout().values() if owner in file.of and "/" not in file.name[:-1]
+        ]
+
+    def method(self, label: str) -> RunDirectory:
+        """The directory of one method."""
+        return RunDirectory(self.path / label)
+
+    def cursor(self, tracker: str) -> Path:
+        """The file that says how much of the run a tracker has (tracker-NAME.json, or mlflow.json)."""
+        return (
+            self.mlflow
+            if tracker == "mlflow"
+            else self.path / f"tracker-{re.sub('[^A-Za-z0-9_-]+', '-', tracker)}.json"
+        )
+
+    def artifact(self, file: Path) -> Path:
+        """The copy of a file among the artifacts."""
+        return self.artifacts / file.name
+
+    # ---- kind
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds a run."""
+        return self.config.is_file()
+
+    @property
+    def is_study(self) -> bool:
+        """Whether the folder is that of a study."""
+        return self.study.is_file()
+
+    def require_run(self) -> None:
+        """Raises ConfigError for a folder that holds no run, or one in a format that this version does not know."""
+        if self.is_run:
+            if self.format > FORMAT:
+                raise ConfigError(
+                    f"{self.config} has format {self.format}, and this cfl_ray knows formats up to {FORMAT}: use the "
+                    "version that wrote it, or a newer one"
+                )
+            return
+        if self.is_study:
+            raise ConfigError(
+                f"{self.path} is the folder of a study; name one of its runs: {self.path}/SETTING/METHOD/seed-SEED"
+            )
+        raise ConfigError(f"{self.path} holds no run: there is no {self.config}")
+
+    @property
+    def format(self) -> int:
+        """The format of a run's files; `FORMAT` is that of new ones."""
+        with opened(self.config) as file:
+            line = _FORMAT_LINE.search(file.read(_HEADER_BYTES)) if file is not None else None
+        return int(line[1]) if line else 1
+
+    # ---- who may write
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Marks the run, or the study, as live. Raises RunError if it is live already."""
+        return hold(self.study_lock if self.is_study else self.config)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process runs the run or the study."""
+        file = self.study_lock if self.is_study else self.config
+        return file.is_file() and is_held(file)
+
+    # ---- files that grow with the rounds of a method
+
+    @property
+    def records(self) -> tuple[Path, ...]:
+        """The files of a method that grow with its rounds."""
+        return self.metrics, self.reassignments, self.client_metrics, self.diagnostics
+
+    def sync_records(self) -> None:
+        """Flushes the files that grow with the rounds to the disk.
+
+        The driver appends to them without waiting for the disk. A checkpoint of round r holds the report of round r,
+        and counts on all earlier rounds being recorded; so these files are flushed before it is written. What a power
+        failure cuts off is of round r or later, and is written again by the run that goes on.
+        """
+        for file in self.records:
+            if file.exists():
+                sync(file)
+        if self.path.exists():
+            sync(self.path)  # files may be new
+
+    # ---- a study
+
+    def run_folders(self, containing: File | None = None) -> Iterator[Path]:
+        """The directories of a study's runs, or those of them that have a file; in no order."""
+        name = (containing or RunDirectory.config).name
+        return (file.parent for file in self.path.glob(f"*/*/seed-*/{name}"))

@@ -1,0 +1,45 @@
+"""Whether a run is live: its driver holds a lock on a file, which the system releases when the process ends."""
+
+import contextlib
+import fcntl
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from cfl_ray.errors import RunError
+
+_LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
+
+
+def command(verb: str, run_dir: Path) -> str:
+    """Returns `cfl-ray VERB RUN`, quoted for a shell."""
+    return shlex.join(["cfl-ray", verb, str(run_dir)])
+
+
+@contextlib.contextmanager
+def hold(file: Path) -> Iterator[None]:
+    """Marks the run or the study of this file as live. Raises RunError if it is live already."""
+    with file.open("r+") as held:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _locked(held, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise RunError(f"{file.parent} is live already; see it with: {command('status', file.parent)}")
+            time.sleep(0.05)
+        yield
+
+
+def is_held(file: Path) -> bool:
+    """Whether a process holds the run or the study of this file."""
+    with file.open() as held:
+        return not _locked(held, fcntl.LOCK_SH)
+
+
+def _locked(file: IO[str], how: int) -> bool:
+    """Takes the lock if it is free, and returns whether it was; closing the file releases it."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""The layout of run directories has one place, which the documentation repeats."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import cfl_ray
+from cfl_ray import Experiment, resume, simulate
+from cfl_ray.errors import ConfigError
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory.directory import FORMAT
+
+PACKAGE = Path(cfl_ray.__file__).parent
+NAMES = {file.name for file in RunDirectory.layout().values()} | {
+    file.before for file in RunDirectory.layout().values()
+}
+COMMON = {"models"}  # words that mean other things, too
+OTHERS = {"report/page.py", "cli/commands.py"}  # report.html: the template of the page, and the default of -o
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    """A run of two rounds with clusters."""
+    return Experiment(
+        name="small",
+        rounds=2,
+        methods=["ifca"],
+        model={"options": {"hidden": 4}},
+        output=str(tmp_path),
+        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 4}},
+        runtime={"engine": "sequential", "checkpoint_every": 1},
+        tracking={"enabled": False},
+    )
+
+
+def named_in(source: str) -> set[str]:
+    """The names of the layout, and of its folders, that are whole texts of a module."""
+    names = {part for name in NAMES if name for part in (name.rstrip("/"), name.rpartition("/")[2])} - {"", *COMMON}
+    nodes = ast.walk(ast.parse(source))
+    return names & {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def joins_a_label(source: str) -> bool:
+    joins = (
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    )
+    return any(isinstance(node.right, ast.Name) and node.right.id == "label" for node in joins)
+
+
+def test_no_other_module_names_a_file_of_a_run():
+    assert named_in('(run / "metrics.jsonl", f"{run}/x", "moves.jsonl")') == {"metrics.jsonl", "moves.jsonl"}
+    assert joins_a_label("run_dir / label")
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    others = {name: text for name, text in sources.items() if not name.startswith("run_directory/")}
+    assert {name: found for name, text in others.items() if (found := named_in(text))} == dict.fromkeys(
+        OTHERS, {"report.html"}
+    )
+    assert [name for name, text in others.items() if joins_a_label(text)] == []
+
+
+def test_the_documentation_repeats_the_layout():
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    table = re.search(r"^\| file \| of \| contents \| written by \|\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table[1].splitlines()]
+    files = RunDirectory.layout().values()
+    assert rows == [(f"`{file.name}`", ", ".join(file.of), file.contents, file.writer) for file in files]
+
+
+def test_a_run_writes_the_files_of_its_layout_and_no_others(tmp_path, experiment):
+    simulate(experiment, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    for directory, owner in ((run, "run"), (run.method("ifca"), "method")):
+        names = {path.name for path in directory.path.iterdir()} - {"ifca"}
+        assert names <= set(RunDirectory.names_in(owner)), owner
+    assert {"config.yaml", "environment.json", "run.json"} <= {path.name for path in run.path.iterdir()}
+
+
+def test_a_run_of_the_format_before_goes_on_under_its_names(tmp_path, experiment):
+    simulate(experiment, tmp_path / "run")
+    run, method = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run").method("ifca")
+    recorded = method.reassignments.read_text()
+    assert run.format == FORMAT and recorded
+    run.environment.rename(run.path / "numerics.json")
+    method.reassignments.rename(method.path / "moves.jsonl")
+    run.config.write_text(run.config.read_text().replace(f"# format {FORMAT}\n", ""))
+    assert (run.format, run.environment.name, method.reassignments.name) == (1, "numerics.json", "moves.jsonl")
+    for file in (run.end, method.end):
+        file.unlink()
+    method.path.joinpath("moves.jsonl").write_text("")  # cut by a power failure
+    resume(run.path, on_ray=False, trust=True)
+    assert method.path.joinpath("moves.jsonl").read_text() == recorded.splitlines(keepends=True)[-1]
+    assert not method.path.joinpath("reassignments.jsonl").exists()
+
+
+def test_a_run_of_a_later_format_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("# config hash 1\n# format 99\nname: small\n")
+    with pytest.raises(ConfigError, match=f"has format 99, and this cfl_ray knows formats up to {FORMAT}"):
+        resume(tmp_path)
