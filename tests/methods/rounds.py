@@ -5,14 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from federations import Stage, planted
+from federations import Spoiled, Stage, planted
 from torch import nn
 
 from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.clustering.agreement import agreement
 from cfl_ray.config import EvaluationConfig
+from cfl_ray.core.clients import Clients
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
+from cfl_ray.core.population import Population
+from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Exclusion, Losses, Outcome, Work
 from cfl_ray.runtime.evaluation import Evaluator
@@ -99,3 +104,90 @@ def make_late_in_choices(one: Stage, client: int) -> None:
 def floats(one: Stage) -> tuple[float, float]:
     """Traffic of the latest round in floats: (down, up)."""
     return one.stats.traffic.down_bits / 32, one.stats.traffic.up_bits / 32
+
+
+def assert_finds_planted_groups(method: Method, clients: int, participation: float, rounds: int, samples=200, lr=0.5):
+    """Three groups, by all clients or by sampled cohorts: their clusters, and models that fit them."""
+    one = Stage(planted(clients, 3, samples=samples), mlp, LocalSGD(epochs=5, batch_size=40, lr=lr))
+    population = Population(clients, (), 0)
+    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
+    state = one.play(method, *drawn)
+    seen = np.unique(np.concatenate(drawn))
+    assert len(seen) >= 0.9 * clients and state.num_clusters == 3
+    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1
+    assert accuracy(one, method, state, seen).mean() > 0.9
+
+
+def assert_local_model_is_of_the_cluster_training(method: Method, one: Stage, state: State, round: int, monkeypatch):
+    """P-local and the train loss are those of theta_i, the first of the two trainings of a round."""
+    losses, train = [], Clients.train
+
+    def recorded(*args, **more):
+        updates = train(*args, **more)
+        losses.append(updates.train_loss_M)
+        return updates
+
+    monkeypatch.setattr(Clients, "train", recorded)
+    method.round(state, replace(one.clients(round=round), local_test_samples=50), Draws(0, round))
+    assert len(losses) == 2 and not np.allclose(*losses)
+    assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8
+
+
+class EnginesAndCheckpoints:
+    """For a subclass with a METHOD whose options bring every step into few rounds."""
+
+    METHOD: Method
+    COHORTS: Sequence = COHORTS[:3]
+
+    def test_engines_agree(self):
+        assert_engines_agree(groups, self.METHOD, self.COHORTS)
+
+    def test_continues_from_a_checkpoint_after_any_round(self, tmp_path):
+        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
+
+
+class Centres:
+    """Clients that come and go, for a subclass with a METHOD that has two centres from its first round on."""
+
+    METHOD: Method
+    FIRST: str  # the phase of the first round
+    START = 0  # the model of the first round
+
+    @pytest.fixture
+    def found(self):
+        """The stage and the state after two rounds; clients 5, 6 and 7 never took part."""
+        one = groups()
+        return one, one.play(self.METHOD, [0, 1, 2, 3, 4], [0, 1, 2, 3])
+
+    def test_newcomers_before_the_first_round_wait(self):
+        one = groups()
+        state = self.METHOD.init(one.start())
+        assert_equal(self.METHOD.join(state, one.clients([5])), state)
+        assert self.METHOD.serve(state, one.clients()).frozen_P is None and floats(one) == (0, 0)
+
+    def test_clients_are_served_their_centre_and_unseen_ones_the_mean(self, found):
+        one, state = found
+        serving = self.METHOD.serve(state, one.clients([0, 1, 7]))
+        assert serving.row_M.tolist() == [*state.assign_N[:2], 2]
+        assert torch.equal(serving.models_KP[2], state.models_KP.mean(0))
+
+    def test_a_leaver_is_forgotten_and_a_cluster_without_members_stays(self, found):
+        one, state = found
+        gone = np.flatnonzero(state.assign_N == 1)
+        left = self.METHOD.leave(state, gone)
+        later = one.play(self.METHOD, np.flatnonzero(state.assign_N == 0), state=left, first=3)
+        assert set(later.assign_N[gone]) == {-1} and torch.equal(later.models_KP[1], state.models_KP[1])
+        assert set(self.METHOD.join(later, one.clients(gone, round=4)).assign_N[gone]) == {1}
+
+    def test_fewer_clients_than_centres_make_as_many_as_there_are(self):
+        state = groups().play(replace(self.METHOD, num_clusters=5), [0, 3], [0, 3])
+        assert state.num_clusters == 2 and sorted(state.assign_N[[0, 3]]) == [0, 1]
+
+    @pytest.mark.parametrize("cohort", [[], [4, 5]])
+    def test_a_first_round_without_a_valid_update_is_repeated(self, cohort):
+        one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
+        state = one.play(self.METHOD, cohort)
+        assert state.phase == self.FIRST and torch.equal(state.models_KP[0], one.model(self.START))
+        later = one.play(self.METHOD, [0, 1, 2, 3], state=state, first=2)
+        assert later.num_clusters == 2 and agreement(np.arange(4) % 2, later.assign_N[:4])["ari"] == 1
+        assert_equal(one.play(self.METHOD, cohort, state=later, first=3), later)

@@ -1,4 +1,4 @@
-"""FedAvg+: K models that are each averaged as by FedAvg, and their vote."""
+"""FedAvg+: K models that are each averaged as by FedAvg. With FedProx+: the vote, and clients that leave."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,9 @@ from rounds import COHORTS, accuracy, floats, groups, mlp
 
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedavg_plus import FedAvgPlus
+from cfl_ray.methods.fedprox_plus import FedProxPlus
+
+both = pytest.mark.parametrize("voting", [FedAvgPlus, FedProxPlus])
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -38,8 +41,9 @@ def test_the_first_model_is_that_of_fedavg_and_the_others_draw_other_batches():
     assert not torch.allclose(twins[0], twins[1], atol=1e-4)
 
 
-def test_the_models_vote_by_their_mean_probabilities():
-    one, method = groups(), FedAvgPlus(num_models=3)
+@both
+def test_the_models_vote_by_their_mean_probabilities(voting):
+    one, method = groups(), voting(num_models=3)
     state, votes = one.play(method, *COHORTS), []
     x, y = one.federation.test_set(1)
     for row_P in state.models_KP:
@@ -60,23 +64,28 @@ def test_p_local_and_the_train_loss_are_of_the_first_model():
     assert found[0] == found[1]
 
 
-def test_evaluation_costs_no_traffic():
-    one, method = groups(), FedAvgPlus(num_models=2)
+@both
+def test_evaluation_costs_no_traffic(voting):
+    one, method = groups(), voting(num_models=2)
     state = one.play(method, [0, 1, 2])
     assert floats(one) == (3 * 2 * 340, 3 * 2 * 340)
     accuracy(one, method, state)
     assert floats(one) == (0, 0)
 
 
-def test_leavers_are_forgotten():
-    one, method = groups(), FedAvgPlus(num_models=2)
+@both
+def test_leavers_are_forgotten_and_choose_no_model_when_they_return(voting):
+    one, method = groups(), voting(num_models=2)
     state = method.leave(one.play(method, [0, 1]), np.array([1]))
     assert state.assign_N[:3].tolist() == [0, -1, 0]
-    serving = method.serve(method.join(state, one.clients([1, 7])), one.clients([1, 7]))
+    joined = method.join(state, one.clients([1, 7], round=2))
+    assert floats(one) == (0, 0) and np.array_equal(joined.assign_N, state.assign_N)
+    serving = method.serve(joined, one.clients([1, 7]))
     assert torch.equal(serving.models_KP, state.models_KP) and serving.vote
 
 
-def test_a_cohort_without_a_valid_client_changes_nothing():
+@both
+def test_a_cohort_without_a_valid_client_changes_nothing(voting):
     one = Stage(Spoiled([4, 5]), mlp)
-    state = one.play(FedAvgPlus(num_models=2), [4, 5])
+    state = one.play(voting(num_models=2), [4, 5])
     assert torch.equal(state.models_KP, torch.stack([one.model(0), one.model(1)]))

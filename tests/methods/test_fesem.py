@@ -3,23 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Stage, planted
 from linear import ETA, assert_close, gradient, matrix, mean, sgd, stage
-from rounds import (
-    COHORTS,
-    accuracy,
-    assert_engines_agree,
-    assert_equal,
-    assert_survives_an_interruption,
-    floats,
-    groups,
-    mlp,
-)
+from rounds import COHORTS, Centres, EnginesAndCheckpoints, assert_finds_planted_groups, floats, groups
 from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fesem import FeSEM
@@ -176,34 +166,15 @@ def test_one_centre_is_fedavg(weights, local):
 
 @pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 2), (15, 0.4, 8)])
 def test_planted_groups_are_found(clients, participation, rounds):
-    one = Stage(planted(clients, 3, samples=120), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-    population = Population(clients, (), 0)
-    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
-    method = FeSEM(num_clusters=3)
-    state = one.play(method, *drawn)
-    seen = np.unique(np.concatenate(drawn))
-    assert len(seen) >= 0.9 * clients and state.num_clusters == 3
-    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1
-    assert accuracy(one, method, state, seen).mean() > 0.9
+    assert_finds_planted_groups(FeSEM(num_clusters=3), clients, participation, rounds, samples=120)
 
 
-class TestOtherOptions:
+class TestOtherOptions(EnginesAndCheckpoints):
     METHOD = FeSEM(num_clusters=2, features="all", reseed=True, sketch=64, weights="uniform")
 
-    def test_engines_agree(self):
-        assert_engines_agree(groups, self.METHOD)
 
-    def test_an_interruption_changes_nothing(self, tmp_path):
-        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
-
-
-class TestComingAndGoing:
-    METHOD = FeSEM(num_clusters=2)
-
-    @pytest.fixture
-    def found(self):
-        one = groups()
-        return one, one.play(self.METHOD, [0, 1, 2, 3, 4], [0, 1, 2, 3])
+class TestComingAndGoing(Centres):
+    METHOD, FIRST = FeSEM(num_clusters=2), "cluster"
 
     def test_newcomers_train_once_from_the_mean_and_go_to_the_nearest_centre(self, found):
         one, state = found
@@ -215,36 +186,3 @@ class TestComingAndGoing:
         clients = other.clients([5, 6])
         w = clients.train(clients.send(state.models_KP.mean(0, keepdim=True)), features=clients.spec.all).features_MF
         assert joined.assign_N[[5, 6]].tolist() == torch.cdist(w, state.models_KP).argmin(1).tolist()
-
-    def test_newcomers_before_the_first_round_wait(self):
-        one = groups()
-        state = self.METHOD.init(one.start())
-        assert_equal(self.METHOD.join(state, one.clients([5])), state)
-        assert floats(one) == (0, 0)
-
-    def test_clients_are_served_their_centre_and_unseen_ones_the_mean(self, found):
-        one, state = found
-        serving = self.METHOD.serve(state, one.clients([0, 1, 7]))
-        assert serving.row_M.tolist() == [*state.assign_N[:2], 2]
-        assert torch.equal(serving.models_KP[2], state.models_KP.mean(0))
-
-    def test_a_leaver_is_forgotten_and_a_cluster_without_members_stays(self, found):
-        one, state = found
-        gone = np.flatnonzero(state.assign_N == 1)
-        left = self.METHOD.leave(state, gone)
-        later = one.play(self.METHOD, np.flatnonzero(state.assign_N == 0), state=left, first=3)
-        assert set(later.assign_N[gone]) == {-1} and torch.equal(later.models_KP[1], state.models_KP[1])
-        assert set(self.METHOD.join(later, one.clients(gone, round=4)).assign_N[gone]) == {1}
-
-    def test_fewer_clients_than_centres_make_as_many_as_there_are(self):
-        state = groups().play(FeSEM(num_clusters=5), [0, 3], [0, 3])
-        assert state.num_clusters == 2 and sorted(state.assign_N[[0, 3]]) == [0, 1]
-
-    @pytest.mark.parametrize("cohort", [[], [4, 5]])
-    def test_a_first_round_without_a_valid_update_is_repeated(self, cohort):
-        one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
-        state = one.play(self.METHOD, cohort)
-        assert state.phase == "cluster" and torch.equal(state.models_KP[0], one.model())
-        later = one.play(self.METHOD, [0, 1, 2, 3], state=state, first=2)
-        assert later.num_clusters == 2 and agreement(np.arange(4) % 2, later.assign_N[:4])["ari"] == 1
-        assert_equal(one.play(self.METHOD, cohort, state=later, first=3), later)

@@ -1,18 +1,16 @@
 """FeSEM-CAM: both trainings by the formulas with the proximal term, weighted k-means from the centres, the warm-up."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from federations import Spoiled, Stage, planted
+from federations import Spoiled, Stage
 from linear import ETA, N_0, N_1, alike, assert_close, data, matrix, mean, sgd, stage
 from rounds import (
-    COHORTS,
-    accuracy,
-    assert_engines_agree,
+    Centres,
+    EnginesAndCheckpoints,
     assert_equal,
-    assert_survives_an_interruption,
+    assert_finds_planted_groups,
+    assert_local_model_is_of_the_cluster_training,
     floats,
     groups,
     mlp,
@@ -21,10 +19,8 @@ from torch import nn
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.clustering.kmeans import kmeans
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
-from cfl_ray.core.rng import Draws
 from cfl_ray.methods.fesem import FeSEM
 from cfl_ray.methods.fesem_cam import FeSEMCAM
 
@@ -160,34 +156,15 @@ class TestClustering:
 
 @pytest.mark.parametrize("clients, participation, rounds", [(9, 1.0, 3), (15, 0.4, 8)])
 def test_planted_groups_are_found(clients, participation, rounds):
-    one = Stage(planted(clients, 3, samples=120), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.3))
-    population = Population(clients, (), 0)
-    drawn = [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
-    method = FeSEMCAM(num_clusters=3)
-    state = one.play(method, *drawn)
-    seen = np.unique(np.concatenate(drawn))
-    assert len(seen) >= 0.9 * clients and state.num_clusters == 3
-    assert agreement(one.federation.group_N[seen], state.assign_N[seen])["ari"] == 1
-    assert accuracy(one, method, state, seen).mean() > 0.9
+    assert_finds_planted_groups(FeSEMCAM(num_clusters=3), clients, participation, rounds, samples=120, lr=0.3)
 
 
-class TestOtherOptions:
+class TestOtherOptions(EnginesAndCheckpoints):
     METHOD = FeSEMCAM(num_clusters=2, sketch=64, lam=0.0, weights="uniform")
 
-    def test_engines_agree(self):
-        assert_engines_agree(groups, self.METHOD)
 
-    def test_an_interruption_changes_nothing(self, tmp_path):
-        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
-
-
-class TestComingAndGoing:
-    METHOD = FeSEMCAM(num_clusters=2)
-
-    @pytest.fixture
-    def found(self):
-        one = groups()
-        return one, one.play(self.METHOD, [0, 1, 2, 3, 4], [0, 1, 2, 3])
+class TestComingAndGoing(Centres):
+    METHOD, FIRST, START = FeSEMCAM(num_clusters=2), "warmup", 1
 
     def test_newcomers_train_once_from_the_mean_with_the_global_model_frozen(self, found):
         one, state = found
@@ -200,28 +177,15 @@ class TestComingAndGoing:
         w = clients.train(sent, how=how, features=clients.spec.all).features_MF
         assert joined.assign_N[[5, 6]].tolist() == torch.cdist(w, state.models_KP).argmin(1).tolist()
 
-    def test_newcomers_before_the_first_round_wait(self):
-        one = groups()
-        state = self.METHOD.init(one.start())
-        assert_equal(self.METHOD.join(state, one.clients([5])), state)
-        assert self.METHOD.serve(state, one.clients()).frozen_P is None and floats(one) == (0, 0)
-
-    def test_clients_are_served_their_centre_and_the_global_model_and_unseen_ones_the_mean(self, found):
+    def test_clients_are_served_the_global_model_too(self, found):
         one, state = found
-        serving = self.METHOD.serve(state, one.clients([0, 1, 7]))
-        assert serving.row_M.tolist() == [*state.assign_N[:2], 2]
-        assert torch.equal(serving.models_KP[2], state.models_KP.mean(0))
-        assert torch.equal(serving.frozen_P, state.global_KP[0])
+        assert torch.equal(self.METHOD.serve(state, one.clients([0, 7])).frozen_P, state.global_KP[0])
 
     def test_leavers_are_in_no_later_clustering(self, found):
         one, state = found
         gone = np.flatnonzero(state.assign_N == 1)
         left = self.METHOD.leave(state, gone)
         assert not set(left.seen_S) & set(gone) and len(left.weight_S) == len(left.signature_SF) == len(left.seen_S)
-        later = one.play(self.METHOD, np.flatnonzero(state.assign_N == 0), state=left, first=3)
-        assert set(later.assign_N[gone]) == {-1}
-        assert torch.equal(later.models_KP[1], state.models_KP[1]), "the model stays when the last member has left"
-        assert set(self.METHOD.join(later, one.clients(gone, round=4)).assign_N[gone]) == {1}
 
     def test_all_clients_leave_and_others_come(self, found):
         one, state = found
@@ -236,32 +200,7 @@ class TestComingAndGoing:
         assert_equal(later, state)
         assert not one.stats.diagnostics.names, "of no client"
 
-    @pytest.mark.parametrize("cohort", [[], [4, 5]])
-    def test_a_warm_up_without_a_valid_update_is_repeated(self, cohort):
-        one = Stage(Spoiled([4, 5]), mlp, LocalSGD(epochs=3, lr=0.3))
-        state = one.play(self.METHOD, cohort)
-        assert state.phase == "warmup" and torch.equal(state.models_KP[0], one.model(1))
-        later = one.play(self.METHOD, [0, 1, 2, 3], state=state, first=2)
-        assert later.num_clusters == 2 and agreement(np.arange(4) % 2, later.assign_N[:4])["ari"] == 1
-        assert torch.equal(one.play(self.METHOD, cohort, state=later, first=3).models_KP, later.models_KP)
-
-    def test_fewer_clients_than_centres(self):
-        state = groups().play(FeSEMCAM(num_clusters=5), [0, 3], [0, 3])
-        assert state.num_clusters == 2 and sorted(state.assign_N[[0, 3]]) == [0, 1]
-
 
 def test_the_local_model_is_that_of_the_cluster_training(monkeypatch):
-    """P-local and the train loss are those of theta_i, the first of the two trainings."""
-    one, method, losses = groups(), FeSEMCAM(num_clusters=2), []
-    state = one.play(method, None)
-    train = Clients.train
-
-    def recorded(*args, **more):
-        updates = train(*args, **more)
-        losses.append(updates.train_loss_M)
-        return updates
-
-    monkeypatch.setattr(Clients, "train", recorded)
-    method.round(state, replace(one.clients(round=2), local_test_samples=50), Draws(0, 2))
-    assert len(losses) == 2 and not np.allclose(*losses)
-    assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8
+    one, method = groups(), FeSEMCAM(num_clusters=2)
+    assert_local_model_is_of_the_cluster_training(method, one, one.play(method, None), 2, monkeypatch)

@@ -1,7 +1,5 @@
 """IFCA-CAM: sums of logits in choice, training and prediction, by the formulas; its reductions to FedAvg."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,10 +7,10 @@ from federations import Spoiled, Stage, planted
 from linear import ETA, N_0, N_1, assert_close, data, matrix, mean, stage
 from rounds import (
     COHORTS,
+    EnginesAndCheckpoints,
     accuracy,
-    assert_engines_agree,
     assert_equal,
-    assert_survives_an_interruption,
+    assert_local_model_is_of_the_cluster_training,
     floats,
     groups,
     make_late_in_choices,
@@ -20,10 +18,9 @@ from rounds import (
 )
 
 from cfl_ray.clustering.agreement import agreement
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import LocalTraining
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Population
-from cfl_ray.core.rng import Draws
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca_cam import IFCACAM
 
@@ -220,7 +217,7 @@ def test_planted_groups_are_found(participation, rounds):
     assert accuracy(one, method, state).mean() > 0.9
 
 
-class TestOtherOptions:
+class TestOtherOptions(EnginesAndCheckpoints):
     METHOD = IFCACAM(
         num_clusters=2,
         warmup_rounds=2,
@@ -230,12 +227,7 @@ class TestOtherOptions:
         schedule="alternating",
         empty="zero",
     )
-
-    def test_engines_agree(self):
-        assert_engines_agree(groups, self.METHOD, COHORTS)
-
-    def test_an_interruption_changes_nothing(self, tmp_path):
-        assert_survives_an_interruption(groups, self.METHOD, COHORTS, tmp_path)
+    COHORTS = COHORTS
 
 
 class TestComingAndGoing:
@@ -303,17 +295,5 @@ def test_states_of_a_pure_round_are_equal():
 
 
 def test_the_local_model_is_that_of_the_cluster_training(monkeypatch):
-    """P-local and the train loss are those of theta_i, the first of the two trainings."""
-    one, method, losses = groups(), IFCACAM(num_clusters=2, warmup_rounds=0), []
-    state = method.init(one.start())
-    train = Clients.train
-
-    def recorded(*args, **more):
-        updates = train(*args, **more)
-        losses.append(updates.train_loss_M)
-        return updates
-
-    monkeypatch.setattr(Clients, "train", recorded)
-    method.round(state, replace(one.clients(round=1), local_test_samples=50), Draws(0, 1))
-    assert len(losses) == 2 and not np.allclose(*losses)
-    assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8
+    one, method = groups(), IFCACAM(num_clusters=2, warmup_rounds=0)
+    assert_local_model_is_of_the_cluster_training(method, one, method.init(one.start()), 1, monkeypatch)

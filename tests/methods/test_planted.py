@@ -6,6 +6,7 @@ For every method, whatever its clusters: rounds are pure functions, and clients 
 import numpy as np
 import pytest
 import torch
+from checksums import EARLY
 from federations import Spoiled, Stage, planted
 from torch import nn
 
@@ -84,11 +85,6 @@ def test_one_model_cannot_serve_the_groups():
     assert accuracy(one, method, one.play(method, *[None] * 5)) < 1 / GROUPS + 0.04
 
 
-EARLY = {
-    "autocfl": {"min_rounds": 1, "max_rounds": 1},
-    "fl_hc": {"cluster_round": 2},
-    "ifca_cam": {"warmup_rounds": 1},
-}  # clusters by round 2
 ONE = {
     "fedavg",
     "fedprox",

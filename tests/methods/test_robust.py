@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from checksums import EARLY
 from federations import Spoiled, planted
 from rounds import COHORTS, accuracy, assert_equal, groups
 
@@ -17,12 +18,6 @@ from cfl_ray.methods.fednova import FedNova
 from cfl_ray.methods.ifca import IFCA
 
 ROBUST = [name for name in RULES if name != "mean"]
-EARLY = {
-    "autocfl": {"min_rounds": 1, "max_rounds": 2},
-    "fedgroup": {"num_clusters": 2, "alpha": 4, "pretrain_steps": 5},
-    "fl_hc": {"cluster_round": 2},
-    "ifca_cam": {"warmup_rounds": 1},
-}
 REFUSED = {"local": ROBUST, "fednova": ["median", "trimmed_mean", "multi_krum"]}
 
 

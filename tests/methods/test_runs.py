@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checksums import EARLY
 from federations import Spoiled
 
 import cfl_ray
@@ -25,15 +26,6 @@ DATA = {
     "synthetic_groups": 2,
     "synthetic_samples": 40,
     "partition": {"clients": 10},
-}
-EARLY = {  # options that bring clustering into the first rounds
-    "autocfl": {"min_rounds": 1, "max_rounds": 2},
-    "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
-    "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
-    "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5},
-    "fl_hc": {"cluster_round": 2},
-    "fesem_cam": {"num_clusters": 3},
-    "ifca_cam": {"warmup_rounds": 1},
 }
 WITH_CLIENT_STATE = {"ditto", "local", "fedper", "lg_fedavg", "cgpfl", "fedac"}
 

@@ -5,6 +5,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from checksums import EARLY
 from federations import Stage, planted
 from linear import N_0, N_1, assert_close, matrix, sgd, stage
 from torch import nn
@@ -15,15 +16,6 @@ from cfl_ray.methods import REGISTRY, construct
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.ifca import IFCA
 
-EARLY = {
-    "autocfl": {"min_rounds": 1, "max_rounds": 2},
-    "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
-    "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
-    "fedgroup": {"num_clusters": 2, "alpha": 3, "pretrain_steps": 5},
-    "fl_hc": {"cluster_round": 2},
-    "fesem_cam": {"num_clusters": 2},
-    "ifca_cam": {"warmup_rounds": 1},
-}
 AVERAGING = sorted(name for name, cls in REGISTRY.items() if not cls.only_mean and not cls().needs_mean)
 
 

@@ -2,19 +2,12 @@
 
 import numpy as np
 import pytest
+from checksums import EARLY
 
 from cfl_ray import run, simulate
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime import driver
 
-EARLY = {  # options that bring every phase into the first rounds
-    "autocfl": {"min_rounds": 1, "max_rounds": 2},
-    "cfl": {"eps1": 10.0, "eps2": 0.0, "min_rounds": 1},
-    "fedac": {"adapt_after": 1, "adapt_every": 2, "pca_every": 2},
-    "fedgroup": {"num_clusters": 3, "alpha": 3, "pretrain_steps": 5},
-    "fl_hc": {"cluster_round": 2},
-    "ifca_cam": {"warmup_rounds": 1},
-}
 METHODS = sorted(REGISTRY)
 SCHEDULE = [
     {"round": 2, "join": [10, 11], "change": [{"clients": "2-3", "relabel": 1}]},
