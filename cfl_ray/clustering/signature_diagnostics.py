@@ -1,6 +1,6 @@
 """Diagnostics that several methods report of what they compare clients by. S are the clients with a signature.
 
-All are made of a sample of the clients, and only where they are recorded.
+All are made of a sample of the clients, and only if they are recorded.
 """
 
 import numpy as np
@@ -55,13 +55,13 @@ def principal_components(signature_SF: Tensor) -> np.ndarray:
         return np.zeros((len(signature_SF), 1))
     most = min(COMPONENTS, *signature_SF.shape)
     pca = PCA(most, random_state=0, iterated_power=3)  # of 1,000 signatures of 8,192 values: 0.2 s
-    with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance where all are equal
+    with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance if all are equal
         found: np.ndarray = pca.fit_transform(signature_SF.numpy())
     return found
 
 
 def cosines(signature_SF: Tensor) -> np.ndarray:
-    """Cosine of every two signatures, float32 (S, S); 0 with one of zeros."""
+    """Cosine of every two signatures, float32 (S, S); 0 for a signature of zeros."""
     unit_SF = normalize(signature_SF, dim=1)
     cosine_SS = (unit_SF @ unit_SF.T).clamp(-1, 1)
     return ((cosine_SS + cosine_SS.T) / 2).numpy()  # the product is symmetric up to rounding

@@ -77,7 +77,7 @@ def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mean(rows_RSQ: np.ndarray, chosen_RS: np.ndarray) -> np.ndarray:
-    """Mean (R, Q) of the chosen rows; 0 where there are none."""
+    """Mean (R, Q) of the chosen rows; 0 if there are none."""
     counts_R = np.maximum(chosen_RS.sum(1), 1)
     mean_RQ: np.ndarray = np.einsum("rsq,rs->rq", rows_RSQ, chosen_RS.astype(np.float64)) / counts_R[:, None]
     return mean_RQ
@@ -111,7 +111,7 @@ def merge_insignificant(
 def significant_parts(feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8) -> np.ndarray:
     """The clusters that the rows form, int64 (S,), numbered from 0: k-means into more parts than there may be, merged.
 
-    A test of one cluster against two has little power where there are four; between two of the four it has.
+    A test of one cluster against two has little power if there are four; a test of one against two of the four has.
     """
     parts = min(most, len(feature_SF) // 3)
     if parts < 2:

@@ -57,7 +57,7 @@ def _leaves(Z: np.ndarray) -> np.ndarray:
 
 
 def best_cut(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> int:
-    """Number of clusters of the cut with the largest mean silhouette; 1 where none is above 0.25.
+    """Number of clusters of the cut with the largest mean silhouette; 1 if none is above 0.25.
 
     Of cuts with equal silhouettes, the one with fewer clusters. Arguments as `silhouettes`.
     """

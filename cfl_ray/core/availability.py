@@ -116,7 +116,7 @@ class OwnAvailability(Availability):
     seed: int
 
     def named(self, round: int, num_clients: int = 0) -> np.ndarray:
-        """Raises RunError, with the author's line, where the function does not return a bool for each client."""
+        """Raises RunError, with the author's line, if the function does not return a bool for each client."""
         clients = np.arange(num_clients or self.num_clients)
         draw = stream(self.seed, round, 0, -1, "own availability")
         result = call_plugin("availability", self.function, clients, round, draw)

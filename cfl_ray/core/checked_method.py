@@ -63,9 +63,9 @@ class CheckedMethod:
 
 
 def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of the step. Its exceptions go on as they are, with a note that names the author's line.
+    """The result of the step. Its exceptions are raised again, with a note that names the author's line.
 
-    A line of this package is noted only where the error does not say where it arose.
+    A line of this package is noted only if the error does not say where it arose.
     """
     try:
         return hook(*arguments)

@@ -174,12 +174,12 @@ class Clients:
     ) -> None:
         """Reports a diagnostic of this round: a number, which is recorded like a metric, or an array.
 
-        Of arrays, the last one of each name is recorded with the next evaluated round, if it differs from the one
-        recorded before.
+        The last array of each name is recorded with the next evaluated round, if it differs from the array recorded
+        before.
 
         name: of a-z, 0-9 and _; not that of a metric. Common ones are in docs/metrics.md.
         value: finite or NaN. A number, an array with one or two axes, or a function without arguments that returns an
-            array and is called only where the array is recorded. Of a symmetric matrix, the condensed form (pairs
+            array and is called only if the array is recorded. Of a symmetric matrix, the condensed form (pairs
             (0, 1), (0, 2) .., as `clustering.agglomerative.distances` returns it) will do.
         axes: of an array, the word for each axis: "clients", "clusters", or any other word.
         ids: clients of the axis "clients"; None: these clients.
@@ -276,7 +276,7 @@ class Clients:
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
         keep_as_local_model: whether the result is the client's model, which protocol P-local measures.
         average_number: which of the averages of a round `average` is. A server optimiser goes on from the average with
-            the same number of the round before: give it where their order is not the same in all rounds. None: their
+            the same number of the round before: give it if their order differs between rounds. None: their
             order.
         """
         local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keep_as_local_model)
@@ -367,7 +367,7 @@ class Clients:
             self.server.forget(models_KP)
 
     def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
-        """Mean training loss of each of the K models on each client's data, float64 (M, K); inf where it is NaN.
+        """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
 
         max_samples: number of samples of each client to use, the same random ones in all rounds, at most
             `choice_samples`; None: all.

@@ -95,7 +95,7 @@ class Diagnostics:
         return list(self._arrays)
 
     def array(self, name: str) -> Diagnostic:
-        """An array, bounded; where a function was reported in its place, its result."""
+        """An array, bounded; if a function was reported in its place, its result."""
         array = self._arrays[name]
         return array if isinstance(array, Diagnostic) else self._resolved(name, array)
 

@@ -113,7 +113,7 @@ def births_and_deaths(
 
 
 def drawn(phases: Mapping[str, tuple[str, ...]]) -> str:
-    """The phases with arrows: "cluster -> federate"; several chains where a phase has several that follow it."""
+    """The phases with arrows: "cluster -> federate"; several chains if a phase has several that follow it."""
     names = list(phases)
     if [*phases.values()] == [*((name,) for name in names[1:]), ()]:
         return " -> ".join(names)
@@ -123,7 +123,7 @@ def drawn(phases: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def check_phases(name: str, phases: Any) -> None:
-    """Raises ValueError where `phases` of the method `name` is no declaration."""
+    """Raises ValueError if `phases` of the method `name` is no declaration."""
     if not isinstance(phases, Mapping):
         raise ValueError(f"{name}.phases must be a dict of tuples, got {phases!r}")
     for phase, following in phases.items():

@@ -95,7 +95,7 @@ class Method(ABC, Generic[S]):
     name: ClassVar[str] = ""
     state_type: ClassVar[type[State]] = State  # S, set from the base class `Method[S]`
     # Not annotated here: an annotated class variable is part of every subclass's dataclass fields, and cloudpickle
-    # would send all registered methods along with a user's own one.
+    # would send all registered methods along with a plugin.
     registry = _REGISTRY
     phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # and those that may follow each: `core.events`
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
@@ -245,9 +245,9 @@ class Method(ABC, Generic[S]):
     def join(self, state: S, clients: Clients) -> S:
         """The state after the newcomers `clients` joined.
 
-        By default each newcomer without a cluster receives all cluster models and joins the one with the least loss on
-        its training samples (`core.rounds.place_by_loss`). With one model, which all clients share, the state is the
-        same.
+        By default each newcomer without a cluster receives all cluster models and joins the cluster whose model has the
+        least loss on its training samples (`core.rounds.place_by_loss`). With one model for all clients, the state does
+        not change.
         """
         return place_by_loss(state, clients)
 

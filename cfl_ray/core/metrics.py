@@ -6,7 +6,7 @@ says. All are computed in float64.
     accuracy          share of the samples whose largest output is that of their class
     macro_f1          mean of the F1 scores of the classes (or labels) that occur among the true or predicted ones
     micro_f1          F1 score of all decisions (sample, label) together
-    subset_accuracy   share of the samples with every label right; a label is predicted where its output is above 0
+    subset_accuracy   share of the samples with every label right; a label is predicted if its output is above 0
     mse, mae          mean of the squared, of the absolute, differences
     r2                1 - sum (y - f)^2 / sum (y - mean y)^2, mean over the d targets that are not constant
     token_accuracy    share of the tokens whose largest output is theirs
@@ -31,7 +31,7 @@ MetricFunction = Callable[[Tensor, Tensor], Any]  # (outputs, targets) of one cl
 
 @dataclass(frozen=True)
 class Metric:
-    """One number per client from the outputs of its model and its test targets; NaN where it is not defined."""
+    """One number per client from the outputs of its model and its test targets; NaN if it is not defined."""
 
     name: str  # in tables and records, e.g. "f1_of_class_3"
     function: MetricFunction
@@ -82,7 +82,7 @@ def macro_f1(outputs: Tensor, targets: Tensor) -> float:
 
 
 def micro_f1(outputs: Tensor, targets: Tensor) -> float:
-    """F1 score of all decisions together; NaN where no label is true or predicted."""
+    """F1 score of all decisions together; NaN if no label is true or predicted."""
     hit_C, true_C, predicted_C = _counts(outputs, targets)
     total = int(true_C.sum() + predicted_C.sum())
     return float(2 * hit_C.sum() / total) if total else float("nan")
@@ -104,7 +104,7 @@ def mae(outputs: Tensor, targets: Tensor) -> float:
 
 
 def r2(outputs: Tensor, targets: Tensor) -> float:
-    """Coefficient of determination; NaN where every target is constant."""
+    """Coefficient of determination; NaN if every target is constant."""
     targets = targets.double().reshape(outputs.shape)
     rest_d = (outputs.double() - targets).square().sum(0)
     total_d = (targets - targets.mean(0)).square().sum(0)

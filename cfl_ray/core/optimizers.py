@@ -1,7 +1,7 @@
 """Local optimisers: what a client does with the gradient of a step.
 
 `sgd` is that of the engines themselves, with `local.momentum` and `local.weight_decay`. All others are classes of
-`torch.optim`, or the user's own; a client begins every round with a fresh one, because its moments are not kept.
+`torch.optim`, or the user's own; a client begins every round with a new optimiser, because its moments are not kept.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class LocalOptimizer:
 def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer | None:
     """The optimiser of a name, `file.py:Name` or a class; None for sgd. Raises ConfigError.
 
-    It is made and makes one step, so that wrong options are found before a run.
+    It is made and makes one step, so that wrong options are errors before a run.
     """
     if value == "sgd":
         if options:

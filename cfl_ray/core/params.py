@@ -120,7 +120,7 @@ class ParamSpec:
         return self._ranges(lambda name: name.rpartition(".")[0] not in upper)
 
     def layer(self, number: int) -> Columns:
-        """Columns of one layer, weights and bias, counted from 1 in the order of `layers`; the last one is the head."""
+        """Columns of one layer, weights and bias, counted from 1 in the order of `layers`; the last is the head."""
         if not 1 <= number <= len(self.layers):
             raise ValueError(f"the model has layers 1 .. {len(self.layers)}, got {number}")
         if number == len(self.layers):

@@ -1,4 +1,6 @@
-"""Random draws by address: a draw depends on its address alone, not on the process, the time or earlier draws.
+"""Random draws by key: a draw depends on its random key alone, not on the process, the time or earlier draws.
+
+The key has five parts: seed, round, exchange, client, purpose.
 
 Nothing in this package draws from a global generator.
 """
@@ -12,18 +14,18 @@ import torch
 
 
 def _key(seed: int, round: int, exchange: int, client: int, purpose: str) -> bytes:
-    address = struct.pack("<4q", seed, round, exchange, client) + purpose.encode()
-    return hashlib.blake2b(address, digest_size=16).digest()
+    parts = struct.pack("<4q", seed, round, exchange, client) + purpose.encode()
+    return hashlib.blake2b(parts, digest_size=16).digest()
 
 
 def stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> np.random.Generator:
-    """A NumPy generator for one address. -1 stands for a part that does not apply."""
+    """A NumPy generator for a random key. -1 stands for a part of the key that does not apply."""
     key = _key(seed, round, exchange, client, purpose)
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 
 def torch_stream(seed: int, round: int, exchange: int, client: int, purpose: str) -> torch.Generator:
-    """A PyTorch generator on the CPU for one address, as `stream`."""
+    """A PyTorch generator on the CPU for a random key, as `stream`."""
     key = _key(seed, round, exchange, client, purpose)
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
@@ -36,5 +38,5 @@ class Draws:
     round: int
 
     def stream(self, purpose: str, client: int = -1) -> np.random.Generator:
-        """A generator for one purpose of the method itself; cohorts and batches have addresses of their own."""
+        """A generator for one purpose of the method itself; cohorts and batches have random keys of their own."""
         return stream(self.seed, self.round, -1, client, "method/" + purpose)

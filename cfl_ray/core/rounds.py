@@ -73,7 +73,7 @@ def with_mean(models_KP: Tensor) -> Tensor:
 
 
 def row_or_last(state: State, clients: Clients) -> np.ndarray:
-    """Cluster of each client, int64 (M,); K for a client without one."""
+    """Cluster of each client, int64 (M,); K for a client without a cluster."""
     row_M = state.assign_N[clients.ids_M].astype(np.int64)
     return np.where(row_M == UNASSIGNED, state.num_clusters, row_M)
 

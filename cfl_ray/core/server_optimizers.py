@@ -13,9 +13,10 @@ Optimization, ICLR 2021, arXiv:2003.00295, Algorithm 2, with v = tau^2 at first 
 They act on trained parameters; buffers (statistics of batch normalisation) are the mean. A model without participants
 stays, and so do its moments.
 
-The moments of a model are found by its values: a model that goes on from one of the round before, bit for bit, has
-its moments. All others begin anew: a new cluster, the two parts of a split, merged clusters. A method that lets a
-merged cluster take over the model of one of its parts says so (`Clients.restart_moments`).
+The moments of a model are stored by a checksum of its values: if a round starts from a model of the previous round, bit
+for bit, the model keeps its moments. All other models start without moments: those of new clusters, of the two parts of
+a split, of merged clusters. A method in which a merged cluster keeps the model of a part calls
+`Clients.restart_moments`.
 """
 
 from abc import ABC, abstractmethod
@@ -39,9 +40,9 @@ class ServerOptimizer(Protocol):
     """A step of the server, as a pure function of a model's mean change and its moments."""
 
     def __call__(self, delta_P: Tensor, moments: Moments | None) -> tuple[Tensor, Moments]:
-        """The change of the model (trained columns,), and its moments after it: as many each time, or none: ().
+        """The change of the model (trained columns,) and its new moments: the same number in every step, or ().
 
-        moments: None for a model without any, at first.
+        moments: those of the previous step; None in the first step of a model.
         """
 
 
@@ -152,7 +153,7 @@ def resolve_server_optimizer(value: Any) -> ServerOptimizer | None:
 
 
 def _try(optimizer: Any) -> None:
-    """Makes two steps. Raises ConfigError where they do not return what is expected."""
+    """Makes two steps. Raises ConfigError if they do not return what is expected."""
     moments, delta_P = None, torch.linspace(-1, 1, 7)
     for _ in range(2):
         _, moments = _step(optimizer, delta_P, moments, ConfigError)
@@ -194,7 +195,7 @@ class ServerMoments:
     """The moments of all models that a method averages, between rounds.
 
     A model is known by the number of its average among those of a round, and the checksum of its values. An average
-    that is made again in a round, with the same number, takes the place of the first one.
+    that is computed again in a round, with the same number, replaces the earlier average.
     """
 
     optimizer: ServerOptimizer
@@ -233,7 +234,7 @@ class ServerMoments:
             if row in changed:
                 delta_P = mean_RP[row, :trained] - before_RP[row, :trained]
                 step_P, moments = _step(self.optimizer, delta_P, moments)
-                after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, where the two are equal
+                after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, if the two are equal
             if moments is not None:
                 found[average, _checksum(after_RP[row])] = moments
         self.moments = {key: value for key, value in self.moments.items() if key[0] != average} | found

@@ -43,7 +43,7 @@ class State:
         return assign_N
 
     def advance(self, **changes: Any) -> Self:
-        """The next state: this one with the given fields replaced."""
+        """The next state: this state with the given fields replaced."""
         return replace(self, **changes)
 
     def forget(self, ids: np.ndarray) -> Self:

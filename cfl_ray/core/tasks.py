@@ -106,7 +106,7 @@ class Task:
         return replace(self, metrics=(*self.metrics, *added))
 
     def check(self, outputs: tuple[int, ...], target_shape: tuple[int, ...]) -> None:
-        """Computes the loss of three samples. Raises ConfigError, with the author's line, where that fails.
+        """Computes the loss of three samples. Raises ConfigError, with the author's line, if that fails.
 
         The losses of the first two must not depend on the third: outputs (n, 1) and targets (n,) broadcast unnoticed.
         """

@@ -28,7 +28,7 @@ class Updates:
     trained: int = 0  # number of trained columns, the first ones
 
     def averaged(self, default: Tensor) -> Tensor:
-        """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser where there is one.
+        """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
 
         default: the models before (R, P). Rows without any contribution, and private columns, are theirs. Raises
         ValueError if nothing was averaged.

@@ -23,7 +23,7 @@ ClientStateKey = tuple[str, int]  # (name, client)
 
 @dataclass(frozen=True)
 class Address:
-    """Address of one exchange: the first parts of the address of every random draw made in it (`core.rng`)."""
+    """The seed, round and number of an exchange: the first parts of the random key of every draw in it (`core.rng`)."""
 
     seed: int
     round: int
@@ -93,7 +93,7 @@ class Averaging:
 
     @cached_property
     def _order_E(self) -> np.ndarray:
-        """The entries by client, found once: a cut into many chunks costs no more than its chunks."""
+        """The entries by client, sorted once: a cut into many chunks costs no more than its chunks."""
         return np.argsort(self.client_E, kind="stable")
 
     @cached_property
@@ -413,7 +413,7 @@ class SavedState(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> Self:
-        """A value in memory, in the form of a saved one."""
+        """A value in memory, in the form of a saved value."""
         return cls(value[None], 0)
 
     def tensor(self) -> Tensor:

@@ -321,7 +321,7 @@ def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
 def _num_outputs(
     num_classes: int | None, y: np.ndarray, y_test: np.ndarray | None, targets: str, vocabulary: int | None
 ) -> int:
-    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary where none is given."""
+    """Returns C; for real and binary targets the columns of y, for tokens the vocabulary if none is given."""
     if targets in ("class", "tokens"):
         return _num_classes(num_classes or (vocabulary if targets == "tokens" else None), y, y_test)
     columns = y.shape[1] if y.ndim == 2 else 1
@@ -363,7 +363,7 @@ def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
 def _test_samples(
     x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """Returns the checked test samples, None where there are none. x: the training inputs, whose form they share."""
+    """Returns the checked test samples, None if there are none. x: the training inputs, whose form they share."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:
@@ -401,7 +401,7 @@ def _view(view: str | None, has_test: bool, has_owners: bool, targets: str) -> s
 
 
 def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client: np.ndarray) -> np.ndarray:
-    """Returns int32 (N,): true groups numbered 0.. in sorted order, -1 where none are given."""
+    """Returns int32 (N,): true groups numbered 0.. in sorted order, -1 if none are given."""
     if groups is None:
         return np.full(len(names), -1, np.int32)
     if isinstance(groups, Mapping):

@@ -1,4 +1,4 @@
-"""Federations that grow: the clients of one, followed by those of others."""
+"""Federations that grow: the clients of a federation, followed by those of others."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from cfl_ray.errors import DataError
 
 
 class ChainedFederation(Federation):
-    """The clients of `parts`, one federation after the other. Pickles as its parts do.
+    """The clients of `parts`, in their order. Pickles as its parts do.
 
     A group has the same number in all parts; the clients of a part without true groups are in group -1.
     """
@@ -111,7 +111,7 @@ class ChainedFederation(Federation):
 def grown(federation: Federation, added: Federation) -> ChainedFederation:
     """Returns `federation` followed by the clients of `added`.
 
-    Raises DataError where the two differ in shape, classes, test view or normalisation, or share a client.
+    Raises DataError if the two differ in shape, classes, test view or normalisation, or share a client.
     """
     _check_compatible(federation, added)
     parts = _parts_of(federation)

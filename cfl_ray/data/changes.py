@@ -89,7 +89,7 @@ class ChangedFederation(Federation):
 
     @property
     def uri(self) -> str | None:
-        """The folder of the shards of `base`; None where it has none."""
+        """The folder of the shards of `base`; None if it has none."""
         return getattr(self._base, "uri", None)
 
     @property
@@ -109,7 +109,7 @@ class ChangedFederation(Federation):
         self._base.fetch(self._with_sources(clients))
 
     def _with_sources(self, clients: np.ndarray) -> np.ndarray:
-        """Returns, in the place of each client, the one whose data it has."""
+        """Returns, for each client, the client whose data it has."""
         found_M = np.array(clients)
         for position, data in self._changed_among(clients):
             found_M[position] = data.source
@@ -227,7 +227,7 @@ class ChangingFederation(ChangedFederation):
 
 
 def _check(change: DataChange, base: Federation) -> None:
-    """Raises DataError where the change is not possible with these data."""
+    """Raises DataError if the change is not possible with these data."""
     where, count = f"schedule, round {change.round}", base.num_clients
     for client in (*change.ids, *(change.data_of or ())):
         if not 0 <= client < count:

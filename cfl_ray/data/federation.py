@@ -58,7 +58,7 @@ class GroupTransform(NamedTuple):
 
 
 def tested_on(view: str, groups: int) -> str:
-    """Returns the test data of a client under a view, in words; `groups`: number of true groups, 0 where unknown."""
+    """Returns the test data of a client under a view, in words; `groups`: number of true groups, 0 if unknown."""
     if view == "holdout":
         return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
     whole = "the test set of its true group" if groups > 1 else "the whole test set"
@@ -75,14 +75,14 @@ class Federation(ABC):
 
     shape: DataShape
     num_samples_N: np.ndarray  # int64 (N,): training samples of each client
-    group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 where unknown; None where none is known
+    group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 if unknown; None if none is known
     view: str  # "cluster", "label" or "holdout"
     recipe: dict[str, Any]  # JSON-able: everything that decides the content of this federation
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
 
     @property
     def digest(self) -> str | None:
-        """Hash of the files that hold all data, equal in equal federations; None where there are no files."""
+        """Hash of the files that hold all data, equal in equal federations; None if there are no files."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class Federation(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Number of true groups; 0 where none are known."""
+        """Number of true groups; 0 if none are known."""
         return 0 if self.group_N is None else len(np.unique(self.group_N[self.group_N >= 0]))
 
     @property
@@ -101,11 +101,11 @@ class Federation(ABC):
         return tested_on(self.view, self.num_groups)
 
     def client_name(self, client: int) -> str:
-        """Returns the client's name in the data, e.g. a FEMNIST writer; the id itself where the data have no names."""
+        """Returns the client's name in the data, e.g. a FEMNIST writer; the id itself if the data have no names."""
         return str(client)
 
     def at(self, round: int) -> "Federation":
-        """Returns the federation as it is in a round; itself where no client's data change."""
+        """Returns the federation as it is in a round; itself if no client's data change."""
         return self
 
     def changed(self, round: int) -> np.ndarray:
@@ -115,7 +115,7 @@ class Federation(ABC):
     def data_version(self, client: int) -> Hashable:
         """Returns what the client's data in this federation depend on: equal versions, equal data.
 
-        By default this federation itself, so that nothing is assumed of another one that `at` returns.
+        By default this federation itself, so that nothing is assumed of another federation that `at` returns.
         """
         return self
 
@@ -130,7 +130,7 @@ class Federation(ABC):
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
         """Returns the number of the file, int (m,), that holds the training samples of each of these clients.
 
-        None where no process has to fetch files. It tells which clients' data come together, and nothing else.
+        None if no process has to fetch files. It tells which clients' data come together, and nothing else.
         """
         return None
 
@@ -151,7 +151,7 @@ class Federation(ABC):
 
     @abstractmethod
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        """Returns bool (M, C): the labels each client is tested on (label view); None where all labels count."""
+        """Returns bool (M, C): the labels each client is tested on (label view); None if all labels count."""
 
     @abstractmethod
     def holdout(self, client: int) -> TensorSamples:

@@ -34,7 +34,7 @@ class Folder:
 
     @property
     def local(self) -> Path | None:
-        """Its path on this machine; None where files have to be fetched."""
+        """Its path on this machine; None if files have to be fetched."""
         if not re.match(r"[a-z][a-z0-9+.-]+://", self.uri):
             return Path(self.uri).expanduser().absolute()
         filesystem, path = self._remote()
@@ -48,7 +48,7 @@ class Folder:
         return Folder(f"{path.rstrip('/')}/{name}{mark}{query}")
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a small file, None where there is none."""
+        """Returns the content of a small file, None if there is none."""
         if (local := self.local) is not None:
             return (local / name).read_bytes() if (local / name).is_file() else None
         filesystem, path = self._remote()
@@ -65,7 +65,7 @@ class Folder:
             raise DataError(f"{self.uri}/{name} cannot be read: {self._reason(error)}") from None
 
     def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
-        """Returns the path on this machine of a file of this size, fetched where necessary.
+        """Returns the path on this machine of a file of this size, fetched if necessary.
 
         Its sha256 is checked when it is fetched, and always with `verify`. Raises DataError for a missing or damaged
         file.
@@ -85,7 +85,7 @@ class Folder:
         if not is_there():
             locks = cache() / "locks"
             locks.mkdir(parents=True, exist_ok=True)
-            with FileLock(locks / sha256):  # the other processes of a machine wait for one of them
+            with FileLock(locks / sha256):  # of the processes of a machine, one fetches and the others wait
                 if not is_there():
                     self._fetch(name, cached, size, sha256)
         elif verify:
@@ -139,7 +139,7 @@ class Folder:
 
 
 def _read_again(read: Callable[[], _Read]) -> _Read:
-    """The result of `read`, tried again after a pause where that fails for another reason than a missing file."""
+    """The result of `read`, tried again after a pause if that fails for another reason than a missing file."""
     for pause in _PAUSES:
         try:
             return read()
@@ -157,7 +157,7 @@ def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def check(path: Path, size: int, sha256: str | None, name: str | None = None) -> None:
-    """Raises DataError where a file differs from what was written; `sha256` None: checks only its size."""
+    """Raises DataError if a file differs from what was written; `sha256` None: checks only its size."""
     found: object = path.stat().st_size
     expected: object = size
     what = "bytes"

@@ -37,7 +37,7 @@ class FederationSummary:
 
     clients: int
     samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
-    groups: int  # true groups; 0 where none are known
+    groups: int  # true groups; 0 if none are known
     shape: DataShape
     test_sets: int  # shared test sets; 0 under hold-out
     view: str  # what clients are tested on (`data.test.view`)
@@ -63,7 +63,7 @@ def build(
 ) -> Federation:
     """Returns the federation that `data` and `seed` describe, with its shards below `data.shards`.
 
-    shards: the folder for shards where `data.shards` is null. `data.shards` may also be the folder of one federation,
+    shards: the folder for shards if `data.shards` is null. `data.shards` may also be the folder of one federation,
     as `cfl-ray prepare` wrote it; then the raw data are not needed. targets: those of the task (`core.tasks`).
     """
     federation, source = _undivided(data, seed, targets)
@@ -112,7 +112,7 @@ def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
 
 
 def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
-    """Returns the federation where the source's samples belong to clients, or a function's samples without clients.
+    """Returns the federation if the source's samples belong to clients, or a function's samples without clients.
 
     Two None for the sources that `locate` finds.
     """
@@ -127,7 +127,7 @@ def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | 
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
-    """Returns the data set and, for a hybrid, the second one. first: the data set, where it is loaded already."""
+    """Returns the data set and, for a hybrid, the second data set. first: the data set, if it is loaded already."""
     names = [data.source, data.shift.other] if data.shift.kind == "hybrid" else [data.source]
     return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
@@ -165,7 +165,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """Returns the sha256 of the file that a user's part is written in; of its name where there is no file."""
+    """Returns the sha256 of the file that defines a plugin; of its name if there is no file."""
     part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)
@@ -179,7 +179,7 @@ def _hash(recipe: dict[str, Any]) -> str:
 
 
 def _reuse(folder: Folder, recipe: dict[str, Any]) -> ShardFederation:
-    """Returns the existing shards of `folder`. Raises DataError where they do not follow the recipe."""
+    """Returns the existing shards of `folder`. Raises DataError if they do not follow the recipe."""
     federation = open_shards(folder.uri, verify=folder.local is not None)
     if difference := _difference(federation.recipe, recipe):
         key, found, wanted = difference
@@ -190,7 +190,7 @@ def _reuse(folder: Folder, recipe: dict[str, Any]) -> ShardFederation:
 
 
 def _difference(found: object, wanted: object, key: str = "") -> tuple[str, object, object] | None:
-    """Returns the first key of `wanted` that is different in `found`, with both values; None where there is none."""
+    """Returns the first key of `wanted` that is different in `found`, with both values; None if there is none."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         parts = (_difference(found.get(name), value, f"{key}.{name}".lstrip(".")) for name, value in wanted.items())
         return next(filter(None, parts), None)

@@ -1,4 +1,4 @@
-"""Images in a folder per class, as torchvision's ImageFolder reads them, with the client of each image where known."""
+"""Images in a folder per class, as torchvision's ImageFolder reads them, with the client of each image if known."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ CLIENTS_FILE = "clients.csv"
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the images below the class folders of `folder`, sorted. Raises DataError where there are none."""
+    """Returns the images below the class folders of `folder`, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with one folder per class")
     files = sorted(file for file in folder.glob("*/**/*") if file.suffix.lower() in SUFFIXES and file.is_file())
@@ -28,7 +28,7 @@ def files_of(folder: Path) -> list[Path]:
 def read(train: Path, test: Path | None, test_inside: bool, pixels: bool, progress: Progress | None) -> Images:
     """Returns the images of a folder per class; classes are numbered in the sorted order of their folders.
 
-    test_inside: whether the test folder lies in the training folder, where it is no class. `clients.csv` in the
+    test_inside: whether the test folder lies in the training folder, in which it is no class. `clients.csv` in the
     training folder, with columns file (path below the folder) and client, names the client of each image.
     """
     files = [file for file in files_of(train) if not (test_inside and test is not None and file.is_relative_to(test))]

@@ -1,4 +1,4 @@
-"""Base data sets before their division: images or other inputs, labels and, where known, the client of each sample."""
+"""Base data sets before their division: images or other inputs, labels and, if known, the client of each sample."""
 
 import glob
 import os
@@ -21,8 +21,8 @@ class Images:
 
     train_x: np.ndarray  # (n, *input): uint8 with values 0..scale, e.g. (n, C, H, W); float32; int32 for token ids
     train_y: np.ndarray  # int16 (n,) of classes; else (n, *) as `core.tasks` stores them
-    test_x: np.ndarray | None  # likewise (n_test, *input); None where the data set has no test part
-    test_y: np.ndarray | None  # likewise; None where the data set has no test part
+    test_x: np.ndarray | None  # likewise (n_test, *input); None if the data set has no test part
+    test_y: np.ndarray | None  # likewise; None if the data set has no test part
     num_classes: int
     scale: int = 255  # the pixel value that means 1.0
     client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
@@ -44,7 +44,7 @@ class Images:
     def pooled(self) -> "Images":
         """Returns one training part with all samples, the test part last, and without clients.
 
-        The clients of the test part are not known. Raises DataError where only the training part has true groups.
+        The clients of the test part are not known. Raises DataError if only the training part has true groups.
         """
         assert self.test_x is not None and self.test_y is not None  # checked by the caller
         group = None
@@ -66,7 +66,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set whose files were found and not yet read."""
+    """A data set whose files exist and are not read yet."""
 
     name: str
     files: tuple[Path, ...]  # all its files; empty for data that come with a library
@@ -77,7 +77,7 @@ class Source:
 def roots(data: DataConfig) -> list[Path]:
     """Returns the folders in which data sets are looked for, in this order; named files also in the working directory.
 
-    Raises DataError where `data.root` is a file.
+    Raises DataError if `data.root` is a file.
     """
     if data.root is not None:
         root = Path(data.root).expanduser()

@@ -35,7 +35,7 @@ class Scaling:
     tokens: bool = False  # the inputs are token ids
 
     def check(self, shape: tuple[int, ...]) -> "Scaling":
-        """Returns itself. Raises DataError where means and deviations do not fit inputs of this shape."""
+        """Returns itself. Raises DataError if means and deviations do not fit inputs of this shape."""
         if self.normalize is not None and self.tokens:
             raise DataError(f"data.normalize: token ids are not numbers to normalise, so null, not {self.normalize}")
         if self.normalize is not None:

@@ -91,7 +91,7 @@ def _check(file: Path, user: str, count: int, x: np.ndarray, y: np.ndarray) -> N
 
 # LEAF's models/utils/language_utils.py: the characters of Shakespeare's plays; others have no number there either
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-LENGTH = 80  # characters before the one to predict
+LENGTH = 80  # characters before the character to predict
 MAX_WORDS = 25  # words of a tweet, as LEAF's stacked LSTM reads
 VOCABULARY = 10_000  # words of tweets, with the two tokens below
 FILL, UNKNOWN = 0, 1  # tokens after the last word, and of words outside the vocabulary
@@ -125,7 +125,7 @@ def read_text(train: list[Path], test: list[Path], kind: TextKind, progress: Pro
 
 @dataclass
 class Characters(TextKind):
-    """Shakespeare: 80 characters, and the one that follows as the label. Unknown characters have the last token."""
+    """Shakespeare: 80 characters, and the next character as the label. Unknown characters have the last token."""
 
     vocabulary: int = len(ALPHABET) + 1
     num_classes: int = len(ALPHABET) + 1

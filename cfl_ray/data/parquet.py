@@ -107,7 +107,7 @@ def _client_ids(file: Path, name: str) -> np.ndarray:
 def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the group column of both parts, its values numbered 0.. in sorted order.
 
-    None for the test part where one of its files has no such column.
+    None for the test part if one of its files has no such column.
     """
     train_values = np.concatenate([_client_ids(file, name) for file in train])
     values, group = np.unique(train_values, return_inverse=True)
@@ -146,7 +146,7 @@ def _first_shape(file: Path, name: str) -> tuple[int, int, int]:
 def _pixels(
     files: list[Path], name: str, shape: tuple[int, int, int], rows: int, wanted: bool, progress: Progress | None
 ) -> np.ndarray:
-    """Returns uint8 (rows, *shape), a broadcast zero where pixels are not wanted."""
+    """Returns uint8 (rows, *shape), a broadcast zero if pixels are not wanted."""
     if not wanted:
         return np.broadcast_to(np.uint8(0), (rows, *shape))
     x = np.empty((rows, *shape), np.uint8)

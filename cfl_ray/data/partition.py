@@ -15,7 +15,7 @@ ARGUMENTS = ("labels", "clients", "draw")  # of a partition function
 
 
 def even_shares(clients: int, groups: int) -> list[int]:
-    """Returns the number of clients of each group; the first groups have one more where N / G is not whole."""
+    """Returns the number of clients of each group; the first groups have one more client if N / G is not whole."""
     if clients < groups:
         raise DataError(f"data.partition.clients is {clients}, but there are {groups} groups and each needs a client")
     return [clients // groups + (group < clients % groups) for group in range(groups)]
@@ -26,7 +26,7 @@ def divide(
 ) -> list[np.ndarray]:
     """Returns the positions in `y` of each client's samples, ascending; no position belongs to two clients.
 
-    With `partition.groups`, the clients of a group follow one another. Raises DataError where a client would get fewer
+    With `partition.groups`, the clients of a group follow one another. Raises DataError if a client would get fewer
     than `min_samples`.
     """
     if min_samples * clients > len(y):
@@ -53,7 +53,7 @@ def divide(
 
 
 def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the parts of a user's function f(labels, clients, draw). Raises DataError where they are no division."""
+    """Returns the parts of a user's function f(labels, clients, draw). Raises DataError if they are no division."""
     function = with_options(PARTITIONS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
     where = f"data.partition {place_of(function)} returned"
@@ -88,8 +88,8 @@ def writers(
 ) -> list[tuple[str, np.ndarray]]:
     """Returns (name, ascending positions) of every writer with at least `min_samples` samples, sorted by name.
 
-    client: writer of each sample, None where not known. `partition.clients` draws that many writers; None: all.
-    Raises DataError where too few writers are left.
+    client: writer of each sample, None if not known. `partition.clients` draws that many writers; None: all.
+    Raises DataError if too few writers are left.
     """
     if client is None:
         raise DataError(

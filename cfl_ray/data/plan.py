@@ -19,7 +19,7 @@ class PlannedClient:
     """One client's rows of one data set, under one transformation."""
 
     name: str
-    group: int  # true group; -1 where none is known
+    group: int  # true group; -1 if none is known
     variant: Variant
     train: np.ndarray  # int64 rows of the training part, ascending
     held_out: np.ndarray  # likewise; empty unless the view is hold-out
@@ -58,12 +58,12 @@ class ClientRows(NamedTuple):
 
     name: str
     group: int  # place in the list of groups, which decides the transformation
-    true_group: int  # -1 where none is known
+    true_group: int  # -1 if none is known
     rows: np.ndarray  # int64 rows of the training part, ascending
 
 
 def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int) -> FederationPlan:
-    """Returns the division that `data` describes. Raises DataError where the data do not suffice for it.
+    """Returns the division that `data` describes. Raises DataError if the data do not suffice for it.
 
     other: the second data set of a hybrid.
     """
@@ -93,7 +93,7 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
 
 
 def _check_classes(images: Images, data: DataConfig) -> None:
-    """Raises DataError where `data` divides or changes samples by their classes and the targets are none."""
+    """Raises DataError if `data` divides or changes samples by their classes and the targets are none."""
     needs = {
         "data.partition.kind": (data.partition.kind, ("dirichlet", "classes"), "iid or writer"),
         "data.shift.kind": (data.shift.kind, ("shifted", "pathological", "rotated_labels"), "none, rotated or hybrid"),
@@ -145,7 +145,7 @@ def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -
 
 
 def _true_groups(whole: PartitionConfig, true_group: int, clients: int) -> list[int]:
-    """Returns the true group of each client: that of the shift, or the one that the partition itself makes."""
+    """Returns the true group of each client: that of the shift, or that of the partition."""
     if whole.groups is None:
         return [true_group] * clients
     return np.repeat(np.arange(whole.groups), partition.even_shares(clients, whole.groups)).tolist()
@@ -154,7 +154,7 @@ def _true_groups(whole: PartitionConfig, true_group: int, clients: int) -> list[
 def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:
     """Returns one client per writer.
 
-    Without a shift, the true group of a client is the one that its data came with. Under a shift, every group has
+    Without a shift, the true group of a client is that of its data. Under a shift, every group has
     clients of its own.
     """
     wanted = data.partition.clients
@@ -224,7 +224,7 @@ def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: 
 def _test_sets(
     groups: list[Group], divided: list[ClientRows], data: DataConfig, seed: int
 ) -> tuple[list[TestSet], dict[tuple[int, int], int]]:
-    """Returns the distinct shared test sets, and the number of the one for each (group, true group)."""
+    """Returns the distinct shared test sets, and the number of the test set of each (group, true group)."""
     test_sets: list[TestSet] = []
     number_by_content: dict[tuple[int, int, int, Change | None, bytes], int] = {}
     number_by_group: dict[tuple[int, int], int] = {}

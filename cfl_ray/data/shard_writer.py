@@ -29,7 +29,7 @@ def write_shards(
 ) -> None:
     """Writes the federation into the folder `path`, a local path or a URI.
 
-    A local folder appears complete or not at all; if another process has written it meanwhile, that one stays.
+    A local folder appears complete or not at all; if another process has written it meanwhile, its folder stays.
     Elsewhere the manifest, which makes a folder a federation, is written last.
     """
     folder = Folder(str(path))

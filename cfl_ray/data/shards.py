@@ -107,7 +107,7 @@ def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
 
 
 def read_manifest(folder: Folder) -> ShardManifest | None:
-    """Returns the manifest of a folder, None where there is none. Raises DataError for an invalid one."""
+    """Returns the manifest of a folder, None if there is none. Raises DataError for an invalid manifest."""
     content = folder.read(MANIFEST)
     if content is None:
         return None
@@ -198,7 +198,7 @@ class ShardFederation(IndexedFederation):
         return self._samples(self.manifest.test[number])
 
     def _check_files(self, verify: bool) -> None:
-        """Checks local files now, so that a missing one ends the run before it starts; others when they are fetched."""
+        """Checks local files now, so that a missing file is an error before the run; others when they are fetched."""
         if verify or self._folder.local is not None:
             for file in (self.manifest.index, *self.manifest.train, *self.manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)

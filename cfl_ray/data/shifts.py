@@ -33,9 +33,9 @@ class Change:
     keeps_labels: bool = False  # True: known of this package's own functions
 
     def __call__(self, images: Images, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the changed samples. Raises DataError, naming the function and its line, where they are no samples.
+        """Returns the changed samples. Raises DataError, naming the function and its line, if they are no samples.
 
-        draw_of: the samples, in words: the address of the draw.
+        draw_of: the samples, in words; a part of the random key.
         """
         draw = stream(self.seed, -1, -1, self.group, f"data/shift of {draw_of}")
         found = call_plugin("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
@@ -106,7 +106,7 @@ class Group:
 
     variant: Variant
     rows: np.ndarray  # int64, ascending
-    test_rows: np.ndarray | None  # int64, ascending; None where the data set has no test part
+    test_rows: np.ndarray | None  # int64, ascending; None if the data set has no test part
 
 
 def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool, seed: int = 0) -> list[Group]:

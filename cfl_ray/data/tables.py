@@ -40,7 +40,7 @@ def read_hf(
 ) -> Images:
     """Returns the samples of the folders of `Dataset.save_to_disk`.
 
-    The input column holds images, or lists of one length: of numbers, or of token ids where there is a vocabulary.
+    The input column holds images, or lists of one length: of numbers, or of token ids if there is a vocabulary.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
     inputs = [_lists_or_images(part, columns.image, vocabulary) for part in parts]
@@ -54,7 +54,7 @@ def images_of(
     vocabulary: int | None,
     targets: str = "class",
 ) -> Images:
-    """Returns the samples of a training part and, where there are two, a test part, with labels, clients and groups."""
+    """Returns the samples of a training part and, if there are two, a test part, with labels, clients and groups."""
     if len(parts) == 2 and inputs[0].shape[1:] != inputs[1].shape[1:]:
         raise DataError(
             f"{parts[1][0]} holds inputs of shape {inputs[1].shape[1:]}, {parts[0][0]} of {inputs[0].shape[1:]}; "
@@ -289,7 +289,7 @@ def _decoded(part: Named, column: str, values: pa.ChunkedArray) -> np.ndarray:
 
 
 def decode(content: io.BytesIO | Path, name: str) -> np.ndarray:
-    """Returns an image as uint8 (C, H, W), with one channel for grey ones and three otherwise."""
+    """Returns an image as uint8 (C, H, W), with one channel for a grey image and three otherwise."""
     try:
         with Image.open(content, formats=("PNG", "JPEG")) as image:
             grey = image.mode in ("1", "L", "LA")

@@ -24,10 +24,12 @@ METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.met
 
 
 def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
-    """Methods by label, in order. An entry is a name, {name: {option: value}}, `file.py:Class`, a class or a Method.
+    """Methods by label, in the order of `entries`.
 
-    `all` stands for every published method. Labels are unique: a method that occurs twice is labelled with its options,
-    unless it has the option `label`. Raises ConfigError.
+    entries: each a name, {name: {option: value}}, `file.py:Class`, a class or a Method; `all` stands for every method
+        of this package. The label of a method is its option `label`, else its name; if several methods have the same
+        name, the name with their options.
+    Raises ConfigError for a label that occurs twice.
     """
     methods = [method for entry in entries for method in _methods(entry)]
     names = [method.label or method.name for method in methods]
@@ -66,7 +68,7 @@ def find(name: str) -> type[Method[Any]]:
 
 
 def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
-    """The class itself. Raises ConfigError where it is not registered under a name."""
+    """The class itself. Raises ConfigError if it is not registered under a name."""
     if "name" not in vars(cls):
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")

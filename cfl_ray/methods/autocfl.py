@@ -289,7 +289,7 @@ def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: st
     """int64 (M,): the representative that each client follows, by the votes of all rows. Ties go to the lowest index.
 
     vote: weight of a row's vote, as the option says.
-    min_gap: where the median over rows of largest gap / median distance is less, all clients follow client 0.
+    min_gap: if the median over rows of largest gap / median distance is less, all clients follow client 0.
     """
     count = len(num_samples_M)
     score_MM = np.zeros((count, count))  # [n, r]: votes that client n follows r

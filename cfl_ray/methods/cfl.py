@@ -148,7 +148,7 @@ class CFLState(SplitState):
     """The tree, and what decides the next split."""
 
     norm_S: np.ndarray  # float64: length of each client's last update
-    round_S: np.ndarray  # int64: the round of that update; 0 once its leaf was split, or where it moved its client
+    round_S: np.ndarray  # int64: the round of that update; 0 once its leaf was split, or if it moved its client
     open_S: np.ndarray  # int64: the first split whose side a client's next update decides; -1: none
     early: np.ndarray  # float64 (2,): sum and number of the lengths of updates in rounds 1 to 5
 
@@ -250,7 +250,7 @@ class CFL(Method[CFLState], name="cfl"):
         return state.advance(models_KP=models_KP)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
-        """Delta_i. It is not projected where it is added to a model again."""
+        """Delta_i. It is not projected if it is added to a model again."""
         return whole_update(spec, self.sketch if self.stale_updates == "drop" else None)
 
     def remember_updates(self, state: CFLState, clients: Clients, updates: Updates) -> CFLState:
@@ -329,7 +329,7 @@ class CFL(Method[CFLState], name="cfl"):
             side_E = 1 - side_E  # the larger side stays in the leaf
         unseen = np.setdiff1d(np.flatnonzero(state.assign_N == leaf), state.seen_S)
         state = state.with_split(leaf, state.seen_S[recent], update_EF, side_E)
-        # Members without a recent update follow their old one until the next; those without any join as newcomers do.
+        # Members without a recent update follow their old update until the next; those without any join like newcomers.
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
         open_S[stale] = np.where(open_S[stale] == NO_SPLIT, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
@@ -350,7 +350,7 @@ class CFL(Method[CFLState], name="cfl"):
         return bool(mean_norm < self.eps1 * scale and state.norm_S[recent].max() > self.eps2 * scale)
 
     def separates(self, update_EF: Tensor, distance: np.ndarray, side_E: np.ndarray) -> bool:
-        """gamma_max < sqrt((1 - alpha_cross) / 2); True where that is not to be checked.
+        """gamma_max < sqrt((1 - alpha_cross) / 2); True if that is not to be checked.
 
         alpha_cross: the largest cosine between updates of the two sides. distance: condensed, 1 - cos.
         """

@@ -7,7 +7,7 @@ ICML 2021, arXiv:2012.04221, Algorithm 1.
 w_t is the downloaded model, not W_i; v_i = w_0 at first, and w_t for a newcomer. A client that never took part predicts
 with w.
 
-Deviations: the personal model trains for as many steps as the global one; lambda is fixed instead of chosen per client.
+Deviations: the personal model trains for as many steps as the global model; lambda is fixed, not chosen per client.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class DittoState(State):
 
 @dataclass(frozen=True)
 class Ditto(Method[DittoState], name="ditto"):
-    """A global model, and a personal one per client with a proximal term to it."""
+    """A global model, and a personal model per client with a proximal term to it."""
 
     lam: float = option(
         0.05,

@@ -56,7 +56,7 @@ from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights, global_weights
 
 CLUSTERS = 1  # number of the averages of the Omega_k; that of Phi is 0
-FEW = 4  # members: a cluster with fewer may merge, one with at least so many may split
+FEW = 4  # members: with fewer a cluster may merge, with at least so many it may split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class FedAC(Method[FedACState], name="fedac"):
         return state.subset(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
 
     def principal_components(self, state: FedACState) -> FedACState:
-        """With M from the latest uploads; fewer than q components where the uploads have no more."""
+        """With M from the latest uploads; fewer than q components if the uploads have no more."""
         from sklearn.decomposition import PCA  # here: loading it takes hosts a second, and only the server needs it
 
         uploads_SF = state.signature_SF
@@ -391,7 +391,7 @@ def split_cluster(
 ) -> FedACState:
     """The state with the parts of cluster k as clusters: part 0 as k, the others as new ones.
 
-    Their models are means of this round's participants; without a valid one in each part nothing is split.
+    Their models are means of this round's participants; without a valid participant in each part nothing is split.
 
     part_s: of the remembered members of k. z_SQ: of all remembered uploads. z_MQ: of this round's valid participants;
         those that are not remembered go to the part with the nearest mean.

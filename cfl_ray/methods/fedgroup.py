@@ -144,7 +144,7 @@ class FedGroup(Method[CentreState], name="fedgroup"):
 
 
 def decomposed_cosines(delta_MF: Tensor, components: int) -> Tensor:
-    """e_i (M, K): cosines of updates with the K leading singular directions of all; fewer where there are no more."""
+    """e_i (M, K): cosines of updates with the K leading singular directions of all; fewer if there are no more."""
     delta_MF = delta_MF.double()
     v_KF = torch.linalg.svd(delta_MF, full_matrices=False).Vh[:components]
     return (normalize(delta_MF, dim=1) @ v_KF.T).float()

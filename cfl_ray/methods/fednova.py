@@ -90,7 +90,7 @@ class FedNova(Method[State], name="fednova"):
         return state.advance(models_KP=models_KP)
 
     def accumulation_of(self, clients: Clients) -> np.ndarray:
-        """a_i (M,) of these clients. Raises ConfigError where training with the proximal term is not stable."""
+        """a_i (M,) of these clients. Raises ConfigError if training with the proximal term is not stable."""
         local = clients.local
         a_M = accumulation(local.steps_of(clients.num_samples_M), local.momentum, local.lr * self.mu)
         if local.lr * self.mu >= 2 or a_M.min() <= 0:

@@ -20,7 +20,7 @@ from cfl_ray.core.weights import global_weights
 
 @dataclass(frozen=True)
 class FedProx(Method[State], name="fedprox"):
-    """FedAvg with a proximal term that keeps local models near the received one."""
+    """FedAvg with a proximal term that keeps local models near the received model."""
 
     mu: float = option(
         0.01,

@@ -103,7 +103,7 @@ class FeSEM(Method[State], name="fesem"):
     def reseed_empty_centre(self, state: State, ids_M: np.ndarray, found_M: np.ndarray, distance_M: np.ndarray) -> None:
         """Gives one empty cluster the participant furthest from its centre, in place in `found_M`.
 
-        The only member of a cluster is taken only where every participant is the only member of its own.
+        The only member of a cluster is taken only if every participant is the only member of its own.
         """
         members_K = state.advance(assign_N=state.place(ids_M, found_M)).members_K
         if not members_K.all():

@@ -11,7 +11,7 @@ https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2
 
 The first round is the warm-up: beta local epochs of theta_i alone, with h taken as 0, and k-means++. Epochs move
 clients with many samples further than those with few, and k-means then separates clients by size as well as by labels:
-where sizes differ, count the warm-up in `warmup_steps`.
+if sizes differ, count the warm-up in `warmup_steps`.
 
 Deviations: Equation 13 multiplies the loss by n_i / n but not the proximal term; that factor is dropped. Equation 15 is
 read with theta_i frozen at Theta_{c(i)}. Theta_g starts with a last layer of zeros, so that it is neutral. k-means runs

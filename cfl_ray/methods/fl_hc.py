@@ -76,7 +76,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
     def cluster(self, state: CentreState, clients: Clients) -> CentreState:
-        """The state after the clustering round with these clients; unchanged where no update is valid."""
+        """The state after the clustering round with these clients; unchanged if no update is valid."""
         # Delta_i <- SGD_i(w) - w
         updates = clients.train(
             clients.send(state.models_KP), features=self.update_features(clients), defer_aggregation=True

@@ -6,8 +6,8 @@
     g_i = grad f_i(theta_{j_i});     theta_j <- theta_j - (gamma / m) sum of g_i over those         gradient averaging
 
 m is the number of participants with a valid result. A model that no client chose stays. The K models start from
-independent initialisations: equal ones could never separate. With weight sharing they have one base, averaged over all
-participants, and a head each.
+independent initialisations: equal models could never separate. With weight sharing they have one base, averaged over
+all participants, and a head each.
 
 Deviations: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic counts the choice j_i
 as one number with model averaging and as none with gradient averaging; in warm-up rounds, where clients do not choose,
@@ -32,7 +32,7 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 
 @dataclass(frozen=True)
 class IFCA(Method[State], name="ifca"):
-    """K models; in every round each client trains the one that fits its data best."""
+    """K models; in every round each client trains the model that fits its data best."""
 
     phases = {"warmup": ("federate",), "federate": ()}
 
@@ -119,7 +119,7 @@ class IFCA(Method[State], name="ifca"):
         )
 
     def choose_clusters(self, clients: Clients, received: Sent) -> np.ndarray:
-        """j_i (M,) of each client, among the models it received; UNASSIGNED where its losses did not arrive."""
+        """j_i (M,) of each client, among the models it received; UNASSIGNED if its losses did not arrive."""
         if self.select == "test_accuracy":
             return clients.accuracies(received).argmax(1)
         loss_MK = clients.losses(received, max_samples=self.select_samples)

@@ -170,7 +170,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         return self.choose_clusters(clients, received, theta_g)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
-        """c(i) (M,) of each client; UNASSIGNED, which counts in no average, where its losses did not arrive."""
+        """c(i) (M,) of each client; UNASSIGNED, which counts in no average, if its losses did not arrive."""
         loss_MK = clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples)
         if not clients.evaluated:
             clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))

@@ -53,7 +53,7 @@ class PrincipalVectors:
     undo_normalize: list[list[float]] | None = None  # [means, standard deviations] per channel
 
     def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
-        """U_i as one row (vectors * D,); NaN, which excludes the client, where its data have no principal vectors."""
+        """U_i as one row (vectors * D,); NaN, which excludes the client, if its data have no principal vectors."""
         inputs = client.x[0].numel()  # D
         if not client.x.is_floating_point():
             raise DataError("pacfl compares subspaces of the inputs, which token ids do not have; leave pacfl out")

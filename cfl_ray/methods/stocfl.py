@@ -97,7 +97,7 @@ class StoCFLState(SignatureState):
 
 @dataclass(frozen=True)
 class StoCFL(Method[StoCFLState], name="stocfl"):
-    """Clusters grow by merging similar anchor gradients; cluster models are kept near a global one."""
+    """Clusters grow by merging similar anchor gradients; cluster models are kept near a global model."""
 
     tau: float = option(
         0.5,
@@ -233,14 +233,14 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, cluster_M)
 
     def join(self, state: StoCFLState, clients: Clients) -> StoCFLState:
-        """Newcomers join the most similar cluster where the cosine is at least tau.
+        """Newcomers join the most similar cluster if the cosine is at least tau.
 
         Other newcomers become clusters of their own, with the model of the most similar cluster.
         """
         ids_M, feature_MF = self.collect_signatures(state, clients)
         best_M, cosine_M = most_similar(feature_MF, state.mean_signatures())
         alone_M = cosine_M < self.tau
-        models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, where no cluster exists yet
+        models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, if no cluster exists yet
         cluster_M = self.with_new_clusters(state, best_M, alone_M)
         state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
         return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))

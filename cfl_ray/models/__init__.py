@@ -33,7 +33,7 @@ CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of t
 class ModelRecipe:
     """Builds the network in any process: calling a recipe returns a new module.
 
-    The factory is passed all `options`, and the shape of one sample and the number of classes where it asks for them:
+    The factory is passed all `options`, and the shape of one sample and the number of classes if it asks for them:
     by the names above, or positionally in this order as its remaining parameters without a default.
 
     num_classes: for targets that are no classes, the outputs for each number to predict.
@@ -48,7 +48,7 @@ class ModelRecipe:
     outputs: tuple[int, ...] = ()  # shape of the output for one sample; empty: (num_classes,)
 
     def __call__(self) -> nn.Module:
-        """A new module, with its own initialisation. Lazy layers have found their sizes in a forward pass."""
+        """A new module, with its own initialisation. Lazy layers have got their sizes in a forward pass."""
         positional, named = self._arguments()
         module = self.factory(*positional, **named)
         if not isinstance(module, nn.Module):
@@ -97,7 +97,7 @@ class ModelRecipe:
             )
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments of the factory. Raises ConfigError where a parameter gets no value."""
+        """Positional and named arguments of the factory. Raises ConfigError if a parameter gets no value."""
         try:
             parameters = list(inspect.signature(self.factory).parameters.values())
         except (TypeError, ValueError):  # written in C: it says nothing about its parameters

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def _block(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
-    """3x3 convolution, group normalisation, ReLU and, where given, pooling."""
+    """3x3 convolution, group normalisation, ReLU and, if given, pooling."""
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(32, outputs), nn.ReLU(), *pool)
 
 

@@ -194,7 +194,7 @@ class _Launch:
 
     def run(self) -> Results:
         if self.replay is not None and self.extend is not None:
-            raise ConfigError("replay and extend: a run repeats the requests of a run, or begins with its rounds")
+            raise ConfigError("replay and extend exclude each other: give one of the two")
         if self.replay is not None:
             self._check_replay(self.replay)
         if self.extend is not None:
@@ -203,9 +203,9 @@ class _Launch:
             if self.resumed and self.run_dir is not None:
                 self._say_what_moved()
                 self.directory = self.run_dir.absolute()
-                lock.enter_context(RunDirectory(self.directory).hold())  # one that is live is not resumed later
-                withdraw_server(self.directory)  # of a driver that was killed
-                sign_record(self.directory, self.experiment)  # of a run that the user trusts
+                lock.enter_context(RunDirectory(self.directory).hold())  # a live run cannot be resumed
+                withdraw_server(self.directory)  # the address that a killed driver left
+                sign_record(self.directory, self.experiment)  # the user trusts this run
             try:
                 return self._all_methods(lock)
             except KeyboardInterrupt:

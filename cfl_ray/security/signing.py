@@ -14,7 +14,7 @@ _BYTES = 32
 
 
 def sign(purpose: str, values: Any) -> str | None:
-    """The signature of JSON values for a purpose; None where the user has no key and none can be made."""
+    """The signature of JSON values for a purpose; None if the user has no key and none can be made."""
     with suppress(OSError):
         return _signature(purpose, values, _key() or _new_key())
     return None
@@ -43,7 +43,7 @@ def _key() -> bytes | None:
 
 
 def _new_key() -> bytes:
-    """A key, written in one step; that of another process where one has been faster."""
+    """A new key, written atomically. If another process has written a key meanwhile, that key."""
     private_folder(user_folder())
     file = user_folder() / "key"
     draft = file.with_name(f".key.{secrets.token_hex(8)}")
@@ -52,7 +52,7 @@ def _new_key() -> bytes:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as out:
             out.write(key)
         if file.exists() and _key() is None:
-            draft.replace(file)  # one that was cut
+            draft.replace(file)  # a key that was written in part
         else:
             with suppress(FileExistsError):
                 os.link(draft, file)

@@ -43,7 +43,7 @@ AGGREGATION: Registry[Any] = Registry("aggregation rule", RULES, "cfl_ray.aggreg
 def parse_rule(value: Any) -> AggregationRule:
     """The rule for a name, `file.py:Class`, {name: {parameter: value}}, or a rule itself.
 
-    Raises ValueError, or ConfigError where a user's own rule cannot be used.
+    Raises ValueError, or ConfigError if a user's own rule cannot be used.
     """
     name, given = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else (value, {})
     given = given or {}
@@ -72,7 +72,7 @@ def _builtin(name: str, given: dict[str, Any]) -> AggregationRule:
 
 
 def _own(part: Any, given: Any) -> AggregationRule:
-    """A rule that is not of this package. Raises ConfigError where it is none, or does not take these parameters."""
+    """A rule that is not of this package. Raises ConfigError if it is none, or does not take these parameters."""
     if not isinstance(given, dict):
         raise ValueError(f"parameters of an aggregation rule are names with values, got {given!r}")
     rule = with_options(part, given, "aggregation rule")

@@ -61,7 +61,7 @@ def aggregate(
     means: dict[int, Tensor] = {}
     for out in np.unique(averaging.out_E).tolist():
         member_n, weight_n = _members(averaging, out)
-        few = len(member_n) < 5  # where Krum allows no attacker
+        few = len(member_n) < 5  # too few for Krum to allow an attacker
         applied = Median() if isinstance(rule, MultiKrum) and rule.attackers and few else rule
         result_n = np.full(len(member_n), 1 / len(member_n))
         if len(member_n) >= 3 and columns.count:

@@ -2,7 +2,7 @@
 
 The mean of the m results with the least s_i, where s_i is the sum of ||W_i - W_j||^2 over the n - f - 2 results nearest
 to i. Krum requires n >= 2 f + 3: with fewer results f is the largest number that satisfies it, and below 5 results,
-where that number is 0, the coordinate-wise median is used (not where `attackers` is 0).
+if that number is 0, the coordinate-wise median is used (not if `attackers` is 0).
 """
 
 from dataclasses import dataclass

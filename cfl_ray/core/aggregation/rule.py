@@ -50,7 +50,7 @@ _CONTRACTS = {"combine": ColumnRule, "weigh": WeightRule, "scale": ClippingRule}
 
 
 def check_contract(rule: Any) -> None:
-    """Raises ConfigError where an object has not exactly one of the three methods."""
+    """Raises ConfigError if an object has not exactly one of the three methods."""
     found = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
     if len(found) != 1:
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_contract(rule: Any) -> None:
 
 
 def try_rule(rule: ColumnRule | WeightRule | ClippingRule, count: int) -> None:
-    """Calls a rule with `count` random results. Raises RunError where it fails, or returns another type or shape.
+    """Calls a rule with `count` random results. Raises RunError if it fails, or returns another type or shape.
 
     Numbers that are not allowed are left to the run: they may be due to the random ones.
     """

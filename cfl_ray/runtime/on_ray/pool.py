@@ -52,9 +52,9 @@ class Host:
 class Pool:
     """The client hosts of one experiment.
 
-    A host that dies is restarted with a growing pause, as its `RetryPolicy` grants; then the run goes on without it.
-    Raises RunError when none is left. Hosts that were lost with their node are started again as soon as there is room;
-    without any host the run waits for that as long as `runtime.wait_for_hosts` says.
+    A host that dies is restarted after a growing pause, as often as its `RetryPolicy` allows; then the run continues
+    without it. Raises RunError if the last host is given up. Hosts that were lost with their node are started again as
+    soon as the cluster has room; if there is no host, the run waits up to `runtime.wait_for_hosts` seconds.
     """
 
     setup: Setup
