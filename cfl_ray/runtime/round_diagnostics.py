@@ -5,6 +5,7 @@ import numpy as np
 from cfl_ray.core.diagnostics import CLUSTERS, Diagnostics, ReportedDiagnostic
 from cfl_ray.core.state import State
 from cfl_ray.runtime.evaluation import Scores, cluster_vectors
+from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.tracking.record import cluster_diagnostics_of
 
 
@@ -19,9 +20,10 @@ class RoundDiagnostics:
         self.arrays = {one.name: one for one in restored}
         self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not made yet: (round, reported there)
 
-    def take(self, round: int, found: Diagnostics) -> None:
-        """Takes the arrays that were reported in a round."""
-        self._deferred |= dict.fromkeys(found.names, (round, found))
+    def take(self, draft: RoundDraft, found: Diagnostics) -> None:
+        """Takes the arrays that were reported in a round; numbers are metrics of the round."""
+        draft.add_numbers(found)
+        self._deferred |= dict.fromkeys(found.names, (draft.round, found))
 
     def resolve(self) -> None:
         """Makes the arrays that were taken since the last time."""

@@ -17,38 +17,27 @@ import torch
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
+from cfl_ray.core.clients import RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths, phase_change
 from cfl_ray.core.method import Start
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
-from cfl_ray.core.serving import Serving
 from cfl_ray.core.work import Backend
-from cfl_ray.data.federation import Federation
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunStopped, UserError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.evaluation import (
-    Evaluator,
-    Scores,
-    cluster_metrics,
-    initial_scores,
-    mean_of_defined,
-    score_metrics,
-)
 from cfl_ray.runtime.journal import Journal
-from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.requests import Requests
-from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
+from cfl_ray.runtime.round_clients import RoundClients
+from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
+from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.tracking import read_records
-from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
 
@@ -87,30 +76,28 @@ class RoundLoop:
         session: str = "",
     ):
         experiment = self.experiment = setup.experiment
-        self.setup, self.label, self.network, self.store = setup, label, network, store
-        self.method, self.learning = setup.methods[label], setup.learning_of(label)
+        self.label, self.network, self.store, self.method = label, network, store, setup.methods[label]
         self.steps = CheckedMethod(self.method, network.spec.size)
         self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
-        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
-        self.backend = ReusingBackend(backend, setup.federation, self.attackers)
-        self.task, self.primary = setup.task, setup.task.metrics[0].name
-        self.taken = taken_names([metric.name for metric in self.task.metrics])
-        self.evaluator = Evaluator(experiment.evaluation, setup.federation, self.backend, experiment.seed, self.task)
-        self.label_counts = LabelCounts(setup.federation.shape.num_classes)
+        attackers = np.array(sorted(setup.attack.clients), np.int64)
+        self.backend = ReusingBackend(backend, setup.federation, attackers)
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
+        self.clients_of = RoundClients(setup, label, network.spec, self.backend, self.membership, self.server)
+        self.num_scores = len(setup.task.score_names)  # of one client
 
         self.status: Status = "starting"
         self.round = 0  # the round at work, or the last one
         checkpoint = store.load(self._decoded) if store else None
         self.saved = checkpoint.round if checkpoint else 0  # the last round with a checkpoint
         self.membership.restore(self.saved)
-        self._use(self.membership.federation)
-        self.initial_P = network.new_model(experiment.seed, 0)
+        self.backend.use(self.membership.federation)
+        initial_P = network.new_model(experiment.seed, 0)
+        self.evaluation = RoundEvaluation(setup, label, self.steps, self.backend, self.clients_of, initial_P)
         snapshot = self._decoded(checkpoint) if checkpoint else self._first()
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
         self.restored = self._restored(snapshot, checkpoint)
@@ -125,14 +112,15 @@ class RoundLoop:
         """
         yield self.restored
         while self.status == "running":
-            stats = RoundStats(traffic=self.traffic, diagnostics=self._no_diagnostics())
+            stats = RoundStats(traffic=self.traffic, diagnostics=self.evaluation.no_diagnostics())
             draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)
                 cohort = self.membership.cohort(draft.round)
                 self._train(cohort, draft)
                 if self.plan.evaluates(draft.round):
-                    self._evaluate(draft)
+                    self._enter("evaluating", draft.round)
+                    self.evaluation.add_to(draft, self.state, self.local_scores_N2, self.diagnostics)
                 self._save_and_close(draft)
             yield self._report(draft)
 
@@ -184,7 +172,7 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
-        return Snapshot.decoded(checkpoint, self.label, self.method.state_type, len(self.task.score_names))
+        return Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores)
 
     def _restored(self, snapshot: Snapshot, checkpoint: Checkpoint | None) -> RoundReport:
         """Restores what is not in the attributes of this loop, and reports the round again that was saved last."""
@@ -206,25 +194,19 @@ class RoundLoop:
             diagnostics=snapshot.report.diagnostics if evaluated else (),
         )
 
-    def _use(self, federation: Federation) -> None:
-        """Makes this loop and its backend work on a federation, which may have grown."""
-        self.backend.use(federation)
-        self.evaluator.federation = self.membership.present
-
     # ---- the steps of a round
 
     def _change_membership(self, draft: RoundDraft) -> None:
         """Carries out the schedule and requests: newcomers bring shards, clients leave, join, or get other data."""
         round = draft.round
         if (grown := self.membership.grow(round)) is not None:
-            self._use(grown)
+            self.backend.use(grown)
             self.state = self.state.grown(grown.num_clients)
             more = np.full((grown.num_clients - len(self.local_scores_N2), 2), np.nan, np.float32)
             self.local_scores_N2 = np.concatenate([self.local_scores_N2, more])
             draft.notes.append(f"the federation grew to {grown.num_clients} clients")
         draft.assign_before_N = self.state.assign_N
         change = self.membership.advance(round)
-        self.evaluator.federation = self.membership.present
         if len(change.left):
             before_K, because = self.state.members_K, {"clients_left": len(change.left)}
             self.state = self.steps.leave(self.state, change.left)
@@ -260,40 +242,8 @@ class RoundLoop:
         stats.events += phase_change(draft.round, draft.phase, self.state.phase)
         if stats.train_loss:
             draft.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
-        self._take(draft, stats.diagnostics)
+        self.diagnostics.take(draft, stats.diagnostics)
         draft.trained()
-
-    def _evaluate(self, draft: RoundDraft) -> None:
-        """Tests the clients by each protocol, and compares the clusters with the true groups."""
-        self._enter("evaluating", draft.round)
-        settings, online = self.experiment.evaluation, self.membership.population.online
-        stats = RoundStats(diagnostics=self._no_diagnostics())
-        clients = replace(
-            self.clients_of(self.evaluator.chosen(online), draft.round, stats),
-            evaluated=True,
-            choice_samples=settings.choice_samples,
-            tester=self._test,
-        )
-        serving = self.steps.serve(self.state, clients)
-        scores = self.evaluator.scores(serving, clients)
-        draft.scores_MV = np.column_stack([scores.ids_M, scores.table_MV])
-        draft.metrics |= score_metrics(scores, self.task)
-        draft.metrics |= cluster_metrics(self.state, online, self.membership.present.group_N)
-        draft.metrics |= self._metrics_of_parts(scores, serving, clients)
-        self.steps.diagnose(self.state, clients)
-        draft.exclude(stats)
-        mbit = 1e-6 / self.membership.present.num_clients  # from bits of all clients to Mbit per client
-        draft.metrics |= {
-            "clients_online": float(len(online)),
-            "mbit_down": self.traffic.down_bits * mbit,
-            "mbit_up": self.traffic.up_bits * mbit,
-        }
-        self._take(draft, stats.diagnostics)
-        self._take(draft, of_clusters(self.label, self.primary, self.state, online, scores))
-        self.diagnostics.resolve()
-        if self.task.targets == "class":
-            self._take(draft, self._labels_of_compared(draft.round, stats))
-            self.diagnostics.resolve()
 
     def _save_and_close(self, draft: RoundDraft) -> None:
         """Saves the round if the plan, the interval or a request to stop says so, and goes on to the next one."""
@@ -316,85 +266,15 @@ class RoundLoop:
         snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report)
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
-            tensors, values = snapshot.encoded(len(self.task.score_names))
+            tensors, values = snapshot.encoded(self.num_scores)
             if remark := self.store.save(draft.round, tensors, values, self.backend):
                 draft.notes.append(remark)
         self.saved = draft.round
 
     # ---- parts of the steps
 
-    def clients_of(self, ids: np.ndarray, round: int, stats: RoundStats, *, test_locally: bool = False) -> Clients:
-        """Clients as a method works with them in this round."""
-        own_tests = self.membership.present.view == "holdout"
-        test_samples = _NO_LIMIT if own_tests else self.experiment.evaluation.local_images
-        return Clients(
-            np.asarray(ids, np.int64),
-            self.membership.present.num_samples_N[ids],
-            self.network.spec,
-            self.learning.local_in(round, self.experiment.rounds),
-            self.backend,
-            self.experiment.seed,
-            round,
-            stats,
-            local_test_samples=test_samples if test_locally else 0,
-            reachable=lambda: self.membership.reachable(round),
-            aggregation=self.method.aggregation_rule,
-            server=self.server,
-            num_scores=len(self.task.score_names),
-        )
-
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Makes a new array if any score changes: a checkpoint compares with the array saved last."""
         if len(ids):
             self.local_scores_N2 = self.local_scores_N2.copy()
             self.local_scores_N2[ids] = scores
-
-    def _metrics_of_parts(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:
-        """P-local and P-tune, and the means over honest clients and over newcomers."""
-        settings = self.experiment.evaluation
-        found = self._local_metrics(clients) if settings.local else {}
-        honest = ~np.isin(clients.ids_M, self.attackers)
-        if len(self.attackers) and honest.any():
-            found[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
-        newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
-        if newcomers.any():
-            found[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
-        if settings.tuned_epochs:
-            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
-            found[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
-            if newcomers.any():
-                found[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
-        return found
-
-    def _local_metrics(self, clients: Clients) -> dict[str, float]:
-        """P-local over all clients, and over those that have trained; the others hold the initial model."""
-        score_M = self.local_scores_N2[clients.ids_M, 0].astype(np.float64)
-        trained = ~np.isnan(score_M)
-        found = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
-        if not trained.all():
-            untrained = clients.select(~trained)
-            score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
-        return found | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
-
-    def _no_diagnostics(self) -> Diagnostics:
-        return Diagnostics(self.label, self.taken, self.experiment.seed)
-
-    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
-        return self.evaluator.scores(serving, clients).table_MV
-
-    def _take(self, draft: RoundDraft, found: Diagnostics) -> None:
-        """Numbers are metrics of the round, arrays go out with the next evaluated round."""
-        draft.add_numbers(found)
-        self.diagnostics.take(draft.round, found)
-
-    def _labels_of_compared(self, round: int, stats: RoundStats) -> Diagnostics:
-        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
-        found, population = Diagnostics(self.label, seed=self.experiment.seed), self.membership.population
-        ids = compared_clients(self.diagnostics.reported)
-        ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
-        ids = self.label_counts.bounded(ids, self.experiment.seed)
-        clients = replace(self.clients_of(ids, round, stats), evaluated=True)
-        counted, counts_MC = self.label_counts.of(clients, self.membership.present)
-        if len(counted):
-            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
-        return found

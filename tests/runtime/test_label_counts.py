@@ -74,7 +74,7 @@ def test_no_figure_depends_on_them(tmp_path, monkeypatch):
         return [{name: value for name, value in one.metrics.items() if name != "round_seconds"} for one in records]
 
     with_counts = metrics()
-    monkeypatch.setattr("cfl_ray.runtime.round_loop.compared_clients", lambda reported: np.zeros(0, np.int64))
+    monkeypatch.setattr("cfl_ray.runtime.round_evaluation.compared_clients", lambda reported: np.zeros(0, np.int64))
     assert metrics() == with_counts
 
 

@@ -1,0 +1,136 @@
+"""The evaluation of a round: metrics by every protocol, agreement of the clusters, diagnostics."""
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.clients import Clients, RoundStats
+from cfl_ray.core.diagnostics import CLIENTS, Diagnostics
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+from cfl_ray.core.work import Backend
+from cfl_ray.runtime.evaluation import (
+    Evaluator,
+    Scores,
+    cluster_metrics,
+    initial_scores,
+    mean_of_defined,
+    score_metrics,
+)
+from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.round_clients import RoundClients
+from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
+from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
+
+
+class RoundEvaluation:
+    """Evaluates the rounds of one method.
+
+    initial_P: the common first model, which a client holds that has not trained yet.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        label: str,
+        steps: CheckedMethod,
+        backend: Backend,
+        clients_of: RoundClients,
+        initial_P: Tensor,
+    ):
+        experiment, self.task = setup.experiment, setup.task
+        self.settings, self.seed, self.label = experiment.evaluation, experiment.seed, label
+        self.steps, self.clients_of, self.membership = steps, clients_of, clients_of.membership
+        self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
+        self.initial_P, self.primary = initial_P, self.task.metrics[0].name
+        self.attackers = np.array(sorted(setup.attack.clients), np.int64)
+        self.taken = taken_names([metric.name for metric in self.task.metrics])
+        self.label_counts = LabelCounts(setup.federation.shape.num_classes)
+
+    def no_diagnostics(self) -> Diagnostics:
+        """An empty collection, for a round or an evaluation."""
+        return Diagnostics(self.label, self.taken, self.seed)
+
+    def add_to(
+        self, draft: RoundDraft, state: State, local_scores_N2: np.ndarray, diagnostics: RoundDiagnostics
+    ) -> None:
+        """Tests the clients online with the models of `state`, and adds the results to the draft of the round.
+
+        local_scores_N2: P-local of every client after its last training, NaN before the first one.
+        """
+        online, present = self.membership.population.online, self.membership.present
+        self.evaluator.federation = present
+        stats = RoundStats(diagnostics=self.no_diagnostics())
+        clients = replace(
+            self.clients_of(self.evaluator.chosen(online), draft.round, stats),
+            evaluated=True,
+            choice_samples=self.settings.choice_samples,
+            tester=self._test,
+        )
+        serving = self.steps.serve(state, clients)
+        scores = self.evaluator.scores(serving, clients)
+        draft.scores_MV = np.column_stack([scores.ids_M, scores.table_MV])
+        draft.metrics |= score_metrics(scores, self.task)
+        draft.metrics |= cluster_metrics(state, online, present.group_N)
+        if self.settings.local:
+            draft.metrics |= self._local_metrics(local_scores_N2, clients)
+        draft.metrics |= self._metrics_of_some(scores, serving, clients)
+        self.steps.diagnose(state, clients)
+        draft.exclude(stats)
+        traffic, mbit = draft.stats.traffic, 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
+        draft.metrics |= {
+            "clients_online": float(len(online)),
+            "mbit_down": traffic.down_bits * mbit,
+            "mbit_up": traffic.up_bits * mbit,
+        }
+        diagnostics.take(draft, stats.diagnostics)
+        diagnostics.take(draft, of_clusters(self.label, self.primary, state, online, scores))
+        diagnostics.resolve()
+        if self.task.targets == "class":
+            diagnostics.take(draft, self._labels_of_compared(draft.round, stats, diagnostics))
+            diagnostics.resolve()
+
+    def _test(self, clients: Clients, serving: Serving) -> np.ndarray:
+        return self.evaluator.scores(serving, clients).table_MV
+
+    def _local_metrics(self, local_scores_N2: np.ndarray, clients: Clients) -> dict[str, float]:
+        """P-local over all clients, and over those that have trained; the others hold the initial model."""
+        score_M = local_scores_N2[clients.ids_M, 0].astype(np.float64)
+        trained = ~np.isnan(score_M)
+        found = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
+        if not trained.all():
+            untrained = clients.select(~trained)
+            score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
+        return found | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
+
+    def _metrics_of_some(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:
+        """Means over honest clients and over newcomers, and P-tune."""
+        found: dict[str, float] = {}
+        honest = ~np.isin(clients.ids_M, self.attackers)
+        if len(self.attackers) and honest.any():
+            found[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
+        newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
+        if newcomers.any():
+            found[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
+        if self.settings.tuned_epochs:
+            tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
+            found[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
+            if newcomers.any():
+                found[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
+        return found
+
+    def _labels_of_compared(self, round: int, stats: RoundStats, diagnostics: RoundDiagnostics) -> Diagnostics:
+        """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
+        found, population = Diagnostics(self.label, seed=self.seed), self.membership.population
+        ids = compared_clients(diagnostics.reported)
+        ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
+        ids = self.label_counts.bounded(ids, self.seed)
+        clients = replace(self.clients_of(ids, round, stats), evaluated=True)
+        counted, counts_MC = self.label_counts.of(clients, self.membership.present)
+        if len(counted):
+            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
+        return found
