@@ -25,13 +25,13 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.live_client import own_phase
+from cfl_ray.runtime.live_client import own_step
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking.record import is_evaluated
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
-LONG_ROUND_SECONDS = 10.0  # from which a round's phase is shown
+LONG_ROUND_SECONDS = 10.0  # from which a round's step is shown
 MAX_NOTES = 8  # notes of one round that are shown
 
 
@@ -170,15 +170,15 @@ class Display(Watcher):
         self.progress.update(self.bars[label], metrics="  ".join(shown))
 
     def _watch_long_rounds(self) -> None:
-        """Shows, of a round that takes long, how long it takes and its phase, until the display ends."""
+        """Shows, of a round that takes long, how long it takes and its step, until the display ends."""
         while not self.ended.wait(WATCH_SECONDS):
             at_work, seconds = self.at_work, time.monotonic() - self.pace.since
             if at_work is None or seconds < LONG_ROUND_SECONDS:
                 continue
-            phase = own_phase(self.run_dir) if self.run_dir else None
+            step = own_step(self.run_dir) if self.run_dir else None
             label, done = at_work
             if self.at_work == at_work and label in self.bars:
-                self._show(label, f"round {done + 1}: {f'{phase}, ' if phase else ''}{duration(seconds)} so far")
+                self._show(label, f"round {done + 1}: {f'{step}, ' if step else ''}{duration(seconds)} so far")
 
     def _time_left(self, label: str, report: RoundReport) -> str:
         """Returns the time left of the method and of the run, in words; empty where it is not known."""
@@ -197,6 +197,10 @@ class Display(Watcher):
         self._line(f"note: {text}")
 
     def _notes(self, label: str, report: RoundReport) -> None:
+        for event in report.events[:MAX_NOTES]:
+            self._line(f"{label} round {report.round}: {event.text}")
+        if len(report.events) > MAX_NOTES:
+            self._line(f"{label} round {report.round}: and {len(report.events) - MAX_NOTES} more events of clusters")
         for note in report.notes[:MAX_NOTES]:
             self._line(f"{label} round {report.round}: {note}")
         if len(report.notes) > MAX_NOTES:

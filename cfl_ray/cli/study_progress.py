@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MOST_COLUMNS = 5  # settings that are columns of a table; more are its rows
 _MOST_TRIALS = 30  # of one method in one setting that are printed
 _MOST_BARS = 16  # of runs at work
-_LINE_BYTES = 1 << 16  # more than a line of a metrics log has
+_LINE_BYTES = 1 << 20  # more than a line of a metrics log has
 
 
 class StudyDisplay(StudyWatcher):

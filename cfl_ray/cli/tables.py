@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.record import primary_of
 
@@ -171,6 +172,9 @@ def describe_method(cls: "type[Method[Any]]", console: Console, reference: str) 
     """
     module = importlib.import_module(cls.__module__)
     _print(console, (module.__doc__ or cls.__doc__ or "").strip())
+    _print(console, f"\nPhases: {drawn(cls.phases)}")
+    for phase, meaning in phase_meanings(cls.phases).items():
+        _print(console, f"    {phase:10} {meaning}")
     options = cls.options()
     table = _folding("option", "default", "range", "meaning, and source of the default")
     for option in options:
@@ -263,15 +267,17 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
     methods = [f"{label} {progress}" for label, progress in status.methods.items()]
     if status.waiting:
         methods.append(f"{status.waiting} waiting")
-    phase = f"({status.phase})" if status.phase else None
+    step = f"({status.step})" if status.step else None
     metrics = {name: _format(name, value) for name, value in status.metrics.items()}
     return {
         "methods": ", ".join(methods),
-        "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, phase])),
+        "current method" if status.state == "live" else "last method": " ".join(filter(None, [status.method, step])),
         "round": f"{status.round} of {status.rounds}" if status.method else None,
         status.score: f"{metrics[status.score]} after round {status.evaluated}" if metrics else None,
         "P-local": metrics.get(f"{status.score}_local"),
         "clusters": metrics.get("num_clusters"),
+        "phase": status.phase,
+        "last event": status.last_event,
         "hosts": _hosts(status),
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
         "seconds per round": _speed(status),

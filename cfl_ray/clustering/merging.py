@@ -45,6 +45,17 @@ class Merged:
     number_K: np.ndarray  # int64: new number, 0 .. K' - 1, of each old cluster
     parts: list[list[int]]  # old clusters in each new one, the kept one first
     count_K: np.ndarray  # number of members of each old cluster
+    compared_k: np.ndarray  # old clusters whose mean signatures were compared
+    similarity_kk: np.ndarray  # cosines of these
+
+    def closest(self, olds: list[int], inside: bool) -> float:
+        """The highest cosine of these old clusters with others of the same new cluster, or of other ones; NaN: none."""
+        found = [np.nan]
+        for at in np.flatnonzero(np.isin(self.compared_k, olds)).tolist():
+            same_k = self.number_K[self.compared_k] == self.number_K[self.compared_k[at]]
+            others_k = (same_k == inside) & (np.arange(len(same_k)) != at)
+            found += [self.similarity_kk[at, others_k].max()] if others_k.any() else []
+        return float(np.fmax.reduce(found))
 
     def merged_rows(self, num_models: int) -> list[int]:
         """The new clusters that took in more than one of the `num_models` old clusters that had a model."""
@@ -89,13 +100,14 @@ def merge_similar(
     compared = np.flatnonzero(active_K)
     unit_kF = normalize(mean_KF[compared], dim=1)
     parts = {k: [k] for k in range(num_clusters)}
-    for keep, drop in merges((unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy(), count_K[compared], threshold):
+    similarity_kk = (unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy()
+    for keep, drop in merges(similarity_kk, count_K[compared], threshold):
         parts[int(compared[keep])] += parts.pop(int(compared[drop]))
     alive = sorted(parts)
     number_K = np.zeros(num_clusters, np.int64)
     for number, old in enumerate(alive):
         number_K[parts[old]] = number
-    return Merged(number_K, [parts[old] for old in alive], count_K)
+    return Merged(number_K, [parts[old] for old in alive], count_K, compared, similarity_kk)
 
 
 def most_similar(feature_MF: Tensor, mean_KF: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -126,13 +126,17 @@ def place_by_training(
     updates = clients.train(start, how=how, features=features, keep_as_local_model=False)
     ids_M, feature_MF, centre_KF = clients.ids_M[updates.valid_M], updates.valid_features_MF, state.centre_KF
     found_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)
+    because: dict[str, float] = {"clients": len(ids_M)}
     # in turn: similar clients join the cluster that the first one founds
     for at in np.flatnonzero(distance_M > within):
         (found_M[at],), (distance,) = nearest_centre(feature_MF[at : at + 1], centre_KF, metric)
         if distance > within:
             found_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
+            because |= {"distance": min(distance, because.get("distance", np.inf)), "threshold": within}
     models_KP = torch.cat([state.models_KP, state.start_KP.repeat(len(centre_KF) - len(state.centre_KF), 1)])
-    return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
+    after = state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
+    clients.member_events(state.members_K, after.members_K, **because)
+    return after
 
 
 def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:

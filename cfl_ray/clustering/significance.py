@@ -85,8 +85,9 @@ def _mean(rows_RSQ: np.ndarray, chosen_RS: np.ndarray) -> np.ndarray:
 
 def merge_insignificant(
     feature_SF: Tensor, cluster_S: np.ndarray, draw: np.random.Generator, level: float
-) -> np.ndarray:
+) -> tuple[np.ndarray, float]:
     """Clusters, int64 (S,), after merging the pair that is most like one cluster while its p-value is above `level`.
+    And the highest p-value of the pairs that remain; 1 if there is no pair.
 
     A merged pair has the lower number; the numbers of the others stay. Rows of cluster -1 stay where they are. Pairs of
     fewer than 4 rows are not merged: they look like one cluster wherever they are.
@@ -105,16 +106,20 @@ def merge_insignificant(
         numbers.remove(gone)
         p_of = {pair: p for pair, p in p_of.items() if gone not in pair and kept not in pair}
         p_of |= {pair: one_cluster(pair) for pair in combinations(numbers, 2) if kept in pair}
-    return cluster_S
+    return cluster_S, max(p_of.values(), default=1.0)
 
 
-def significant_parts(feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8) -> np.ndarray:
+def significant_parts(
+    feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8
+) -> tuple[np.ndarray, float]:
     """The clusters that the rows form, int64 (S,), numbered from 0: k-means into more parts than there may be, merged.
+    And the highest p-value with which two of them are one; 1 if there is only one.
 
     A test of one cluster against two has little power if there are four; a test of one against two of the four has.
     """
     parts = min(most, len(feature_SF) // 3)
     if parts < 2:
-        return np.zeros(len(feature_SF), np.int64)
+        return np.zeros(len(feature_SF), np.int64), 1.0
     part_S, _ = kmeans(feature_SF, parts, int(draw.integers(2**31)))
-    return by_lowest_member(merge_insignificant(feature_SF, part_S, draw, level))
+    part_S, p = merge_insignificant(feature_SF, part_S, draw, level)
+    return by_lowest_member(part_S), p

@@ -79,3 +79,13 @@ class TreeCut:
         if num_clusters is not None:
             return agglomerative.cut_tree(tree, num_clusters=num_clusters, size=size)
         return agglomerative.cut_tree(tree, gap=_GAP, size=size)
+
+    def cut_figures(self, distance: np.ndarray, cluster_S: np.ndarray) -> dict[str, float]:
+        """What decided the clusters of `clusters`: the highest merge of the cut, the merge after it, the threshold."""
+        tree = agglomerative.linkage_tree(distance, self.linkage)
+        merges = len(cluster_S) - 1 - int(cluster_S.max())  # those up to the cut
+        found: dict[str, float] = {"clients": len(cluster_S)}
+        found |= {"highest_merge": tree[merges - 1, 2]} if merges else {}
+        found |= {"next_merge": tree[merges, 2]} if merges < len(tree) else {}
+        asked = {"threshold": self.threshold, "num_clusters": self.num_clusters}
+        return found | {name: value for name, value in asked.items() if value is not None}

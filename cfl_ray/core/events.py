@@ -103,8 +103,11 @@ def births_and_deaths(
 ) -> tuple[ClusterEvent, ...]:
     """One birth for all clusters that had no members and have some, and a death for each that lost its last.
 
-    before_K, after_K: members of each cluster, whose numbers stay; further ones are new.
+    before_K, after_K: members of each cluster, whose numbers stay; further ones are new. No events if there are fewer
+        clusters: then numbers may have changed.
     """
+    if len(after_K) < len(before_K):
+        return ()
     before_K = np.pad(before_K, (0, len(after_K) - len(before_K)))
     born, dead = np.flatnonzero((before_K == 0) & (after_K > 0)), np.flatnonzero((before_K > 0) & (after_K == 0))
     births = [cluster_event(round, "birth", None, born.tolist(), because)] if len(born) else []
@@ -120,6 +123,12 @@ def drawn(phases: Mapping[str, tuple[str, ...]]) -> str:
     arrows = [f"{name} -> {' | '.join(following)}" for name, following in phases.items() if following]
     alone = [name for name in names if not any(name in (other, *after) for other, after in phases.items() if after)]
     return ", ".join([*arrows, *alone])
+
+
+def phase_meanings(phases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """What each phase is, in words; of a phase that this package does not have, which phases follow it."""
+    follow = {name: " or ".join(following) for name, following in phases.items()}
+    return {name: PHASES.get(name, f"then {follow[name]}" if follow[name] else "to the end") for name in phases}
 
 
 def check_phases(name: str, phases: Any) -> None:

@@ -56,7 +56,9 @@ def place_by_loss(state: S, clients: Clients) -> S:
         return state
     loss_MK = clients.losses(clients.broadcast(state.models_KP))
     clients.count_upload(1)
-    return state.advance(assign_N=state.place(clients.ids_M, least_loss(loss_MK)))
+    after = state.advance(assign_N=state.place(clients.ids_M, least_loss(loss_MK)))
+    clients.member_events(state.members_K, after.members_K, clients=len(clients))
+    return after
 
 
 def least_loss(loss_MK: np.ndarray) -> np.ndarray:

@@ -188,7 +188,16 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         clients.record("progress_variance", state.variance)
         variance_rises = state.variance > previous_variance
         if clients.round >= self.max_rounds or (clients.round >= self.min_rounds and variance_rises):
-            return self.cluster(state, clients, updates, rng)
+            clustered = self.cluster(state, clients, updates, rng)
+            figures = {
+                "variance_before": previous_variance,
+                "variance": state.variance,
+                "rounds": clients.round,
+                "max_rounds": self.max_rounds,
+            }
+            because = {name: value for name, value in figures.items() if not np.isnan(value)}
+            clients.event("birth", into=range(clustered.num_clusters), because=because | {"clients": valid_M.sum()})
+            return clustered
         return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)
 
     def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:

@@ -241,7 +241,7 @@ class CFL(Method[CFLState], name="cfl"):
             mean_norm_K = (mean_KP - before.models_KP)[:, : clients.spec.trained].norm(dim=1)
             updated_S = state.cluster_S if self.stale_updates == "reapply" else leaf_M[stays_M & updates.valid_M]
             for leaf in np.unique(updated_S).tolist():
-                state = self.split(state, leaf, mean_norm_K[leaf].item(), self.is_recent(state, clients))
+                state = self.split(state, clients, leaf, mean_norm_K[leaf].item())
             # W_c <- W_c + sum_i p_i Delta_i in every new leaf
             if state.num_clusters > before.num_clusters:
                 record_similarity(clients, state.seen_S, state.signature_SF)
@@ -310,20 +310,22 @@ class CFL(Method[CFLState], name="cfl"):
         window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
         return (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
 
-    def split(self, state: CFLState, leaf: int, mean_norm: float, recent_S: np.ndarray) -> CFLState:
+    def split(self, state: CFLState, clients: Clients, leaf: int, mean_norm: float) -> CFLState:
         """The state with leaf c split in two, if it stalls and its members disagree.
 
         mean_norm: ||sum_i p_i Delta_i|| of this round.
         """
-        member_S = state.cluster_S == leaf
+        member_S, recent_S = state.cluster_S == leaf, self.is_recent(state, clients)
         recent, stale = np.flatnonzero(member_S & recent_S), np.flatnonzero(member_S & ~recent_S)
-        if not self.splits(state, leaf, mean_norm, recent):
+        because = self.norms(state, mean_norm, recent)
+        if not self.splits(state, leaf, recent, because):
             return state
         # bipartition by alpha_ij = cos(Delta_i, Delta_j)
         update_EF = state.signature_SF[torch.from_numpy(recent)]
         distance = agglomerative.distances(update_EF, "cosine")
         side_E = agglomerative.cut_tree(agglomerative.linkage_tree(distance, self.linkage), num_clusters=2)
-        if not self.separates(update_EF, distance, side_E):
+        because |= self.separation(update_EF, distance, side_E)
+        if "gamma_max" in because and not because["gamma_max"] < because["gamma_bound"]:
             return state
         if 2 * side_E.sum() > len(side_E):
             side_E = 1 - side_E  # the larger side stays in the leaf
@@ -331,6 +333,7 @@ class CFL(Method[CFLState], name="cfl"):
         state = state.with_split(leaf, state.seen_S[recent], update_EF, side_E)
         # Members without a recent update follow their old update until the next; those without any join like newcomers.
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
+        clients.event("split", cluster=leaf, into=[leaf, state.num_clusters - 1], because=because)
         open_S[stale] = np.where(open_S[stale] == NO_SPLIT, split, open_S[stale])
         leaf_M = state.leaf_at(split, state.signature_SF[torch.from_numpy(stale)], "mean")
         state = state.advance(assign_N=state.place(state.seen_S[stale], leaf_M))
@@ -340,25 +343,31 @@ class CFL(Method[CFLState], name="cfl"):
             assign_N=state.place(unseen, UNASSIGNED),
         )
 
-    def splits(self, state: CFLState, leaf: int, mean_norm: float, recent: np.ndarray) -> bool:
-        """||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2, with enough recent updates."""
+    def norms(self, state: CFLState, mean_norm: float, recent: np.ndarray) -> dict[str, float]:
+        """||sum_i p_i Delta_i|| and max_i ||Delta_i|| of the recent updates, with their thresholds."""
         assert self.eps1 is not None and self.eps2 is not None
         scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
+        longest = float(state.norm_S[recent].max(initial=0))
+        return {"mean": mean_norm, "eps1": self.eps1 * scale, "max": longest, "eps2": self.eps2 * scale}
+
+    def splits(self, state: CFLState, leaf: int, recent: np.ndarray, norms: dict[str, float]) -> bool:
+        """||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2, with enough recent updates."""
         size = int(state.members_K[leaf])
         if len(recent) <= 2 or len(recent) < min(size, max(4, -(-size // 2))):
             return False
-        return bool(mean_norm < self.eps1 * scale and state.norm_S[recent].max() > self.eps2 * scale)
+        return norms["mean"] < norms["eps1"] and norms["max"] > norms["eps2"]
 
-    def separates(self, update_EF: Tensor, distance: np.ndarray, side_E: np.ndarray) -> bool:
-        """gamma_max < sqrt((1 - alpha_cross) / 2); True if that is not to be checked.
+    def separation(self, update_EF: Tensor, distance: np.ndarray, side_E: np.ndarray) -> dict[str, float]:
+        """alpha_cross, the largest cosine between updates of the two sides; if a bound is to be checked, also gamma_max
+        and sqrt((1 - alpha_cross) / 2), below which it must be.
 
-        alpha_cross: the largest cosine between updates of the two sides. distance: condensed, 1 - cos.
+        distance: condensed, 1 - cos.
         """
+        nearest = scipy.spatial.distance.squareform(distance)[side_E == 0][:, side_E == 1].min(initial=2)
         if self.gamma_max is None and not self.estimate_gamma:
-            return True
-        across_EE = scipy.spatial.distance.squareform(distance)[side_E == 0][:, side_E == 1]
+            return {"cosine_across": 1 - nearest}
         gamma = noise(update_EF, side_E) if self.gamma_max is None else self.gamma_max
-        return bool(gamma < np.sqrt(across_EE.min() / 2))
+        return {"cosine_across": 1 - nearest, "gamma_max": gamma, "gamma_bound": np.sqrt(nearest / 2)}
 
     def join(self, state: CFLState, clients: Clients) -> CFLState:
         """Newcomers descend the tree: one training per split they meet."""

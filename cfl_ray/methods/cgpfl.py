@@ -85,7 +85,7 @@ class CGPFL(Method[State], name="cgpfl"):
         if not updates.valid_M.any():
             return state
         # c <- k-means of the uploaded models
-        upload_MF = updates.valid_features_MF
+        upload_MF, before_K = updates.valid_features_MF, state.members_K
         if state.phase == "cluster":
             cluster_M, centre_KF = kmeans(upload_MF, self.num_clusters, rng.seed)
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
@@ -93,6 +93,8 @@ class CGPFL(Method[State], name="cgpfl"):
             centre_KF = features.of_rows(state.models_KP, clients.seed)
             cluster_M, _ = kmeans(upload_MF, state.num_clusters, rng.seed, centres_KF=centre_KF)
         assign_N = state.place(clients.ids_M[updates.valid_M], cluster_M)
+        members_K = state.advance(assign_N=assign_N).members_K
+        clients.member_events(before_K, members_K, clients=len(cluster_M), num_clusters=state.num_clusters)
         # Omega_k <- (1 - beta) Omega_k + beta mean of y_i over c(i) = k
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         mean_KP = clients.average(updates, weight_KM).averaged(default=state.models_KP)

@@ -169,7 +169,7 @@ class FedAC(Method[FedACState], name="fedac"):
         )
 
     def round(self, state: FedACState, clients: Clients, rng: Draws) -> FedACState:
-        spec, weight_M = clients.spec, clients.weights(self.weights)
+        spec, weight_M, before_K = clients.spec, clients.weights(self.weights), state.members_K
         # Local training: omega_i near Omega_r(i), and its embedding near Phi.
         context = clients.send(self.contexts(state, spec), row_or_last(state, clients))
         embedding = clients.send(state.global_KP, columns=spec.base)
@@ -203,6 +203,7 @@ class FedAC(Method[FedACState], name="fedac"):
         state = state.advance(models_KP=averages.averaged(default=state.models_KP))
         # E-step
         state = self.e_step(state, clients, ids_M, upload_MF)
+        clients.member_events(before_K, state.members_K, clients=len(ids_M), num_clusters=state.num_clusters)
         if had_no_clusters or clients.round % self.pca_every == 0 or self.adapts_in(clients.round):
             record = record_similarity if self.by_cosine else record_distance
             record(clients, state.seen_S, state.z(state.signature_SF))
@@ -276,16 +277,37 @@ class FedAC(Method[FedACState], name="fedac"):
         z_SQ, z_MQ = self.compared(state, state.signature_SF), self.compared(state, updates.valid_features_MF)
         draw, before = rng.stream("significance"), state.num_clusters
         while pair := most_similar_pair(state.z(state.signature_SF), state.cluster_S, self.merge_cosine):
-            larger, smaller = sorted(pair, key=lambda k: (-state.members_K[k], k))
+            larger, smaller = sorted(pair[:2], key=lambda k: (-state.members_K[k], k))
             clients.restart_moments(state.models_KP[larger][None])
+            because = {"cosine": pair[2], "merge_cosine": self.merge_cosine}
+            clients.event("merge", cluster=smaller, into=[larger - (larger > smaller)], because=because)
             state = merge_cluster(state, smaller, larger)
         if state.num_clusters < before:  # members that were drawn apart come together in the rounds that follow
             return state
         for k in range(before):
-            part_s = significant_parts(z_SQ[torch.from_numpy(state.cluster_S == k)], draw, self.level)
+            part_s, p = significant_parts(z_SQ[torch.from_numpy(state.cluster_S == k)], draw, self.level)
             if 0 < part_s.max(initial=0) <= self.max_clusters - state.num_clusters:
-                state = split_cluster(state, k, part_s, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
+                because = {"p": p, "level": self.level, "clients": len(part_s)}
+                state = self.split(state, k, part_s, z_SQ, z_MQ, clients, updates, because)
         return state
+
+    def split(
+        self,
+        state: FedACState,
+        k: int,
+        part_s: np.ndarray,
+        z_SQ: Tensor,
+        z_MQ: Tensor,
+        clients: Clients,
+        updates: Updates,
+        because: dict[str, float],
+    ) -> FedACState:
+        """The state after `split_cluster`, which is reported with the figures that decided it."""
+        after = split_cluster(state, k, part_s, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
+        if after is not state:
+            into = [k, *range(state.num_clusters, after.num_clusters)]
+            clients.event("split", cluster=k, into=into, because=because)
+        return after
 
     def compared(self, state: FedACState, upload_SF: Tensor) -> Tensor:
         """The vectors that CNT compares: z, or their directions."""
@@ -300,10 +322,13 @@ class FedAC(Method[FedACState], name="fedac"):
         if split is not None:
             unit_SQ, unit_MQ = normalize(z_SQ, dim=1), normalize(state.z(updates.valid_features_MF), dim=1)
             half_s, _ = kmeans(unit_SQ[torch.from_numpy(state.cluster_S == split)], 2, clients.seed)
-            weight_M = clients.weights(self.weights)
-            return split_cluster(state, split, half_s, unit_SQ, unit_MQ, clients, updates, weight_M)
+            because = {"rho": rho_K[split], "rho_high": self.rho_high, "clients": len(half_s)}
+            return self.split(state, split, half_s, unit_SQ, unit_MQ, clients, updates, because)
         if merge is None:
             return state
+        because = {"rho": rho_K[merge], "rho_low": self.rho_low, "clients": state.members_K[merge]}
+        into = [nearest_K[merge] - (nearest_K[merge] > merge)]
+        clients.event("merge", cluster=merge, into=into, because=because)
         clients.restart_moments(state.models_KP[nearest_K[merge]][None])
         return merge_cluster(state, merge, nearest_K[merge])
 
@@ -341,8 +366,8 @@ class FedAC(Method[FedACState], name="fedac"):
         return Serving(self.start_models(state, spec), row_or_last(state, clients), client_state=self.personal(spec))
 
 
-def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tuple[int, int] | None:
-    """The clusters whose means, seen from the mean of all, have the highest cosine, if that is at least `cosine`.
+def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tuple[int, int, float] | None:
+    """The clusters whose means, seen from the mean of all, have the highest cosine, and it, if it is at least `cosine`.
 
     Rows of cluster -1 are in none. Centring anew leaves out what all clusters have moved since the last PCA.
     """
@@ -354,7 +379,7 @@ def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tup
     if len(numbers) < 2 or cosine_KK.max() < cosine:
         return None
     one, other = np.unravel_index(cosine_KK.argmax(), cosine_KK.shape)
-    return int(numbers[one]), int(numbers[other])
+    return int(numbers[one]), int(numbers[other]), float(cosine_KK[one, other])
 
 
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

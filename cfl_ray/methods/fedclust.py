@@ -125,6 +125,7 @@ class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
         cluster_M = self.clusters(distance, len(ids_M))
         centre_KF, _ = cluster_means(layer_MF, cluster_M, cluster_M.max() + 1)
         models_KP, assign_N = state.start_KP.repeat(len(centre_KF), 1), state.place(ids_M, cluster_M)
+        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, cluster_M))
         state = state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
         return state.advance(height=self.height(distance))
 

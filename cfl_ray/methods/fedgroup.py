@@ -109,6 +109,8 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         averages = clients.average(updates, weight_KM, average_number=0)
         models_KP = averages.averaged(default=state.start_KP.repeat(len(centre_KF), 1))
         clients.restart_moments(models_KP)  # FedAvg begins after this
+        because = {"clients": len(group_M), "num_clusters": self.num_clusters}
+        clients.event("birth", into=range(len(models_KP)), because=because)
         return state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
 
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:

@@ -56,6 +56,7 @@ class FeSEM(Method[State], name="fesem"):
         return State(models_KP=start.new_model(0)[None], assign_N=start.unassigned(), phase="cluster")
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        before_K = state.members_K
         # W_i <- SGD_i(theta_{c(i)}), or from w_0 in the first round
         updates, feature_MF = self.train(state, clients)
         ids_M = clients.ids_M[updates.valid_M]
@@ -74,6 +75,8 @@ class FeSEM(Method[State], name="fesem"):
             if self.reseed:
                 self.reseed_empty_centre(state, ids_M, found_M, distance_M)
         assign_N = state.place(ids_M, found_M)
+        members_K = state.advance(assign_N=assign_N).members_K
+        clients.member_events(before_K, members_K, clients=len(ids_M), num_clusters=state.num_clusters)
 
         # M-step: theta_k <- Avg of W_i over c(i) = k
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
@@ -114,7 +117,9 @@ class FeSEM(Method[State], name="fesem"):
             return state
         updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
         found_M, _ = self.e_step(state, clients, feature_MF)
-        return state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
+        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
+        clients.member_events(state.members_K, after.members_K, clients=len(found_M))
+        return after
 
     def serve(self, state: State, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients)

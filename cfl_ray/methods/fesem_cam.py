@@ -111,8 +111,9 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
 
         # averages: Theta_g over all participants, Theta_k over c(i) = k
         global_KP = global_updates.averaged(default=state.global_KP)
-        state = state.advance(assign_N=state.place(state.seen_S, found_S), global_KP=global_KP)
-        return self.m_step(state, clients, cluster_updates)
+        after = state.advance(assign_N=state.place(state.seen_S, found_S), global_KP=global_KP)
+        clients.member_events(state.members_K, after.members_K, clients=len(found_S), num_clusters=self.num_clusters)
+        return self.m_step(after, clients, cluster_updates)
 
     def warm_up(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:
         """The first round: theta_i alone from one common start, and k-means++ of them."""
@@ -129,8 +130,9 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         found_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
-        state = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, found_S), phase="federate")
-        return self.m_step(state, clients, updates)
+        after = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, found_S), phase="federate")
+        clients.member_events(state.members_K, after.members_K, clients=len(found_S), num_clusters=self.num_clusters)
+        return self.m_step(after, clients, updates)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
         """theta_i over the fully connected layers."""
@@ -160,7 +162,9 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         )
         centre_KF = features.of_rows(state.models_KP, clients.seed)
         found_M, _ = nearest_centre(updates.valid_features_MF, centre_KF, "l2")
-        return state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
+        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
+        clients.member_events(state.members_K, after.members_K, clients=len(found_M))
+        return after
 
     def serve(self, state: FeSEMCAMState, clients: Clients) -> Serving:
         serving = serve_per_cluster(state, clients)

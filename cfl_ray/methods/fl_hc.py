@@ -99,6 +99,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         if self.model == "mean":
             weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
             models_KP = clients.average(updates, weight_KM).averaged(default=models_KP)
+        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, found_M))
         return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def update_features(self, clients: Clients) -> UpdateFeatures:

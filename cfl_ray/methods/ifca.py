@@ -112,11 +112,13 @@ class IFCA(Method[State], name="ifca"):
             clients.count_upload(1)  # j_i
 
         # theta_j <- Avg of W_i, or theta_j - (gamma / m) sum of g_i, over the clients that chose j
-        return state.advance(
+        after = state.advance(
             models_KP=self.next_models(state.models_KP, updates, clients.spec),
             assign_N=state.place(clients.ids_M[updates.valid_M & known_M], chosen_M[updates.valid_M & known_M]),
             phase="warmup" if clients.round < self.warmup_rounds else "federate",
         )
+        clients.member_events(state.members_K, after.members_K, clients=known_M.sum(), num_clusters=self.num_clusters)
+        return after
 
     def choose_clusters(self, clients: Clients, received: Sent) -> np.ndarray:
         """j_i (M,) of each client, among the models it received; UNASSIGNED if its losses did not arrive."""

@@ -124,13 +124,14 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         else:
             models_KP = cluster_updates.averaged(default=state.models_KP)
         valid_M = cluster_updates.valid_M & (assign_M != UNASSIGNED)
-        state = state.advance(
+        after = state.advance(
             models_KP=models_KP,
             global_KP=global_KP,
             assign_N=state.place(clients.ids_M[valid_M], assign_M[valid_M]),
             phase="federate",
         )
-        return self.zeroed(state, clients) if self.empty == "zero" and valid_M.any() else state
+        clients.member_events(state.members_K, after.members_K, clients=valid_M.sum(), num_clusters=self.num_clusters)
+        return self.zeroed(after, clients) if self.empty == "zero" and valid_M.any() else after
 
     def train_clusters(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
         """theta_i of all clients, with Theta_g frozen, averaged within the clusters."""

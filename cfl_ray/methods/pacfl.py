@@ -168,6 +168,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         found_S = self.clusters(condensed, len(state.seen_S))
         if not old:
             models_KP = state.start_KP.repeat(found_S.max() + 1, 1)
+            clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, found_S))
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
 
         # newcomers join the cluster of most of the old members they fall together with, or else of the nearest one

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from cfl_ray.clustering.merging import cluster_means, merge_similar, most_similar
+from cfl_ray.clustering.merging import Merged, cluster_means, merge_similar, most_similar
 from cfl_ray.clustering.signature_diagnostics import cosines, record_signatures
 from cfl_ray.clustering.signatures import SignatureState, sketch_option, unplaced
 from cfl_ray.core.clients import ClientData, Clients, LocalTraining, Proximal
@@ -203,6 +203,10 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         # merge all clusters k, l with cos(mean Psi_k, mean Psi_l) >= tau
         active_S = np.isin(state.seen_S, clients.ids_M) if self.active_only else None
         merged = merge_similar(state.signature_SF, state.cluster_S, num_clusters, self.tau, active_S)
+        self.report_merges(merged, state.num_clusters, clients)
+        if len(revived := np.unique(revived_M[~alone_M])):
+            because = {"cosine": cosine_M[~alone_M].max(), "tau": self.tau}
+            clients.event("birth", into=np.unique(merged.number_K[revived]), because=because)
 
         # theta_k of new and merged clusters
         first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
@@ -213,6 +217,21 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             assign_N=state.place(state.seen_S, merged.number_K[state.cluster_S]),
             empty_E=merged.number_K[state.empty_E],
         )
+
+    def report_merges(self, merged: Merged, num_models: int, clients: Clients) -> None:
+        """Reports merges of the clusters that have a model, and births of those that newcomers form alone."""
+        born: list[int] = []
+        for number, parts in enumerate(merged.parts):
+            with_model = [old for old in parts if old < num_models]
+            born += [] if with_model else [number]
+            for old in with_model[1:]:  # the first one is kept
+                because = {"cosine": merged.closest([old], inside=True), "tau": self.tau}
+                clients.event("merge", cluster=old, into=[number], because=because)
+        if born:
+            founders = [old for number in born for old in merged.parts[number]]
+            nearest = merged.closest(founders, inside=False)
+            because = {"clients": len(founders), "tau": self.tau} | ({} if np.isnan(nearest) else {"cosine": nearest})
+            clients.event("birth", into=born, because=because)
 
     def collect_signatures(self, state: StoCFLState, clients: Clients) -> tuple[np.ndarray, Tensor]:
         """Ids (M',) and Psi_i (M', F) of the M' of these clients whose signature is valid."""
@@ -242,8 +261,11 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         alone_M = cosine_M < self.tau
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, if no cluster exists yet
         cluster_M = self.with_new_clusters(state, best_M, alone_M)
+        before_K = state.members_K
         state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
-        return state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
+        state = state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
+        clients.member_events(before_K, state.members_K, clients=len(ids_M), tau=self.tau)
+        return state
 
     def diagnose(self, state: StoCFLState, clients: Clients) -> None:
         """Score of omega; cosines of the clusters' mean signatures, and their sum over all pairs, which is Eq. (2)."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.report.drawing import (
+    INK,
+    MARKERS,
     PageFigure,
     Plot,
     canvas,
@@ -67,7 +69,39 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
     figures += [_by_traffic(experiment), _agreement(experiment), _clusters(experiment), _largest(experiment)]
+    figures += [_events(experiment)]
     return [figure for figure in figures if figure is not None]
+
+
+def _phases(runs: Sequence[MethodRun]) -> list[tuple[str, int, int]]:
+    """(phase, first round, last round) of the first seed, in their order; empty where they are not recorded."""
+    found: list[tuple[str, int, int]] = []
+    for record in runs[0].records:
+        if found and found[-1][0] == record.phase:
+            found[-1] = (record.phase, found[-1][1], record.round)
+        elif record.phase:
+            found.append((record.phase, record.round, record.round))
+    return found
+
+
+def _bands(experiment: ReportedExperiment) -> list[Plot]:
+    """A band, in the colour of its method, over the rounds of every phase but the last one, with the phase's name."""
+    return [
+        {
+            "type": "rect",
+            "layer": "below",
+            "yref": "y domain",
+            "y0": 0,
+            "y1": 1,
+            "x0": first - 0.5,
+            "x1": last + 0.5,
+            "fillcolor": faint(look(place).colour, 0.1),
+            "line": {"width": 0},
+            "label": {"text": f"{safe(label)}: {safe(phase)}", "textposition": "top left", "textangle": 90},
+        }
+        for place, (label, runs) in enumerate(experiment.methods.items())
+        for phase, first, last in _phases(runs)[:-1]
+    ]
 
 
 def _metric(name: str) -> Callable[[RoundRecord], float]:
@@ -149,6 +183,7 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
             "round",
             metric.replace("_", " "),
             hovermode="x unified",
+            shapes=_bands(experiment),
         ),
     )
 
@@ -193,6 +228,7 @@ def _agreement(experiment: ReportedExperiment) -> PageFigure | None:
             "round",
             "ARI",
             hovermode="x unified",
+            shapes=_bands(experiment),
         ),
     )
 
@@ -210,9 +246,62 @@ def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
         "clusters",
         hovermode="x unified",
         yaxis={"rangemode": "tozero"},
-        shapes=[line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else [],
+        shapes=[
+            *_bands(experiment),
+            *([line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []),
+        ],
     )
     return PageFigure("Clusters that have members", f"At the end: {ends}{groups}.", figure)
+
+
+def _events(experiment: ReportedExperiment) -> PageFigure | None:
+    """Phases of each method as bars, and events of its clusters on them, of the first seed."""
+    rows = [label for label, runs in experiment.methods.items() if any(one.events for one in runs[0].records)]
+    if not rows:
+        return None
+    of_kind: dict[str, list[tuple[int, str, str]]] = {}
+    traces: list[Plot] = []
+    for label in rows:
+        colour = look(list(experiment.methods).index(label)).colour
+        for phase, first, last in _phases(experiment.methods[label][0:1]):
+            faded = colour if phase == "federate" else INK
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "base": [first - 0.5],
+                    "x": [last - first + 1],
+                    "y": [safe(label)],
+                    "width": 0.5,
+                    "marker": {"color": faint(faded, 0.25)},
+                    "hovertext": f"{safe(label)}: phase {safe(phase)}, rounds {first} to {last}",
+                    "hoverinfo": "text",
+                    "showlegend": False,
+                }
+            )
+        for record in experiment.methods[label][0].records:
+            for event in record.events:
+                of_kind.setdefault(event.event, []).append((event.round, safe(label), safe(event.text)))
+    for place, (kind, found) in enumerate(of_kind.items()):
+        rounds, labels, texts = zip(*found, strict=True)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": kind,
+                "x": list(rounds),
+                "y": list(labels),
+                "text": list(texts),
+                "marker": {"symbol": MARKERS[place], "size": 11, "color": INK},
+                "hovertemplate": "round %{x}: %{text}<extra></extra>",
+                "showlegend": True,
+            }
+        )
+    counts = listed([f"{len(found)} of kind {kind}" for kind, found in of_kind.items()])
+    caption = f"Of the first seed: {counts}. Each event says which figures decided it."
+    why = next((f" In round {round}, {label}: {text}." for round, label, text in of_kind.get("split", [])), "")
+    figure = canvas(traces, "round", "", hovermode="closest", yaxis={"automargin": True})
+    return PageFigure("Phases, and events of clusters", caption + why, figure, height=140 + 40 * len(rows))
 
 
 def _largest(experiment: ReportedExperiment) -> PageFigure | None:
@@ -234,6 +323,7 @@ def _largest(experiment: ReportedExperiment) -> PageFigure | None:
         "share of the clients",
         hovermode="x unified",
         yaxis={"tickformat": ".0%", "range": [0, 1.03]},
+        shapes=_bands(experiment),
     )
     return PageFigure("Share of the largest cluster: do clusters collapse into one?", f"{caption}.", figure)
 

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.assignments import Assignment, write_assignments
@@ -42,6 +43,11 @@ class MethodResult:
     # opens what the method has learned; None: it has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
     reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # where nothing was kept
+
+    @property
+    def events(self) -> list[ClusterEvent]:
+        """Splits, merges, births and deaths of clusters with the figures that decided them; changes of the phase."""
+        return [event for record in self.records for event in record.events]
 
     @property
     def seconds(self) -> float:

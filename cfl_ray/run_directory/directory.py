@@ -80,6 +80,7 @@ class RunDirectory:
     diagnostics = File("diagnostics.arrow", ("method",), "diagnostics of the method", "driver")
     events = File("events.jsonl", ("method",), "granted requests", "server")
     assignments = File("artifacts/assignments.parquet", ("method",), "every client's clusters", "driver")
+    cluster_events = File("artifacts/cluster_events.jsonl", ("method",), "a line for each event of a cluster", "driver")
     checkpoints = File("checkpoints/", ("method",), "checkpoints", "server")
     writer = File("writer.json", ("method",), "which process may write checkpoints", "server")
     writer_lock = File("writer.lock", ("method",), "held while checkpoints are written", "server")

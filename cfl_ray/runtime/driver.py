@@ -3,6 +3,7 @@
 The end of a method (figures, and what MLflow lacks) is written beside the rounds of the next one.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -244,7 +245,8 @@ class Driver:
             return
         run_only = RUN_METRICS.keys() | {f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned"}
         metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
-        record = RoundRecord(report.round, metrics, report.time_ms, self.of_task.union(report.numbers))
+        of_task = self.of_task.union(report.numbers)
+        record = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
         records.append(record)
         if tracker is not None:
             tracker.log(record)
@@ -266,6 +268,8 @@ class Driver:
         files = RunDirectory(directory)
         moves.write(files.assignments, federation)
         write_figures(files.artifacts, {label: records})
+        if events := [event for record in records for event in record.events]:
+            write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))
         if files.diagnostics.exists():
             with drafted(files.artifact(files.diagnostics)) as draft:
                 shutil.copyfile(files.diagnostics, draft)
@@ -324,7 +328,7 @@ class Driver:
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
         params |= {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
-        tags |= {"method": method.name, "label": label}
+        tags |= {"method": method.name, "label": label, "phases": ", ".join(method.phases)}
         if (study := self.study) is not None:
             tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
             return RunInfo(f"{study.method}, {study.setting}, seed {experiment.seed}", method.name, tags, params)

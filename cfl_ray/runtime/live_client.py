@@ -4,6 +4,7 @@ import os
 import pkgutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -12,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from cfl_ray import config
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
@@ -30,7 +32,9 @@ class RunStatus:
     methods: dict[str, str]  # methods that have begun, by label: finished, at work or begun
     waiting: int = 0  # number of methods that have not begun
     method: str | None = None  # the present method, or the last one
-    phase: str | None = None  # of the present method: running, evaluating, saving ...
+    step: str | None = None  # of the round at work: running, evaluating, saving ...
+    phase: str | None = None  # of the method, in which its next round begins
+    last_event: str | None = None  # of its clusters
     round: int = 0  # the present round of a live run, else the last one recorded
     score: str = "accuracy"  # the first metric of the task
     metrics: dict[str, float] = field(default_factory=dict)  # the score, its P-local, num_clusters, at last
@@ -74,7 +78,9 @@ def status(run_dir: Path) -> RunStatus:
         methods,
         waiting,
         label,
-        phase=answer.get("state") or ("starting, or in one process" if live else None),
+        step=answer.get("state") or ("starting, or in one process" if live else None),
+        phase=(records[-1].next_phase or None) if records else None,
+        last_event=next((f"round {event.round}: {event.text}" for event in _cluster_events(records)), None),
         round=answer.get("round") or recorded,
         score=score,
         metrics={name: last.metrics[name] for name in shown if name in last.metrics} if last else {},
@@ -109,8 +115,8 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
     return _ask_server(session, verb, *arguments)
 
 
-def own_phase(run_dir: Path) -> str | None:
-    """The phase of the round at work in the run on Ray that this process drives; None where it is not known."""
+def own_step(run_dir: Path) -> str | None:
+    """The step of the round at work in the run on Ray that this process drives; None where it is not known."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():  # to join a cluster is not worth it
         return None
@@ -130,7 +136,7 @@ def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
 
 
 def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
-    """The server's status; only its phase where it cannot be asked, empty where the run ended meanwhile."""
+    """The server's status; only its step where it cannot be asked, empty where the run ended meanwhile."""
     try:
         return _ask_server(session, "status")
     except RunError as error:
@@ -169,6 +175,12 @@ def _ended(run_dir: Path) -> str:
     """The state of a run that is neither live nor finished."""
     end = read_end(run_dir)
     return "died" if end is None else {"KILLED": "stopped", "FAILED": "failed"}.get(end.status, "stopped")
+
+
+def _cluster_events(records: list[RoundRecord]) -> Iterator[ClusterEvent]:
+    """Events of the clusters, the last one first."""
+    for record in reversed(records):
+        yield from (event for event in reversed(record.events) if event.event != "phase")
 
 
 def _seconds_per_round(records: list[RoundRecord]) -> float | None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that
 
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
+PHASES_TAG = "phases"
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the size of a request
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
@@ -47,8 +48,9 @@ DEFAULTS = {  # environment variables; those that the user has set stay as they 
 class MlflowRun:
     """A run that exists in MLflow. Methods raise the errors of MLflow; the caller opens the run again and repeats."""
 
-    def __init__(self, client: "MlflowClient", run_id: str) -> None:
+    def __init__(self, client: "MlflowClient", run_id: str, phases: Sequence[str] = ()) -> None:
         self.run_id = run_id
+        self.phases = list(phases)  # that the method declares, in their order
         self._client = client
         # An earlier process may have delivered the next batches already; False from the first batch that is all new.
         self._may_be_delivered = True
@@ -60,22 +62,28 @@ class MlflowRun:
         if run_id is None or not _exists(client, run_id):
             run_id = _find(client, experiment_id, info.uid) or _create(client, experiment_id, info, parent_id)
             _log_params(client, run_id, info)
-        return cls(client, run_id)
+        return cls(client, run_id, info.tags.get(PHASES_TAG, "").split(", "))
 
     def log(self, records: Sequence[RoundRecord]) -> None:
-        """Sends every metric with the round as its step."""
-        from mlflow.entities import Metric
+        """Sends every metric with the round as its step; the phase as its number in the tag `phases`, from 0 on.
+
+        Tags: `phase` of the next round, and `last_event` of the clusters.
+        """
+        from mlflow.entities import Metric, RunTag
 
         metrics = [
             Metric(name, value, record.time_ms, record.round)
             for record in records
-            for name, value in record.metrics.items()
+            for name, value in [*record.metrics.items(), *self._phase_metric(record)]
         ]
+        said = [("phase", record.next_phase) for record in records[-1:] if record.phase]
+        events = [event for record in records for event in record.events]
+        said += [("last_event", f"round {event.round}: {event.text}") for event in events[-1:]]
         if self._may_be_delivered and metrics:
             missing = self._missing(metrics)
             self._may_be_delivered = len(missing) < len(metrics)
             metrics = missing
-        self._client.log_batch(self.run_id, metrics=metrics)
+        self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in said])
 
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""
@@ -113,6 +121,9 @@ class MlflowRun:
         write_text(folder / MLMODEL_FILE_NAME, facts.to_yaml())
         self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
+
+    def _phase_metric(self, record: RoundRecord) -> list[tuple[str, float]]:
+        return [("phase", float(self.phases.index(record.phase)))] if record.phase in self.phases else []
 
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.files import parse_json
@@ -56,7 +57,8 @@ RUN_METRICS = {
 }
 METRICS = ROUND_METRICS | RUN_METRICS
 # of records, of client_metrics.arrow, and of tables of several runs
-_COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "experiment", "runs", "mbit", "seconds", "p"})
+_COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
+_COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p"}
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_honest", "_std", "_p10", "_p90")  # of the first metric of a task
 
@@ -82,7 +84,9 @@ def check_score_name(name: str) -> None:
     if not _SCORE_NAME.fullmatch(name):
         raise ConfigError(f"metric {name!r}: a name consists of a-z, 0-9 and _, and begins with a letter")
     recorded = METRICS.keys() - {"accuracy", "macro_f1"}
-    if name in recorded | {"loss", "round", "client", "method", "time_ms"} or name.endswith(_DERIVED):
+    if name in recorded | {"loss", "round", "client", "method", "time_ms", "phase", "events"} or name.endswith(
+        _DERIVED
+    ):
         raise ConfigError(f"metric {name!r} has the name of another metric (docs/metrics.md); give it another one")
 
 
@@ -119,14 +123,25 @@ class RoundRecord:
     metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged
     time_ms: int = field(default_factory=now_ms)  # stored with the record, so that a second delivery changes nothing
     of_task: frozenset[str] = field(default=frozenset(), compare=False)  # names beside METRICS (`score_metrics_of`)
+    phase: str = ""  # of the method, in which the round began (docs/metrics.md); empty: not recorded
+    events: tuple[ClusterEvent, ...] = ()  # splits, merges, births and deaths of clusters, and a change of the phase
 
     def __post_init__(self) -> None:
         check_metrics(self.metrics, self.of_task)
         object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
 
+    @property
+    def next_phase(self) -> str:
+        """The phase in which the next round begins; empty: not recorded."""
+        return next((event.phase for event in reversed(self.events) if event.event == "phase"), self.phase)
+
     def to_line(self) -> str:
-        """Returns one flat JSON line of round, time_ms and metrics, as `pandas.read_json(lines=True)` reads it."""
-        return json.dumps({"round": self.round, "time_ms": self.time_ms, **self.metrics}) + "\n"
+        """Returns one JSON line of round, time_ms, phase, events and metrics, all beside each other, as
+        `pandas.read_json(lines=True)` reads it.
+        """
+        clusters = {"phase": self.phase, "events": [event.to_fields() for event in self.events]}
+        own = {name: value for name, value in clusters.items() if value}
+        return json.dumps({"round": self.round, "time_ms": self.time_ms, **own, **self.metrics}) + "\n"
 
     def to_fields(self) -> dict[str, Any]:
         """Returns round, metrics and time as JSON."""
@@ -139,14 +154,21 @@ class RoundRecord:
             raise ValueError("the metrics of a round are missing")
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         round, time_ms = (_count(name, fields.get(name)) for name in ("round", "time_ms"))
-        return cls(round, numbers, time_ms, frozenset(name.rpartition("/")[2] for name in numbers))
+        of_task, phase = frozenset(name.rpartition("/")[2] for name in numbers), fields.get("phase", "")
+        try:
+            events = tuple(map(ClusterEvent.from_fields, fields.get("events", [])))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"events: {str(error).partition(chr(10))[0]}") from error
+        return cls(round, numbers, time_ms, of_task, phase, events)
 
     @classmethod
     def from_line(cls, line: str | bytes) -> "RoundRecord":
         """Returns the record that `to_line` wrote. Raises ValueError for anything else."""
         metrics = parse_json(line)
         round, time_ms = (metrics.pop(name, None) for name in ("round", "time_ms"))
-        return cls.from_fields({"round": round, "time_ms": time_ms, "metrics": metrics})
+        types = {"phase": str, "events": list}  # a number of that name is a diagnostic of an earlier version
+        own = {name: metrics.pop(name) for name, kind in types.items() if isinstance(metrics.get(name), kind)}
+        return cls.from_fields({"round": round, "time_ms": time_ms, "metrics": metrics, **own})
 
 
 def _count(name: str, value: object) -> int:

@@ -16,6 +16,7 @@ from cfl_ray.cli.commands import app
 from cfl_ray.cli.tables import default_text, range_text
 from cfl_ray.config import keys
 from cfl_ray.config.study import RangeConfig, Study
+from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.core.method import Method
 from cfl_ray.methods import REGISTRY
 
@@ -155,8 +156,14 @@ def _method_page(cls: type[Method[Any]]) -> str:
         f'```bash\ncfl-ray run "methods=[fedavg, {cls.name}]"\n```\n\n'
         f"## Paper and equations\n\n{_prose(description)}\n\n"
         f"## Deviations from the paper\n\n{_prose(deviations[:1].upper() + deviations[1:])}\n\n"
+        f"## Phases\n\n`{drawn(cls.phases)}`: {_phases(cls)}. More: "
+        f"[phases and events](../../metrics.md#phases-and-events).\n\n"
         f"## Options\n\n{averaging}{options if rows else 'It has no options.'}\n"
     )
+
+
+def _phases(cls: type[Method[Any]]) -> str:
+    return "; ".join(f"`{phase}`, {meaning}" for phase, meaning in phase_meanings(cls.phases).items())
 
 
 def _meaning(option: dict[str, Any]) -> str:

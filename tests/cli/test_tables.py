@@ -41,7 +41,7 @@ def test_status_of_a_live_run():
         {"fedavg": "finished", "stocfl": "at work"},
         waiting=1,
         method="stocfl",
-        phase="running",
+        step="running",
         round=7,
         metrics={"accuracy": 0.75, "num_clusters": 4.0},
         evaluated=6,
@@ -158,9 +158,9 @@ def test_lines_have_the_time_left(monkeypatch):
     ]
 
 
-def test_a_long_round_shows_its_phase_and_a_short_one_does_not(monkeypatch, tmp_path):
+def test_a_long_round_shows_its_step_and_a_short_one_does_not(monkeypatch, tmp_path):
     monkeypatch.setattr("cfl_ray.cli.progress.WATCH_SECONDS", 0.01)
-    monkeypatch.setattr("cfl_ray.cli.progress.own_phase", lambda run_dir: "evaluating")
+    monkeypatch.setattr("cfl_ray.cli.progress.own_step", lambda run_dir: "evaluating")
     now = [0.0]
     monkeypatch.setattr("cfl_ray.cli.progress.time.monotonic", lambda: now[0])
     out = Console(file=io.StringIO(), width=200, force_terminal=True)
@@ -178,7 +178,7 @@ def test_a_long_round_shows_its_phase_and_a_short_one_does_not(monkeypatch, tmp_
         assert shown(display) == "round 1: evaluating, 11 s so far"
         display.round("fedavg", RoundReport("running", 1, {"accuracy": 0.5}))
         assert shown(display) == "accuracy 0.500"
-        display.run_dir, now[0] = None, 31.0  # nothing is known of the phase
+        display.run_dir, now[0] = None, 31.0  # nothing is known of the step
         assert shown(display) == "accuracy 0.500  round 2: 20 s so far"
         display.round("fedavg", RoundReport("finished", 3, {"accuracy": 0.75}))
         now[0] = 99.0

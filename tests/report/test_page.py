@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import pytest
 from pages import CLIENTS, HOSTILE, experiment, report
 
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
@@ -62,6 +63,29 @@ def test_every_figure_is_there_with_a_title_and_a_caption(page):
     assert len(plots(page)) == len(captions(page))
     for title in captions(page):
         assert f'role="img" aria-label="{html.escape(title)}.' in page
+
+
+def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
+    split = ClusterEvent(3, "split", 0, (0, 1), {"mean": 0.25})
+    change = ClusterEvent(2, "phase", before="cluster", phase="federate")
+    shown = experiment()
+    for run in shown.methods["ifca"]:
+        for at, record in enumerate(run.records):
+            events = {2: (change,), 3: (split,)}.get(record.round, ())
+            phase = "cluster" if record.round < 3 else "federate"
+            run.records[at] = replace(record, phase=phase, events=events)
+    figures = {figure.title: figure for figure in curves(shown)}
+    for title in ("Clusters that have members", "Accuracy, P-server: the model that the server gives next"):
+        band = figures[title].plot["layout"]["shapes"][0]
+        assert (band["x0"], band["x1"], band["label"]["text"]) == (0.5, 2.5, "ifca: cluster"), title
+    timeline = figures["Phases, and events of clusters"]
+    go.Figure(json.loads(as_json(timeline.plot)))
+    bars = [(one["base"], one["x"], one["y"]) for one in timeline.plot["data"] if one["type"] == "bar"]
+    assert bars == [([0.5], [2], ["ifca"]), ([2.5], [2], ["ifca"])]
+    marks = {one["name"]: (one["x"], one["text"]) for one in timeline.plot["data"] if one["type"] == "scatter"}
+    text = "cluster 0 split into 0, 1 (mean 0.25)"
+    assert marks == {"phase": ([2], ["phase cluster -&gt; federate"]), "split": ([3], [text])}
+    assert timeline.caption.endswith(f"In round 3, ifca: {text}.")
 
 
 def test_captions_state_the_numbers_of_the_records(page):

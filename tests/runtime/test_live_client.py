@@ -45,7 +45,7 @@ def test_a_run_whose_driver_died(run_dir):
 def test_a_run_in_one_process_takes_no_requests(run_dir):
     with RunDirectory(run_dir).hold():
         status = live_client.status(run_dir)
-        assert (status.state, status.phase) == ("live", "starting, or in one process")
+        assert (status.state, status.step) == ("live", "starting, or in one process")
         with pytest.raises(
             RunError,
             match="takes no requests now: it is only starting, runs in one process, or its cluster has no token",

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import FileTracker, MlflowTracker, RoundRecord, RunInfo, deliver_pending, delivery
@@ -62,6 +63,20 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     assert ifca.files == {"config.yaml"}
     assert ifca.info.artifact_uri.startswith(adapter.sqlite_path(sqlite).with_name("mlartifacts").as_uri())
     assert "method" not in by_name["comparison"].data.tags
+
+
+def test_phases_are_a_tag_and_a_metric_and_the_last_event_is_a_tag(sqlite, tmp_path, runs):
+    split = ClusterEvent(2, "split", 0, (0, 1), {"mean": 0.25})
+    change = ClusterEvent(1, "phase", before="cluster", phase="federate")
+    tracker = MlflowTracker(tmp_path, sqlite, "phases", finish_seconds=120)
+    tracker.start(RunInfo("mine", "mine", tags={"phases": "cluster, federate"}))
+    tracker.log(RoundRecord(1, {"accuracy": 0.5}, 11, phase="cluster", events=(change,)))
+    tracker.log(RoundRecord(2, {"accuracy": 0.6}, 12, phase="federate", events=(split,)))
+    tracker.finish("FINISHED", {})
+    (run,) = runs(sqlite, "phases")
+    assert run.histories["phase"] == [(1, 0.0, 11), (2, 1.0, 12)]
+    assert run.data.tags["phase"] == "federate"
+    assert run.data.tags["last_event"] == "round 2: cluster 0 split into 0, 1 (mean 0.25)"
 
 
 def test_a_resumed_run_continues_the_same_mlflow_run(sqlite, deliver, runs, expected):

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from cfl_ray.core.events import ClusterEvent
 from cfl_ray.tracking import METRICS, RoundRecord, RunEnd, RunInfo, flatten
 
 
@@ -23,6 +24,27 @@ def test_a_record_equals_its_line_also_if_training_diverged():
     assert (again.round, again.time_ms, again.metrics["accuracy"], again.metrics["test_loss"]) == (3, 17, 0.5, math.inf)
     assert math.isnan(again.metrics["train_loss"])
     assert record.to_line().count("\n") == 1
+
+
+def test_a_line_has_the_phase_and_the_events():
+    split = ClusterEvent(3, "split", 0, (0, 1), {"mean": 0.25})
+    change = ClusterEvent(3, "phase", before="cluster", phase="federate")
+    record = RoundRecord(3, {"accuracy": 0.5}, 17, phase="cluster", events=(split, change))
+    assert json.loads(record.to_line()) == {
+        "round": 3,
+        "time_ms": 17,
+        "phase": "cluster",
+        "events": [
+            {"round": 3, "event": "split", "cluster": 0, "into": [0, 1], "because": {"mean": 0.25}},
+            {"round": 3, "event": "phase", "before": "cluster", "phase": "federate"},
+        ],
+        "accuracy": 0.5,
+    }
+    assert RoundRecord.from_line(record.to_line()) == record and record.next_phase == "federate"
+    old = RoundRecord.from_line('{"round": 3, "time_ms": 17, "phase": 0.5}')  # a diagnostic of that name
+    assert (old.phase, old.events, old.metrics) == ("", (), {"phase": 0.5})
+    with pytest.raises(ValueError, match="events: "):
+        RoundRecord.from_line('{"round": 3, "time_ms": 17, "events": [{"round": 3, "event": "war"}]}')
 
 
 def test_flatten():

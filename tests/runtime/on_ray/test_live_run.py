@@ -109,7 +109,7 @@ def at_round(run_dir, number, label="gated"):
             status = live_client.status(run_dir)
         except ConfigError:
             return None
-        is_there = (status.method, status.phase, status.round) == (label, "running", number)
+        is_there = (status.method, status.step, status.round) == (label, "running", number)
         waits = waiting.exists() and waiting.read_text() == str(number)  # its population is fixed
         return status if is_there and waits and len(recorded(run_dir, label)) == number - 1 else None
 
