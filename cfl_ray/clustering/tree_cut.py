@@ -81,7 +81,7 @@ class TreeCut:
         return agglomerative.cut_tree(tree, gap=_GAP, size=size)
 
     def cut_figures(self, distance: np.ndarray, cluster_S: np.ndarray) -> dict[str, float]:
-        """What decided the clusters of `clusters`: the highest merge of the cut, the merge after it, the threshold."""
+        """The figures that decided a cut: its highest merge, the merge after it, and the threshold if one is set."""
         tree = agglomerative.linkage_tree(distance, self.linkage)
         merges = len(cluster_S) - 1 - int(cluster_S.max())  # those up to the cut
         found: dict[str, float] = {"clients": len(cluster_S)}

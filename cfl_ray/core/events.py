@@ -126,7 +126,7 @@ def drawn(phases: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def phase_meanings(phases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """What each phase is, in words; of a phase that this package does not have, which phases follow it."""
+    """Each phase in words; of a phase that this package does not have, the phases that follow it."""
     follow = {name: " or ".join(following) for name, following in phases.items()}
     return {name: PHASES.get(name, f"then {follow[name]}" if follow[name] else "to the end") for name in phases}
 

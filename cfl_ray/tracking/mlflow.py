@@ -123,7 +123,8 @@ class MlflowRun:
         self._client.finalize_logged_model(model.model_id, "READY")
 
     def _phase_metric(self, record: RoundRecord) -> list[tuple[str, float]]:
-        return [("phase", float(self.phases.index(record.phase)))] if record.phase in self.phases else []
+        known = record.phase and record.phase in self.phases
+        return [("phase", float(self.phases.index(record.phase)))] if known else []
 
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""
