@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cfl_ray.report.material import Comparison, MethodRun, Report, ReportedExperiment
+from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
@@ -50,7 +50,7 @@ def experiment(name: str = "digits", other: str = "fedavg") -> ReportedExperimen
     """Two methods with two seeds: ifca ends at 0.8 and 0.9, the other one at 0.5 and 0.6."""
     return ReportedExperiment(
         name=name,
-        facts={"data": "digits", "clients": f"{CLIENTS}"},
+        run_info={"data": "digits", "clients": f"{CLIENTS}"},
         command="cfl-ray run experiment.yaml seed=0",
         config="rounds: 4\n",
         methods={other: [plain(0, 0.5), plain(1, 0.6)], "ifca": [clustered(0, 0.8), clustered(1, 0.9)]},

@@ -1,9 +1,9 @@
-"""Small studies, and a crew that runs their cells in this process."""
+"""Small studies, and a pool that runs their cells in this process."""
 
 from pathlib import Path
 
 from cfl_ray.config.study import Study
-from cfl_ray.study import workers
+from cfl_ray.study import worker_pool
 
 EXPERIMENT = {
     "rounds": 2,
@@ -27,7 +27,7 @@ def small_study(output: Path, **changes) -> Study:
     return Study(**{"name": "small", "seeds": [0, 1], "experiment": experiment} | changes)
 
 
-class InlineCrew:
+class InlinePool:
     """Runs the cells one after another in this process."""
 
     done: list[str] = []  # names of the cells that were run
@@ -41,9 +41,9 @@ class InlineCrew:
     def __exit__(self, *_):
         pass
 
-    def run(self, cells, packing, tick):
+    def run(self, cells, resources, tick):
         for cell in cells:
             self.done.append(cell.name)
-            yield workers.CellOutcome(
-                cell, *workers._run(cell, self.root, packing.hosts, self.extend and cell.folder(self.extend))
+            yield worker_pool.CellOutcome(
+                cell, *worker_pool._run(cell, self.root, resources.hosts, self.extend and cell.folder(self.extend))
             )

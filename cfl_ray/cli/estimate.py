@@ -37,7 +37,7 @@ from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, popul
 from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.study.cells import Cell
 from cfl_ray.study.metrics import metric_warnings
-from cfl_ray.study.packing import pack
+from cfl_ray.study.resources import resources_for
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 
@@ -278,7 +278,7 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int,
         _print(console, f"{runs} runs: {len(found)} with each of {seeds} seeds")
     runtime = found[0][0].experiment.runtime
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
-        _print(console, f"on this machine: {pack(runtime, runs)}")
+        _print(console, f"on this machine: {resources_for(runtime, runs)}")
     _print(console, f"folder: {root}")
 
 

@@ -18,10 +18,10 @@ from cfl_ray.config.study import ALL_SETTINGS, short_names
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.cells import Cell
-from cfl_ray.study.packing import Packing
 from cfl_ray.study.ranking import RankedTrial
+from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import StudyResults, StudyWatcher
-from cfl_ray.study.workers import CellOutcome
+from cfl_ray.study.worker_pool import CellOutcome
 from cfl_ray.tracking import RoundRecord
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class StudyDisplay(StudyWatcher):
 
     # ---- reports of the study
 
-    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], packing: Packing, root: Path) -> None:
-        self.root, self.at_once, self.left = root, packing.at_once, len(cells)
+    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], resources: Resources, root: Path) -> None:
+        self.root, self.at_once, self.left = root, resources.at_once, len(cells)
         done = f", {len(finished)} finished before" if finished else ""
-        how = f", {packing}" if cells else ""
+        how = f", {resources}" if cells else ""
         folder = "" if self.whole is not None else f"; folder: {root}"
         self._print(f"{_runs(len(cells) + len(finished))}{done}{how}{folder}")
         if self.whole is None:

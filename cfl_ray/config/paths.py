@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.plugins.loading import note_folder
+from cfl_ray.system.nested import texts_of
 
 _WRITTEN = "# paths as written "
 _RECORDED_IN = "# run directory "
@@ -164,7 +165,7 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     if not isinstance(old, str) or Path(old) == new:
         return {}
     found = {}
-    for value in _texts(values):
+    for value in texts_of(values):
         scheme = _SQLITE if value.startswith(_SQLITE) else ""
         path = value.removeprefix(scheme)
         if not path.startswith("/"):
@@ -174,16 +175,6 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
         if not os.path.exists(file) and os.path.exists(there):
             found[value] = f"{scheme}{there}{colon}{name}"
     return found
-
-
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, dict):
-        yield from _texts([*values, *values.values()])
-    elif isinstance(values, list):
-        for value in values:
-            yield from _texts(value)
-    elif isinstance(values, str):
-        yield values
 
 
 def from_record(text: str) -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cfl_ray.report.drawing import PageFigure, Plot, canvas, listed, number, safe
-from cfl_ray.report.material import Comparison
 from cfl_ray.report.palette import COLOURS
+from cfl_ray.report.report_data import Comparison
 
 OURS, PUBLISHED, MISPRINT = COLOURS[0], COLOURS[1], "#6B7280"
 

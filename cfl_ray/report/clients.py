@@ -3,7 +3,7 @@
 import numpy as np
 
 from cfl_ray.report.drawing import PageFigure, canvas, look, number, safe
-from cfl_ray.report.material import ReportedExperiment
+from cfl_ray.report.report_data import ReportedExperiment
 
 WHISKERS = (5, 25, 50, 75, 95)  # percentiles
 

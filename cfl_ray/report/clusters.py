@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cfl_ray.report.drawing import PageFigure, Plot, canvas, line_at, percent
-from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.palette import COLOURS, GREY
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import changes, evenly, ranks, snapshots
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # that are drawn

@@ -5,8 +5,8 @@ import numpy as np
 from cfl_ray.report.clusters import MOST_BLOCKS, blocks, steps
 from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, number, percent
 from cfl_ray.report.label_divergence import against_labels
-from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.palette import COLOURS, GREY
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
 
 MOST_ROWS, MOST_POINTS = 150, 600  # that are drawn

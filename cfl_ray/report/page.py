@@ -22,8 +22,8 @@ from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, with_spread
-from cfl_ray.report.material import Comparison, Report, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
+from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 from cfl_ray.system.files import PRIVATE, write_text
 
 _HEADINGS = {  # of the table's columns

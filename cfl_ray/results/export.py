@@ -35,7 +35,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
     model = trained.model(cluster) if client is None else trained.personal_model(client)
     federation = trained.federation
     whose = f"client {client}" if client is not None else f"cluster {cluster or 0}"
-    facts = {
+    metadata = {
         "method": trained.label,
         "of": whose,
         "round": trained.round,
@@ -44,7 +44,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with drafted(path, SHARED) as draft:
-        write(model, draft, _example(trained), facts)
+        write(model, draft, _example(trained), metadata)
     return f"{trained.label}, {whose}, after round {trained.round}: {path}"
 
 
@@ -81,16 +81,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
 
-def _write_safetensors(model: nn.Module, path: Path, example: Tensor, facts: dict[str, Any]) -> None:
-    metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-    path.write_bytes(save(_tensors(model), metadata))
+def _write_safetensors(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    path.write_bytes(save(_tensors(model), texts))
 
 
-def _write_pt(model: nn.Module, path: Path, example: Tensor, facts: dict[str, Any]) -> None:
+def _write_pt(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
     torch.save(_tensors(model), path)
 
 
-def _write_onnx(model: nn.Module, path: Path, example: Tensor, facts: dict[str, Any]) -> None:
+def _write_onnx(model: nn.Module, path: Path, example: Tensor, metadata: dict[str, Any]) -> None:
     try:
         program = torch.onnx.export(
             model,

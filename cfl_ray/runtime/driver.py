@@ -18,7 +18,8 @@ from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
 from cfl_ray.results.export import save_models
-from cfl_ray.results.reporting import FoundRun, write_report_of
+from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.reporting import write_report_of
 from cfl_ray.results.results import ClientMetrics, ClusterMoves, MethodResult, Results
 from cfl_ray.results.trained import load_trained
 from cfl_ray.run_directory import RunDirectory

@@ -40,7 +40,7 @@ from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.plugins.registry import Registry
-from cfl_ray.runtime.trials import try_aggregation, try_attack, try_availability, try_metrics
+from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.system.files import SHARED, read_json, write_json
 from cfl_ray.tracking import check_mlflow, sinks
 from cfl_ray.tracking.record import check_score_name

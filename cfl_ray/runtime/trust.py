@@ -10,7 +10,6 @@ a file of another user.
 
 import os
 import pwd
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_json, read_text, write_json
+from cfl_ray.system.nested import texts_of
 
 _PURPOSE = "names in the record of a run"
 _ROOT = 0
@@ -138,7 +138,7 @@ def _servers(address: Any, uri: Any) -> list[str]:
 
 def _files_in(values: Any) -> list[Path]:
     """Every file that an `anything:Name` of the config names, wherever it stands."""
-    found = (_file_of(text) for text in _texts(values))
+    found = (_file_of(text) for text in texts_of(values))
     return list(dict.fromkeys(file for file in found if file is not None))
 
 
@@ -148,18 +148,6 @@ def _file_of(reference: str) -> Path | None:
         return path.resolve() if path.is_file() else None
     except (OSError, ValueError):  # no name of a file
         return None
-
-
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, dict):
-        for key, value in values.items():
-            yield from _texts(key)
-            yield from _texts(value)
-    elif isinstance(values, list):
-        for value in values:
-            yield from _texts(value)
 
 
 def _signed_in(run_dir: Path) -> list[str]:

@@ -6,7 +6,6 @@ delivered without typing them again.
 """
 
 import os
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -15,16 +14,17 @@ from filelock import FileLock, Timeout
 from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import HIDDEN, redact
 from cfl_ray.system.files import private_folder, read_json, user_folder, write_json
+from cfl_ray.system.nested import each_text, texts_of
 
 
 def redact_values(values: Any) -> Any:
     """Returns JSON values with every URI in them redacted."""
-    return _each_text(values, lambda text: redact(text) if "://" in text else text)
+    return each_text(values, lambda text: redact(text) if "://" in text else text)
 
 
 def with_known_credentials(values: Any) -> Any:
     """Returns JSON values with the credentials of every redacted URI that this user's are known of."""
-    return _each_text(values, lambda text: with_credentials(text) or text)
+    return each_text(values, lambda text: with_credentials(text) or text)
 
 
 def with_credentials(redacted_uri: str, *candidates: str | None) -> str | None:
@@ -48,7 +48,7 @@ def hides(uri: str) -> bool:
 
 def remember_credentials(values: Any) -> None:
     """Keeps the URIs with credentials among JSON values for `with_credentials`. Where that fails, nothing is kept."""
-    found = {redact(text): text for text in _texts(values) if "://" in text and not hides(text)}
+    found = {redact(text): text for text in texts_of(values) if "://" in text and not hides(text)}
     found = {redacted: uri for redacted, uri in found.items() if redacted != uri}
     if found:
         with suppress(OSError):
@@ -69,27 +69,3 @@ def _remembered() -> dict[str, str]:
     except (DataError, OSError):
         return {}
     return {str(redacted): str(uri) for redacted, uri in known.items()}
-
-
-# ---- texts
-
-
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, dict):
-        yield from _texts(list(values))
-        yield from _texts(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _texts(value)
-
-
-def _each_text(values: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(values, str):
-        return change(values)
-    if isinstance(values, dict):
-        return {_each_text(key, change): _each_text(value, change) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_each_text(value, change) for value in values]
-    return values

@@ -21,7 +21,9 @@ from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
-from cfl_ray.results.reporting import FoundRun, compare_with, find_runs, unknown_metric, write_report_of
+from cfl_ray.results.found_runs import FoundRun, find_runs
+from cfl_ray.results.published import compare_with, unknown_metric
+from cfl_ray.results.reporting import write_report_of
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
 from cfl_ray.runtime.extension import check_extension
@@ -31,10 +33,10 @@ from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.study.metrics import metric_warnings, scores_of
-from cfl_ray.study.packing import Packing, pack
 from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
+from cfl_ray.study.resources import Resources, resources_for
 from cfl_ray.study.sweep import Trials, trials_of
-from cfl_ray.study.workers import END_SECONDS, CellOutcome, Crew, check_main
+from cfl_ray.study.worker_pool import END_SECONDS, CellOutcome, WorkerPool, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
     FileTracker,
@@ -51,7 +53,7 @@ from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cfl_ray.report.material import Comparison
+    from cfl_ray.report.report_data import Comparison
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
 _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
@@ -61,7 +63,7 @@ _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
 class StudyWatcher:
     """Receives what happens during a study; the default ignores it."""
 
-    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], packing: Packing, root: Path) -> None:
+    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], resources: Resources, root: Path) -> None:
         """Cells to run, and those that were finished before. A sweep that learns plans several times."""
 
     def live(self, cells: Sequence[Cell]) -> None:
@@ -314,16 +316,16 @@ class _Launch:
 
     def _all_cells(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
-        room = pack(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
-        with Crew(self.root, self.extend) as crew:
+        room = resources_for(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
+        with WorkerPool(self.root, self.extend) as pool:
             while trials := self.trials.next(-(-room // of_trial)):
                 cells = plan(self.study, self.only, trials)
                 self._wait_for_others(cells)
                 done = [cell for cell in cells if cell.is_finished(self.root)]
                 left = [cell for cell in cells if cell not in done]
-                packing = pack(self.experiment.runtime, len(left), self.at_once)
-                self.watcher.planned(left, done, packing, self.root)
-                for outcome in crew.run(left, packing, self.watcher.live):
+                resources = resources_for(self.experiment.runtime, len(left), self.at_once)
+                self.watcher.planned(left, done, resources, self.root)
+                for outcome in pool.run(left, resources, self.watcher.live):
                     self.watcher.ended(outcome)
                     if outcome.status != "finished":
                         self.failed.append(outcome)

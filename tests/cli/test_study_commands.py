@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 from rich.console import Console
-from studies import InlineCrew, small_study
+from studies import InlinePool, small_study
 
 from cfl_ray.cli import main
 from cfl_ray.cli.study_progress import show_tables, show_trials
@@ -22,8 +22,8 @@ from cfl_ray.study.ranking import RankedTrial, best_of
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "Crew", InlineCrew)
-    monkeypatch.setattr(InlineCrew, "done", [])
+    monkeypatch.setattr(run, "WorkerPool", InlinePool)
+    monkeypatch.setattr(InlinePool, "done", [])
     monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *_: None)
     for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
@@ -50,13 +50,13 @@ def test_a_study_from_check_to_resume(capsys):
     assert call(capsys, "compare", "--dry-run", file)[1].splitlines()[-1] == f"4 runs; folder: {Path.cwd()}/runs/small"
     assert not Path("runs").exists()
     status, printed, _ = call(capsys, "compare", file, "--method", "two")
-    assert status == 0 and "2 runs, " in printed and len(InlineCrew.done) == 2
+    assert status == 0 and "2 runs, " in printed and len(InlinePool.done) == 2
     dry = call(capsys, "compare", "--dry-run", file)[1].splitlines()
     assert "a, two, seed 0: finished" in dry and "a, fedavg, seed 0" in dry
     status, printed, _ = call(capsys, "status", "runs/small")
     assert "2 of 4 finished, 2 left" in printed and "cfl-ray resume runs/small" in printed
     status, printed, _ = call(capsys, "resume", "runs/small")
-    assert status == 0 and "4 runs, 2 finished before" in printed and len(InlineCrew.done) == 4
+    assert status == 0 and "4 runs, 2 finished before" in printed and len(InlinePool.done) == 4
     assert re.search(r"method .*a .*b ", printed)
     assert "(report.html, results.csv, table.md in artifacts/)" in printed
     found = json.loads(call(capsys, "status", "--json", "runs/small")[1])

@@ -15,9 +15,9 @@ from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import as_json, look, with_spread
-from cfl_ray.report.material import MethodRun, ReportedExperiment
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.page import render
+from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 

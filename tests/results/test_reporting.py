@@ -14,7 +14,9 @@ from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.comparison import compare_runs
-from cfl_ray.results.reporting import compare_with, find_runs, report_of, write_report
+from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.published import compare_with
+from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import driver
 from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
@@ -79,10 +81,10 @@ def test_seeds_are_one_experiment_with_the_numbers_of_its_runs(runs):
             assert run.is_clustered == (label != "fedavg")
     assert set(one.methods["fedclust"][0].matrices) == {"distance", "signatures"}
     assert one.methods["fedclust"][1].matrices == {}  # drawn of one seed
-    assert one.facts["clients"] == "8, 4 true groups" and one.facts["local training"].startswith(
+    assert one.run_info["clients"] == "8, 4 true groups" and one.run_info["local training"].startswith(
         "epochs 2, batch_size 10"
     )
-    assert one.facts["seeds"] == "0, 1" and one.command.splitlines()[1] == "cfl-ray run experiment.yaml seed=1"
+    assert one.run_info["seeds"] == "0, 1" and one.command.splitlines()[1] == "cfl-ray run experiment.yaml seed=1"
 
 
 def test_labels_of_compared_clients_are_on_record(runs, tmp_path):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from studies import InlineCrew, small_study
+from studies import InlinePool, small_study
 
 from cfl_ray.results.comparison import read_study
 from cfl_ray.study import run
@@ -23,9 +23,9 @@ def study(tmp_path):
 def inline(monkeypatch):
     """Lets studies run in this process, without figures; the list of the cells that were run."""
     monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *_: None)
-    monkeypatch.setattr(run, "Crew", InlineCrew)
-    monkeypatch.setattr(InlineCrew, "done", [])
-    return InlineCrew.done
+    monkeypatch.setattr(run, "WorkerPool", InlinePool)
+    monkeypatch.setattr(InlinePool, "done", [])
+    return InlinePool.done
 
 
 def figures_of(root: Path) -> dict:

@@ -5,7 +5,7 @@ import pytest
 import cfl_ray
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.study import workers
+from cfl_ray.study import worker_pool
 from cfl_ray.study.cells import Selection, plan
 
 
@@ -39,7 +39,7 @@ def test_a_run_equals_one_of_the_same_experiment(study, tmp_path, figures):
     together = figures(cfl_ray.simulate(cfl_ray.Experiment(**made.experiment, seed=1)))
     for cell in cells:
         alone = figures(cfl_ray.simulate(cell.experiment))
-        assert workers._run(cell, tmp_path / "study", None)[0] == "finished"
+        assert worker_pool._run(cell, tmp_path / "study", None)[0] == "finished"
         (found,) = figures(cfl_ray.load_run(cell.folder(tmp_path / "study"))).values()
         assert [found] == list(alone.values()) and found == together[cell.method]
 

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import yaml
 
-from cfl_ray.study import workers
+from cfl_ray.study import worker_pool
 from cfl_ray.study.folder import study_status
-from cfl_ray.study.packing import Packing
+from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import run_study
 
 pytestmark = pytest.mark.slow
@@ -124,17 +124,17 @@ def test_a_script_without_a_guard_is_told_so(tmp_path, command):
     assert "put what the script does below" in done.stderr
 
 
-def test_a_crew_of_one_runs_cells_until_it_is_closed(study, tmp_path):
+def test_a_pool_of_one_runs_cells_until_it_is_closed(study, tmp_path):
     from cfl_ray.study.cells import plan
 
     cells = plan(study())
-    with workers.Crew(tmp_path / "root") as crew:
-        outcomes = crew.run(cells, Packing(1, None))
+    with worker_pool.WorkerPool(tmp_path / "root") as pool:
+        outcomes = pool.run(cells, Resources(1, None))
         first = next(outcomes)
-        (worker,) = crew.workers
+        (worker,) = pool.workers
         assert first.cell is cells[0] and first.status == "finished"
         worker.process.kill()
         assert [outcome.cell for outcome in outcomes] == cells[1:], "another one takes its place"
-        (other,) = crew.workers
+        (other,) = pool.workers
         assert other.process.pid != worker.process.pid
     assert not other.process.is_alive()

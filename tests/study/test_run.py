@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from studies import InlineCrew
+from studies import InlinePool
 
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study import run, workers
+from cfl_ray.study import run, worker_pool
 from cfl_ray.study.cells import Selection, plan
 from cfl_ray.study.folder import run_folders, study_status
 from cfl_ray.study.metrics import metric_warnings
@@ -38,7 +38,7 @@ class Notes(StudyWatcher):
 def test_processes_of_their_own_give_the_same_figures(study, tmp_path, figures_of, inline, monkeypatch):
     """One process after another run in it, and all runs in this process."""
     here = run_study(study(), tmp_path / "here")
-    monkeypatch.setattr(run, "Crew", workers.Crew)
+    monkeypatch.setattr(run, "WorkerPool", worker_pool.WorkerPool)
     other = run_study(study(), tmp_path / "other", at_once=1)
     assert not here.failed and not other.failed
     assert len(figures_of(tmp_path / "here")) == 4 and figures_of(tmp_path / "here") == figures_of(tmp_path / "other")
@@ -95,7 +95,7 @@ def test_the_command_that_continues_a_longer_study(study, inline, tmp_path, monk
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(InlineCrew, "run", stop)
+    monkeypatch.setattr(InlinePool, "run", stop)
     message = "cfl-ray compare .*long/study.yaml --folder=.*long --extend=.*short"
     with pytest.raises(Interrupted, match=message):
         run_study(study(seeds=[0], experiment={"rounds": 3}), tmp_path / "long", extend=tmp_path / "short")
@@ -177,7 +177,7 @@ def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypat
         raise KeyError("surprise")
 
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "run_cell", broken)
+        patch.setattr(worker_pool, "run_cell", broken)
         results = run_study(study(seeds=[0]))
     assert [outcome.reason for outcome in results.failed] == ["KeyError: 'surprise'"] * 2
     file = results.root / "all" / "fedavg" / "seed-0" / "failure.txt"

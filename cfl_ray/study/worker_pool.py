@@ -19,7 +19,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.launch import StudyPlace, run_cell
 from cfl_ray.study.cells import Cell
-from cfl_ray.study.packing import Packing
+from cfl_ray.study.resources import Resources
 from cfl_ray.system.files import write_text
 
 _ATTEMPTS = 3  # to run a cell whose process dies
@@ -55,13 +55,13 @@ class _Notes(Watcher):
 class _Worker:
     """One process, as its parent sees it. Numbered from 0."""
 
-    def __init__(self, number: int, packing: Packing):
+    def __init__(self, number: int, resources: Resources):
         self.number, self.ready = number, False
         self.cell: Cell | None = None  # at work
         self.began = time.monotonic()
         self.connection, other = _context.Pipe()
         self.process = _context.Process(
-            target=_work, args=(other, os.getpid(), packing.gpu_of(number)), name=f"study-{number}"
+            target=_work, args=(other, os.getpid(), resources.gpu_of(number)), name=f"study-{number}"
         )
         # Ctrl-C on the terminal is for the parent; until the new process has its own handler, it waits
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -113,7 +113,7 @@ class _Worker:
             os.kill(self.process.pid, signal.SIGINT)
 
 
-class Crew:
+class WorkerPool:
     """The processes of a study. Closing it ends them; a context manager.
 
     extend: folder of the same study with fewer rounds, which its runs begin with.
@@ -123,7 +123,7 @@ class Crew:
         self.root, self.extend, self.workers = root, extend, list[_Worker]()
         self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,24 +134,24 @@ class Crew:
             worker.end()
 
     def run(
-        self, cells: Sequence[Cell], packing: Packing, tick: Callable[[list[Cell]], None] = lambda live: None
+        self, cells: Sequence[Cell], resources: Resources, tick: Callable[[list[Cell]], None] = lambda live: None
     ) -> Iterator[CellOutcome]:
-        """Runs the cells, `packing.at_once` at a time, and yields the outcome of each as it ends.
+        """Runs the cells, `resources.at_once` at a time, and yields the outcome of each as it ends.
 
         A cell whose process dies continues from its last checkpoint in another process; the others go on. Where the
-        crew is closed before the end, the cells at work keep what they have saved, and no others are started.
+        pool is closed before the end, the cells at work keep what they have saved, and no others are started.
 
         tick: called about once a second with the cells at work.
         """
         waiting, looked = list(cells), 0.0
-        for number in range(len(self.workers), min(packing.at_once, len(cells))):
-            self.workers.append(_Worker(number, packing))
-        workers = self.workers[: packing.at_once]
+        for number in range(len(self.workers), min(resources.at_once, len(cells))):
+            self.workers.append(_Worker(number, resources))
+        workers = self.workers[: resources.at_once]
         while waiting or any(worker.cell for worker in workers):
             for worker in workers:
                 if worker.is_free and waiting:
                     cell = waiting.pop(0)
-                    worker.begin(cell, self.root, packing.hosts, self.extend and cell.folder(self.extend))
+                    worker.begin(cell, self.root, resources.hosts, self.extend and cell.folder(self.extend))
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
             for place, worker in enumerate(workers):
                 if worker.connection not in heard:
@@ -161,7 +161,7 @@ class Crew:
                 except EOFError:
                     outcome = self._after_death(worker, waiting)
                     worker.end()
-                    workers[place] = self.workers[place] = _Worker(worker.number, packing)
+                    workers[place] = self.workers[place] = _Worker(worker.number, resources)
                 if outcome is not None:
                     yield outcome
             if time.monotonic() - looked >= _LOOK_SECONDS:

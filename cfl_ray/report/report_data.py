@@ -33,7 +33,7 @@ class ReportedExperiment:
     """Runs that differ in their seed alone, with all their methods."""
 
     name: str
-    facts: Mapping[str, str]  # settings in words
+    run_info: Mapping[str, str]  # settings in words
     command: str  # that runs it again, with the file below
     config: str  # YAML, without credentials
     methods: Mapping[str, Sequence[MethodRun]]  # by label, each in the order of seeds

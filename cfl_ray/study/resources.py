@@ -1,4 +1,4 @@
-"""How many cells run at once, and how many hosts each has."""
+"""The resources of a study: how many cells run at once, and how many hosts each has."""
 
 import os
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ _CELL_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB fo
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Cells that run at the same time."""
+class Resources:
+    """How many cells run at the same time, with how many hosts and which GPUs."""
 
     at_once: int
     hosts: int | None  # of each cell on a Ray cluster; None: each cell in one process of this machine, without Ray
@@ -29,8 +29,8 @@ class Packing:
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
-def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Packing:
-    """The packing of this number of cells onto this machine, or onto the cluster of `runtime.address` or RAY_ADDRESS.
+def resources_for(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Resources:
+    """The resources for this number of cells: this machine, or the cluster of `runtime.address` or RAY_ADDRESS.
 
     A cell with one host is most efficient, as it exchanges nothing between processes. So as many cells run as there is
     room for hosts; where there is room for more hosts than cells, the cells share it. The processes of the cells are on
@@ -44,14 +44,14 @@ def pack(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Pack
     if address is None:
         gpus = _gpus() if runtime.device != "cpu" else ()
         room = _room_here(runtime, len(gpus))
-        return Packing(max(1, min(room, limit)), None, gpus)
+        return Resources(max(1, min(room, limit)), None, gpus)
     room = max(1, _room_of_cluster(runtime, address))
     if runtime.clients_per_host:
-        return Packing(1, room)  # the number of hosts follows from the number of clients
+        return Resources(1, room)  # the number of hosts follows from the number of clients
     if runtime.hosts is not None:
-        return Packing(max(1, min(room // runtime.hosts, limit)), runtime.hosts)
+        return Resources(max(1, min(room // runtime.hosts, limit)), runtime.hosts)
     together = min(room, limit)
-    return Packing(together, room // together)
+    return Resources(together, room // together)
 
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:

@@ -1,0 +1,76 @@
+"""Finding the runs among and below folders, with their records and their place in a study."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cfl_ray.config import Experiment
+from cfl_ray.errors import ConfigError
+from cfl_ray.results.load import load_run
+from cfl_ray.results.results import MethodResult, Results
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.trust import load_record
+from cfl_ray.study.folder import is_study, run_folders
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run with its records, and its place in a study."""
+
+    directory: Path
+    experiment: Experiment
+    results: Results
+    study: Path | None = None  # its folder
+    setting: str | None = None
+    method: str | None = None  # its label in the study
+
+    @property
+    def methods(self) -> dict[str, MethodResult]:
+        """Results by label: in a study, the name that it gives the method."""
+        found = {label: result for label, result in self.results.methods.items() if result.final}
+        return {self.method: next(iter(found.values()))} if self.method and len(found) == 1 else found
+
+
+def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
+    """The runs among and below the paths, each once; those of a study in its order, others in that of their folders.
+
+    Raises ConfigError where a path has none.
+    """
+    found: dict[Path, FoundRun] = {}
+    for path in map(Path, paths):
+        below = list(_runs_below(path, trust))
+        if not below:
+            raise ConfigError(
+                f"{path} holds no run: neither it nor a folder below it has {RunDirectory.config.name} and "
+                f"{RunDirectory.info.name}"
+            )
+        for run in below:
+            found.setdefault(run.directory.resolve(), run)
+    return list(found.values())
+
+
+def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
+    for folder, inner, files in os.walk(path):
+        directory = Path(os.path.abspath(folder))  # the same for all runs of a study, however they are named
+        if is_study(directory):
+            inner.clear()
+            for setting, method, run in run_folders(directory):
+                if RunDirectory(run).info.is_file():
+                    yield _open(run, trust, directory, setting, method)
+        elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
+            inner.clear()  # no run is inside another one
+            yield _open(directory, trust, *_place_in_study(directory))
+        inner.sort()
+
+
+def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
+    """Study, setting and method of a run that is named by itself; None for one that is in no study."""
+    parents = directory.parents
+    study = parents[2] if len(parents) > 2 else None
+    return (study, parents[1].name, parents[0].name) if study and is_study(study) else (None, None, None)
+
+
+def _open(directory: Path, trust: bool, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
+    experiment = load_record(directory, trust, connects=False)
+    return FoundRun(directory, experiment, load_run(directory, experiment), study, setting, method)

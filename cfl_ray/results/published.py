@@ -1,0 +1,107 @@
+"""The numbers of runs beside those of published tables."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cfl_ray.config.published import PublishedNumber, PublishedTable, PublishedTables
+from cfl_ray.config.study import load_study
+from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.report.report_data import Comparison
+from cfl_ray.results.comparison import values_of
+from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.results import MethodResult
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.tracking.record import METRICS
+
+
+def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
+    """Our numbers beside those of the tables, for each method that has a row there.
+
+    A run of a study belongs to the column of its setting in the tables that the study repeats, another one to `column`,
+    or to the only one there is. Raises ConfigError where that is not known, where nothing of ours is in the tables, and
+    for a metric that is neither one of ours nor in a run.
+    """
+    if unknown := unknown_metric(runs, published):
+        raise ConfigError(unknown)
+    if column is not None and column not in (columns := _columns_of(published)):
+        raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
+    tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
+    found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
+    for run in runs:
+        for label, result in run.methods.items():
+            of_seeds = found.setdefault((run.setting or column or _only_column(published), label), {})
+            of_seeds[run.experiment.seed] = result
+    compared = [
+        _compared(name, published.tables[name], row, column, number, found[column, row])
+        for name in tables
+        for row, column, number in published.tables[name].cells()
+        if (column, row) in found and number.mean is not None
+    ]
+    compared.sort(key=lambda one: (one.table, one.column))  # rows stay in their order
+    comparisons = [one for one in compared if not math.isnan(one.ours)]
+    if compared and not comparisons:
+        metrics = ", ".join(sorted({one.metric for one in compared}))
+        raise ConfigError(f"no run has a number for the published tables: {metrics} is not known with every seed")
+    if not comparisons:
+        rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
+        ours = "; ".join(f"{label}, {column}" for column, label in found)
+        raise ConfigError(
+            f"no run is in the published tables: they have the methods {', '.join(rows)} and the columns "
+            f"{', '.join(_columns_of(published))}; the runs have {ours}"
+        )
+    return comparisons
+
+
+def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
+    """A sentence on a metric of the tables that is neither one of ours nor in a run; empty where there is none."""
+    present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
+    for name in _tables_of(runs) or published.tables:
+        for row, _, number in published.tables[name].cells() if name in published.tables else ():
+            if number.metric not in METRICS and number.metric not in present:
+                near = did_you_mean(number.metric, present)
+                return f"tables.{name}, row {row}: no run has the metric {number.metric!r}{near}"
+    return ""
+
+
+def _tables_of(runs: Sequence[FoundRun]) -> list[str]:
+    """The published tables that the studies of these runs repeat."""
+    studies = dict.fromkeys(run.study for run in runs if run.study is not None)
+    return [name for study in studies for name in load_study(RunDirectory(study).study).tables]
+
+
+def _columns_of(published: PublishedTables) -> list[str]:
+    return list(dict.fromkeys(column for table in published.tables.values() for column in table.columns))
+
+
+def _only_column(published: PublishedTables) -> str:
+    columns = _columns_of(published)
+    if len(columns) > 1:
+        raise ConfigError(f"the published tables have several columns; name one with --column: {', '.join(columns)}")
+    return columns[0]
+
+
+def _compared(
+    name: str,
+    table: PublishedTable,
+    row: str,
+    column: str,
+    number: PublishedNumber,
+    of_seeds: Mapping[int, MethodResult],
+) -> Comparison:
+    ours = number.scale * np.array([values_of(result).get(number.metric, math.nan) for result in of_seeds.values()])
+    return Comparison(
+        table=name,
+        caption=table.caption,
+        row=row,
+        column=column,
+        metric=number.metric,
+        unit=number.unit,
+        ours=float(ours.mean()),
+        ours_std=float(ours.std(ddof=1)) if len(ours) > 1 else math.nan,
+        seeds=len(ours),
+        published=math.nan if number.mean is None else number.mean,
+        published_std=math.nan if number.std is None else number.std,
+        misprint=number.misprint,
+    )

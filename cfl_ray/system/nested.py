@@ -1,0 +1,28 @@
+"""Texts in values as YAML and JSON have them: mappings and lists in one another."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def texts_of(values: Any) -> Iterator[str]:
+    """All texts in these values, keys included."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from texts_of(key)
+            yield from texts_of(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from texts_of(value)
+
+
+def each_text(values: Any, change: Callable[[str], str]) -> Any:
+    """These values with every text changed, keys included; tuples become lists."""
+    if isinstance(values, str):
+        return change(values)
+    if isinstance(values, dict):
+        return {each_text(key, change): each_text(value, change) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [each_text(value, change) for value in values]
+    return values
