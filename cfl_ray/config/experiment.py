@@ -259,11 +259,33 @@ def _parse(text: str, where: str) -> Any:
     try:
         value = _Loader(text).get_single_data()
         _size_of(value, {}, _DEEPEST)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {_in_one_line(error)}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
     return value
+
+
+_CURES = {  # words of PyYAML's message -> the cure
+    "mapping values are not allowed": "indent the keys of a section alike, and put a text with ': ' into quotes",
+    "block end": "indent the entries of a section or a list alike",
+    "'\\t'": "indent with spaces, not with tabs",
+    "cannot start any token": "put the text into quotes",
+    "undefined alias": "put the text into quotes",
+    "unexpected end of stream": "close the quotes",
+    "expected ',' or": "close the bracket, and separate its entries by commas",
+    "found '<stream end>'": "close the bracket",
+}
+
+
+def _in_one_line(error: yaml.MarkedYAMLError) -> str:
+    """Place, problem and cure of an error of PyYAML, which tells them in several lines."""
+    problem, mark = str(error.problem), error.problem_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    cure = next((f"; {cure}" for words, cure in _CURES.items() if words in problem), "")
+    return f"{place}{problem}{cure}"
 
 
 def _size_of(value: Any, known: dict[int, int], levels: int) -> int:

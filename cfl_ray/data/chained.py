@@ -115,8 +115,13 @@ def grown(federation: Federation, added: Federation) -> ChainedFederation:
     """
     _check_compatible(federation, added)
     parts = _parts_of(federation)
-    if added.digest is not None and added.digest in [part.digest for part in parts]:
-        raise DataError("same id twice: the clients of these shards are in the federation already")
+    digests = [part.digest for part in parts]
+    if added.digest is not None and added.digest in digests:
+        first = sum(part.num_clients for part in parts[: digests.index(added.digest)])
+        raise DataError(
+            "same id twice: the clients of these shards are in the federation already, as clients "
+            f"{first} .. {first + added.num_clients - 1}"
+        )
     known = _names(federation)
     if twice := [name for name in _names(added) if name in known]:
         raise DataError(

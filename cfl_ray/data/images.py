@@ -115,5 +115,5 @@ def find(
         for pattern in patterns:
             if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
                 return folder, files
-    places = "".join(f"\n  {folder.absolute()}" for folder in looked)
-    raise DataError(f"data set {name!r} not found. Looked for {' or '.join(patterns)} in:{places}\nTo get it: {get}")
+    places = ", ".join(str(folder.absolute()) for folder in looked)
+    raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}; to get it: {get}")

@@ -106,10 +106,22 @@ def test_model_with_a_wrong_number_of_outputs(capsys):
     assert status == 2 and "10 classes" in message and "7" in message
 
 
-def test_invalid_yaml_is_named(capsys):
-    Path("broken.yaml").write_text("rounds: [1,\n")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rounds: [1,\n", "line 2, column 1: .*; close the bracket"),
+        ("rounds: 3\n  seed: 1\n", "line 2, column 7: .*; indent the keys of a section alike"),
+        ("name: a: b\n", "line 1, column 8: .* a text with ': ' into quotes"),
+        ("data:\n\tsource: digits\n", "line 2, column 1: .*; indent with spaces, not with tabs"),
+        ("methods:\n  - ifca\n - fedavg\n", "line 3, column 2: .*; indent the entries"),
+        ("name: 'a\n", "line 2, column 1: .*; close the quotes"),
+    ],
+)
+def test_invalid_yaml_is_named_in_one_line_with_its_place_and_the_cure(text, says, capsys):
+    Path("broken.yaml").write_text(text)
     status, _, message = call(capsys, "check", "broken.yaml")
-    assert status == 2 and "broken.yaml is not valid YAML" in message
+    assert status == 2 and re.search(f"broken.yaml is not valid YAML: {says}", message)
+    assert len(message.strip().splitlines()) == 1
 
 
 def test_a_run_directory_of_another_config_is_refused_and_unchanged(capsys):

@@ -76,7 +76,7 @@ def test_missing_sets_of_torchvision_name_all_ways_to_get_them(tmp_path, name, r
 def test_missing_data_name_the_places_and_how_to_get_them(tmp_path, name, advice):
     with pytest.raises(DataError, match="not found") as error:
         locate(name, DataConfig(source=name, root=str(tmp_path)))
-    assert str(tmp_path) in str(error.value) and advice in str(error.value)
+    assert str(tmp_path) in str(error.value) and advice in str(error.value) and "\n" not in str(error.value)
 
 
 def test_damaged_files_are_named(tmp_path):
