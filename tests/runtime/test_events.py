@@ -1,10 +1,14 @@
 """Phases and events of clusters in the records of runs: of a split what decided it, and each once after a fault."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from cfl_ray import Experiment, load_run, resume, simulate
+from cfl_ray.cli.progress import Display
+from cfl_ray.cli.tables import describe_method
 from cfl_ray.errors import Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
@@ -127,3 +131,14 @@ def test_clients_that_leave_may_take_their_cluster_along():
     assert (birth.event, birth.into) == ("birth", (0, 1)) and birth.because["cosine"] < birth.because["tau"] == 0.5
     assert (death.event, death.round, death.cluster) == ("death", 3, 1)
     assert death.because == {"members_before": 4, "clients_left": 4}
+
+
+def test_the_commands_show_phases_and_events():
+    console = Console(record=True, width=120, file=io.StringIO())
+    with Display(console, 2) as display:
+        simulate(planted(methods=["fedclust"], rounds=2), watcher=display)
+    lines = console.export_text().splitlines()
+    assert any(line.startswith("fedclust round 1: new clusters 0, 1 (clients 8, highest_merge 0.") for line in lines)
+    assert "fedclust round 1: phase cluster -> federate" in lines
+    describe_method(REGISTRY["fedclust"], console, "fedclust")
+    assert "Phases: cluster -> federate\n    cluster    the clients are compared" in console.export_text()
