@@ -185,7 +185,7 @@ class Case:
         for client, steps in zip(order.ids_M.tolist()[:8], order.steps_M.tolist()):
             x, y = self.federation.train(client)
             tasks.append(TrainingTask(client, self.start(), x, y, steps, self.local, order.address))
-        if hasattr(module, "applies") and not all(module.applies(network, task) for task in tasks):
+        if hasattr(module, "why_not") and module.why_not(network, tasks):
             return "does not apply"
         return module.refusal(network, tasks) if hasattr(module, "refusal") else None
 

@@ -34,7 +34,9 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import manual, sequential
 from cfl_ray.engine.device_memory import in_stacks
+from cfl_ray.engine.graph_passes import Passes, is_chain, passes_of
 from cfl_ray.engine.network import Network
+from cfl_ray.engine.operations import Array, Layer, mean_cross_entropy
 from cfl_ray.engine.rows import rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -115,8 +117,8 @@ def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingR
 
 
 def stackable(network: Network) -> bool:
-    """Whether the clients of such a network can share products: the manual engine supports the layers."""
-    return _network_without_shortcut(network) is None and manual.why_no_passes(network) is None
+    """Whether the clients of such a network can share products: its operations form a chain of written-out passes."""
+    return _network_without_shortcut(network) is None and not network.batch_statistics and is_chain(network)
 
 
 def _together(network: Network) -> bool:
@@ -189,7 +191,7 @@ class Stack:
         self.slices = [slice(end - len(task.y), end) for end, task in zip(ends, tasks, strict=True)]
         self.c_HN = torch.empty(self.shape[0], len(self.x_ND))
         self.others_mP = torch.empty(len(tasks), network.spec.trained - self.size)  # parameters after the first weights
-        passes, outputs = manual.passes_of(network), self._outputs()
+        passes, outputs = passes_of(network), self._outputs()
         with np.errstate(all="ignore"), torch.no_grad():
             for index, task in enumerate(tasks):
                 frozen_BC = sequential.frozen_logits(network, task)
@@ -226,14 +228,14 @@ class Stack:
     def _train(
         self,
         index: int,
-        passes: manual.Passes,
+        passes: Passes,
         network: Network,
         frozen_BC: Tensor | None,
         outputs: Mapping[tuple[int, int], Tensor],
     ) -> None:
         """Trains one client: computes its coefficients and its other parameters."""
         task, part, terms = self.tasks[index], self.slices[index], self.terms[index]
-        layers = passes.layers[passes.first + 1 :]
+        layers = (passes.chain or [])[passes.first + 1 :]
         outputs_Hn = [outputs[index, row_P.data_ptr()].contiguous() for row_P, _ in terms]
         x_nD = self.x_ND[part]
         gram_nn = product(x_nD, x_nD)
@@ -332,15 +334,13 @@ def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
     return [(task.start_P, 0.0), *anchors]
 
 
-def _loss_and_gradient(
-    layers: Sequence[manual.Layer], z: manual.Array, y: manual.Array, frozen_Cn: manual.Array | None
-) -> tuple[Any, manual.Array]:
+def _loss_and_gradient(layers: Sequence[Layer], z: Array, y: Array, frozen_Cn: Array | None) -> tuple[Any, Array]:
     """Mean loss and gradient at the first layer's outputs `z` (H, n), which are overwritten."""
     for layer in layers:
         z = layer.forward(z)
     if frozen_Cn is not None:
         z += frozen_Cn
-    loss, grad = manual.mean_cross_entropy(z, y)
+    loss, grad = mean_cross_entropy(z, y)
     for layer in reversed(layers):
         grad = layer.backward(grad, needs_input=True)
     return loss, grad

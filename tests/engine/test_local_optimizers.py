@@ -156,14 +156,14 @@ class TestVectorised:
         assert vectorised.refusal(network, tasks_of(network, [5, 5], scheduled)) is None
 
 
-def test_manual_and_span_leave_other_optimizers_to_the_sequential_engine():
+def test_span_leaves_other_optimizers_to_the_sequential_engine():
     network = Network(mlp, (6,))
     (plain,) = tasks_of(network, [3], LocalSGD(epochs=3))
     assert manual.why_not(network, [plain]) is None and span.why_not(network, [plain]) is None
     for changes in ({"optimizer": resolve_optimizer("adam", {})}, {"step_schedule": COSINE}, {"clip_norm": 1.0}):
         task = replace(plain, local=replace(plain.local, **changes))
         assert span.why_not(network, [task])
-        assert (manual.why_not(network, [task]) is None) == ("optimizer" not in changes)
+        assert manual.why_not(network, [task]) is None
 
 
 @pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
@@ -175,7 +175,7 @@ def test_a_worker_of_any_engine_trains_with_adam(engine):
         clients = one.clients()
         updates = clients.train(clients.send(one.model()[None]), average=torch.ones(1, 3))
         found.append(updates.averaged(one.model()[None]))
-    assert torch.equal(*found)
+    assert torch.allclose(*found, rtol=0, atol=1e-4 if engine == "manual" else 0)
 
 
 def test_a_step_schedule_is_a_function_of_the_step_alone():

@@ -13,7 +13,9 @@ from torch.nn.functional import max_pool2d
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential
+from cfl_ray.engine.graph_passes import passes_of
 from cfl_ray.engine.network import Network
+from cfl_ray.engine.operations import MaxPool
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 from cfl_ray.models import REGISTRY, recipe
 
@@ -197,7 +199,7 @@ class TestMaxPool:
         grad = torch.randn(out.shape, generator=draw)
         (expected,) = torch.autograd.grad(out, x, grad)
         for order in ((1, 2, 3, 0), (0, 2, 3, 1)):  # (C, H, W, B) and (B, H, W, C)
-            pool, back = manual._MaxPool(), tuple(np.argsort(order))
+            pool, back = MaxPool(), tuple(np.argsort(order))
             found = pool.forward(x.detach().permute(order).contiguous().numpy())
             assert torch.equal(torch.from_numpy(found).permute(back), out)
             found = pool.backward(grad.permute(order).contiguous().numpy(), True)
@@ -205,8 +207,8 @@ class TestMaxPool:
 
     def test_is_moved_before_bias_and_activation(self):
         network = Network(small_cnn, IMAGE)
-        kinds = [type(layer).__name__ for layer in manual.passes_of(network).layers]
-        assert kinds[:4] == ["_PatchConvolution", "_MaxPool", "_Bias", "_Activation"]
+        kinds = [type(step.operation).__name__ for step in passes_of(network).steps]
+        assert kinds[:4] == ["PatchConvolution", "MaxPool", "Bias", "Activation"]
 
 
 def test_a_result_does_not_depend_on_earlier_ones():
@@ -235,55 +237,6 @@ def test_divergence_raises_no_warning():
         warnings.simplefilter("error")
         (result,) = manual.train(network, [task])
     assert not np.isfinite(result.train_loss)
-
-
-def tied():
-    """Two layers with one weight."""
-    network = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3))
-    network[2].weight = network[0].weight
-    return network
-
-
-def one_dropout_used_twice():
-    layer = nn.Dropout(0.5)
-    return nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 8), layer, nn.Linear(8, 3))
-
-
-class Doubled(nn.Linear):
-    """A subclass that computes something else."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def frozen_layer():
-    network = mlp()
-    network[0].weight.requires_grad_(False)
-    return network
-
-
-@pytest.mark.parametrize(
-    "factory, shape",
-    [
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), FLAT),
-        (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten(), nn.Linear(6 * 15 * 14, 3)), COLOUR),
-        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3, dilation=2), nn.Flatten(), nn.Linear(288, 3)), IMAGE),
-        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.Linear(512, 3)), IMAGE),
-        (lambda: nn.Sequential(nn.MaxPool2d(3), nn.Flatten(), nn.Linear(25, 3)), IMAGE),
-        (lambda: nn.Sequential(nn.AvgPool2d(3, stride=1), nn.Flatten(), nn.Linear(196, 3)), IMAGE),
-        (lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), FLAT),
-        (lambda: nn.Sequential(nn.Linear(16, 4), nn.Flatten(), nn.Linear(64, 3)), IMAGE),
-        (frozen_layer, FLAT),
-        (tied, FLAT),
-        (one_dropout_used_twice, FLAT),
-        (lambda: nn.Sequential(Doubled(6, 3)), FLAT),
-        (recipe("resnet9", {}, (3, 16, 16), 3), (3, 16, 16)),
-    ],
-)
-def test_does_not_apply_to_other_layers(factory, shape):
-    network = Network(factory, shape)
-    (task,) = tasks_of(network, [10], LOCALS["full batch"])
-    assert manual.why_not(network, [task])
 
 
 def test_does_not_apply_to_large_batches():

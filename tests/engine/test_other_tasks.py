@@ -84,12 +84,12 @@ def test_vectorised_equals_sequential_with_padding(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("engine", ["manual", "span"])
-def test_other_engines_leave_it_to_the_sequential_one(name, engine):
+def test_manual_equals_sequential_and_span_leaves_it_to_sequential(name, engine):
     found = [stage(name, one).play(FedAvg(), None).models_KP for one in ("sequential", engine)]
-    assert torch.equal(*found)
+    assert torch.allclose(*found, rtol=0, atol=1e-5 if engine == "manual" else 0)
     one = stage(name)
     task = TrainingTask(0, one.model(), *one.federation.train(0), 3, one.local, one.clients()._next_address())
-    assert manual.why_not(one.network, [task]) and span.why_not(one.network, [task])
+    assert manual.why_not(one.network, [task]) is None and "the task is" in span.why_not(one.network, [task])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -89,8 +89,8 @@ def test_engines_without_bf16_give_way_to_sequential(engine):
     (x, y), bf16 = uneven([10], (36,)).train(0), Network(mlp, (36,), precision="bf16")
     task = TrainingTask(0, bf16.new_model(0, 0), x, y, 3, LOCAL, Address(0, 1, 1))
     for module in (manual, span):
-        assert not module.applies(bf16, task)
-        assert all(module.applies(Network(mlp, (36,), precision=p), task) for p in ("float32", "tf32"))
+        assert module.why_not(bf16, [task])
+        assert not any(module.why_not(Network(mlp, (36,), precision=p), [task]) for p in ("float32", "tf32"))
 
 
 @pytest.mark.parametrize("precision, allowed", [("float32", False), ("tf32", True), ("bf16", False)])

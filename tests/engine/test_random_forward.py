@@ -114,11 +114,13 @@ class TestRandomForward:
         rows(sequential, network, tasks_of(network))
         assert torch.equal(before, torch.get_rng_state())
 
-    def test_other_engines_refuse(self, factory):
+    def test_other_engines_refuse_or_draw_the_same(self, factory):
         network = Network(factory, SHAPE)
         tasks = tasks_of(network)
         assert "draws at random" in vectorised.refusal(network, tasks)
-        assert all(engine.why_not(network, [task]) for task in tasks for engine in (manual, span))
+        assert span.why_not(network, tasks)
+        if manual.why_not(network, tasks) is None:  # functional dropout
+            assert torch.allclose(rows(manual, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
 
     def test_all_gradients_of_a_step_are_of_one_function(self, factory):
         """A local step that asks for the gradient of its first batch twice gets the same one."""

@@ -1,0 +1,318 @@
+"""The operations of a network's forward pass, recorded while it runs.
+
+A forward pass in training mode runs once on a batch of two samples and once on one of three, under a mode that sees
+every function of PyTorch with its arguments: in modules, in functional form and as methods. Control flow of Python that
+depends on shapes is followed (`torch.fx.symbolic_trace` stops at loops over `x.size()`). The two recordings must agree,
+and the first axis of every activation must be the batch: then the operations hold for any batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from cfl_ray.engine.network import Network
+
+_BATCHES = (2, 3)
+# functions of an activation that return no tensor, and depend on no number in it
+_QUERIES = {"size", "dim", "ndim", "shape", "dtype", "device", "numel", "__len__", "is_contiguous", "stride", "layout"}
+_QUERIES |= {"is_floating_point", "ndimension", "nelement", "is_cuda", "requires_grad", "element_size", "is_complex"}
+_QUERIES |= {"is_nested", "is_sparse"}
+# functions that return their argument where nothing is to be done
+_CONVERSIONS = {
+    "contiguous",
+    "float",
+    "to",
+    "type",
+    "flatten",
+    "reshape",
+    "view_as",
+    "expand",
+    "long",
+    "requires_grad_",
+}
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"}
+DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
+
+
+class Unsupported(Exception):
+    """The reason why a network has no graph, with the place in it."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """An activation. Number 0 is the input."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained tensor, by its number in `Network.params`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A float buffer of the network's row, such as a running mean."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of a dropout layer, by its number in `Network.dropouts`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation that makes one activation.
+
+    args, kwargs: those of the function, with `Value`, `Parameter`, `Buffer` and `Mask` in the place of tensors.
+    """
+
+    name: str  # of the function, without the underscore of its form in place
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int
+    place: str  # name of the module that calls it
+    draws: bool  # whether it draws random numbers
+
+    @property
+    def references(self) -> list[Value | Parameter | Buffer | Mask]:
+        """Activations and tensors among the arguments, in order."""
+        found: list[Value | Parameter | Buffer | Mask] = []
+
+        def add(value: object) -> object:
+            if isinstance(value, Value | Parameter | Buffer | Mask):
+                found.append(value)
+            return value
+
+        replaced((self.args, self.kwargs), add)
+        return found
+
+    @property
+    def inputs(self) -> list[int]:
+        """Activations among the arguments, in order."""
+        return [one.index for one in self.references if isinstance(one, Value)]
+
+    def unsupported(self, reason: str) -> Unsupported:
+        """The error that this operation has no implementation."""
+        return _unsupported(self.place, self.name, reason)
+
+    def _literals(self) -> object:
+        """The arguments, which must not depend on the batch; None for a reshape."""
+        return None if self.name in RESHAPES else (self.args, self.kwargs)
+
+    def agrees(self, other: "Call") -> bool:
+        """Whether this operation on another batch is the same."""
+        same = self.name == other.name and self.inputs == other.inputs and self.output == other.output
+        return same and self._literals() == other._literals()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The operations of a forward pass, in order."""
+
+    calls: tuple[Call, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of one sample, by activation
+    last_channels: frozenset[int]  # activations in channels-last format
+    output: int
+
+    @property
+    def users(self) -> Counter[int]:
+        """How often each activation is used; the output once more."""
+        return Counter([index for call in self.calls for index in call.inputs] + [self.output])
+
+
+def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    """Nested tuples, lists and dictionaries with every element replaced."""
+    if isinstance(value, tuple | list):
+        return type(value)(replaced(one, by) for one in value) if type(value) in (tuple, list) else by(value)
+    if isinstance(value, dict):
+        return {key: replaced(one, by) for key, one in value.items()}
+    return by(value)
+
+
+def _unsupported(place: str, name: str, reason: str) -> Unsupported:
+    return Unsupported(f"{f'module {place}' if place else 'its forward pass'}: {name} {reason}")
+
+
+def graph_of(network: Network) -> Graph:
+    """The graph of a network. Raises Unsupported."""
+    row_P, masks = network.row().clone(), [layer.mask for layer in network.dropouts.values()]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            recordings = [_record(network, batch) for batch in _BATCHES]
+    finally:
+        network.load(row_P)
+        for layer, mask in zip(network.dropouts.values(), masks, strict=True):
+            layer.mask = mask
+    first, second = recordings
+    for one, other in zip(first.calls, second.calls, strict=False):
+        if not one.agrees(other):
+            raise one.unsupported(f"has other arguments for batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
+    if len(first.calls) != len(second.calls) or first.shapes != second.shapes or first.output != second.output:
+        raise Unsupported(f"its forward pass differs between batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
+    return first
+
+
+def _record(network: Network, batch: int) -> Graph:
+    for layer in network.dropouts.values():
+        layer.mask = torch.ones((), device=network.device)  # tensors that identify the layers
+    x = network.input(torch.zeros(batch, *network.input_shape, dtype=network.dtype))
+    recorder = _Recorder(network, x)
+    network.module.train()
+    with recorder.naming_modules(network.module), recorder:
+        output = network.module(x)
+    index = recorder.values.get(id(output))
+    if not isinstance(output, Tensor) or index is None:
+        raise Unsupported("its output is not made by recorded functions of PyTorch")
+    return Graph(tuple(recorder.calls), tuple(recorder.shapes), frozenset(recorder.last_channels), index)
+
+
+@dataclass
+class _Recorder(TorchFunctionMode):
+    """Records the functions that are called with activations among their arguments."""
+
+    network: Network
+    x: Tensor
+    calls: list[Call] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    last_channels: set[int] = field(default_factory=set)
+    values: dict[int, int] = field(default_factory=dict)  # activations by id of the tensor
+    overwritten: set[int] = field(default_factory=set)  # ids of tensors whose memory has other values by now
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        network = self.network
+        self.batch, self.alive, self.place = len(self.x), [self.x], ""
+        self.storages = {0: self.x.untyped_storage().data_ptr()}  # memory of each activation
+        self.values[id(self.x)] = 0
+        self.shapes.append(tuple(self.x.shape[1:]))
+        self.known: dict[int, Parameter | Buffer | Mask] = {id(p): Parameter(i) for i, p in enumerate(network.params)}
+        self.known |= {id(b): Buffer(name) for name, b in network.module.named_buffers() if name in network.spec.names}
+        self.known |= {id(layer.mask): Mask(i) for i, layer in enumerate(network.dropouts.values())}
+        self.frozen = {id(p): name for name, p in network.module.named_parameters() if not p.requires_grad}
+
+    @contextmanager
+    def naming_modules(self, module: nn.Module) -> Iterator[None]:
+        """Within it, `place` is the name of the module whose forward pass runs."""
+        names, stack = {id(child): name for name, child in module.named_modules()}, [""]
+
+        def enter(child: nn.Module, _: object) -> None:
+            stack.append(names.get(id(child), stack[-1]))
+            self.place = stack[-1]
+
+        def leave(*_: object) -> None:
+            stack.pop()
+            self.place = stack[-1]
+
+        hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        tensors: list[Tensor] = []
+        replaced((args, kwargs), lambda one: tensors.append(one) if isinstance(one, Tensor) else None)
+        if any(id(tensor) in self.overwritten for tensor in tensors):
+            raise _unsupported(self.place, name, "uses an activation whose memory another operation has overwritten")
+        if not any(id(tensor) in self.values for tensor in tensors):
+            if name.endswith("_") and any(isinstance(self.known.get(id(one)), Buffer) for one in tensors):
+                raise _unsupported(self.place, name, "changes a buffer")
+            return function(*args, **kwargs)
+        before = torch.get_rng_state()
+        result = function(*args, **kwargs)
+        if name in _QUERIES and not isinstance(result, Tensor):
+            return result
+        if not isinstance(result, Tensor):
+            kind = "several values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+            raise _unsupported(self.place, name, f"returns {kind}")
+        if id(result) in self.values and (name in _CONVERSIONS or (name in DROPOUTS and not _trains(args, kwargs))):
+            return result
+        draws = not torch.equal(before, torch.get_rng_state())
+        self._add(name, function, args, kwargs, tensors, result, draws)
+        return result
+
+    def _add(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        result: Tensor,
+        draws: bool,
+    ) -> None:
+        """Adds an operation and its activation."""
+        place, sample = self.place, tuple(result.shape[1:])
+        if result.shape[:1] != (self.batch,):
+            what = f"shape {tuple(result.shape)} for a batch of {self.batch} samples"
+            raise _unsupported(place, name, f"gives {what}; the first axis has to be the batch")
+        if result.dtype != torch.float32:
+            raise _unsupported(place, name, f"gives {str(result.dtype).removeprefix('torch.')}")
+        if result.requires_grad != any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
+            raise _unsupported(place, name, "passes no gradient on")
+        if draws and name not in DROPOUTS:
+            raise _unsupported(place, name, "draws random numbers")
+        index = len(self.shapes)
+        refer = lambda one: self._reference(one, place, name) if isinstance(one, Tensor) else one  # noqa: E731
+        in_place = id(result) in self.values
+        call = Call(name.strip("_"), function, replaced(args, refer), replaced(kwargs, refer), index, place, draws)
+        self.calls.append(_out_of_place(call) if in_place else call)
+        if in_place:
+            memory = self.storages[self.values[id(result)]]
+            self.overwritten |= {key for key, value in self.values.items() if self.storages[value] == memory}
+            self.overwritten.remove(id(result))
+        self.values[id(result)] = index
+        self.storages[index] = result.untyped_storage().data_ptr()
+        self.alive.append(result)  # so that no other tensor has its id
+        self.shapes.append(sample)
+        if result.ndim == 4 and not result.is_contiguous() and result.is_contiguous(memory_format=torch.channels_last):
+            self.last_channels.add(index)
+
+    def _reference(self, tensor: Tensor, place: str, name: str) -> Value | Parameter | Buffer | Mask:
+        if id(tensor) in self.values:
+            return Value(self.values[id(tensor)])
+        if id(tensor) in self.known:
+            return self.known[id(tensor)]
+        if id(tensor) in self.frozen:
+            raise _unsupported(place, name, f"uses the frozen parameter {self.frozen[id(tensor)]}")
+        raise _unsupported(place, name, "uses a tensor that is neither an activation nor a trained parameter")
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a dropout function drops anything. Signature: (input, p, training, inplace)."""
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return bool(training)
+
+
+def _out_of_place(call: Call) -> Call:
+    """The same operation with a result of its own."""
+    kwargs = {key: value for key, value in call.kwargs.items() if key != "inplace"}
+    name = call.function.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        plain = getattr(torch.Tensor, name[:-1], None)
+        if plain is None:
+            raise call.unsupported("changes an activation in place")
+        return replace(call, function=plain, kwargs=kwargs)
+    if "inplace" in call.kwargs:
+        return replace(call, kwargs=kwargs)
+    raise call.unsupported("changes an activation in place")

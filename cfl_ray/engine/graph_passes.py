@@ -1,0 +1,513 @@
+"""Forward and backward passes over a network's graph.
+
+Operations that have them written out (`engine.operations`) use these; any other function is differentiated by autograd,
+for itself. Gradients are added up at activations with several users. Biases and activation functions are applied after
+a max pooling that follows them, to a quarter of the values: they are monotone, so both orders select the same values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.engine.graph import (
+    RESHAPES,
+    Buffer,
+    Call,
+    Graph,
+    Mask,
+    Parameter,
+    Unsupported,
+    Value,
+    graph_of,
+    replaced,
+)
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.operations import (
+    Activation,
+    Add,
+    Array,
+    AvgPool,
+    Bias,
+    Buffers,
+    ChannelsLastConvolution,
+    Concatenation,
+    Differentiated,
+    DrawnDropout,
+    Dropout,
+    Join,
+    Layer,
+    Linear,
+    MaxPool,
+    PatchConvolution,
+    Reshape,
+    array_of,
+    mean_cross_entropy,
+    tensor_of,
+)
+
+# functions that treat every number by itself, and need no certain order of the axes
+_ELEMENTWISE = {"gelu", "silu", "elu", "selu", "celu", "mish", "leaky_relu", "relu6", "hardtanh", "hardswish"}
+_ELEMENTWISE |= {"hardsigmoid", "softplus", "softsign", "logsigmoid", "exp", "log", "sqrt", "abs", "neg", "clamp"}
+_ELEMENTWISE |= {"add", "sub", "mul", "div", "rsub", "pow"}
+
+
+@dataclass
+class Step:
+    """An operation with the numbers of the activations that it takes and makes."""
+
+    operation: Layer | Join
+    inputs: tuple[int, ...]
+    output: int
+
+
+@dataclass(frozen=True)
+class _Back:
+    """The backward pass of a step. into: per input, None or whether the gradient is the first at its activation."""
+
+    step: Step
+    copies: bool  # whether the gradient at the output is copied first
+    into: tuple[bool | None, ...]
+    needs_input: bool
+
+
+def passes_of(network: Network) -> "Passes":
+    """The passes of a network, made once. Raises Unsupported."""
+    found = _PASSES.get(network)
+    if found is None:
+        try:
+            found = Passes(network)
+        except Unsupported as reason:
+            found = str(reason)
+        _PASSES[network] = found
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+def why_no_passes(network: Network) -> str | None:
+    """Reason why a network has no passes, with the module and its operation; None if it has them."""
+    try:
+        passes_of(network)
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def is_chain(network: Network) -> bool:
+    """Whether all operations of a network have one input and are written out."""
+    return why_no_passes(network) is None and passes_of(network).chain is not None
+
+
+class Passes:
+    """Forward and backward passes of a network at the row `row_P`, which write the gradient `g_P`."""
+
+    def __init__(self, network: Network):
+        graph = graph_of(network)
+        self.task, self.wide_input = network.task, network.channels_last and len(network.input_shape) == 3
+        self.row_P, self.g_P = torch.zeros(network.spec.size), torch.zeros(network.spec.trained)
+        self.w_P = self.row_P[: network.spec.trained]
+        made = _Steps(network, graph, self.row_P, self.g_P)
+        self.steps, self.output, self.num_values = made.steps, graph.output, len(made.shapes)
+        self.wide_output, self.keeps_output = made.wide(graph.output), not made.may_overwrite(graph.output)
+        self.back = made.backward_plan()
+        self.repeated = [(parts[0], parts[1:]) for parts in made.written.values() if len(parts) > 1]
+        self.unused = [g for number, g in enumerate(made.g) if number not in made.written]
+        self.dropouts = [step.operation for step in self.steps if isinstance(step.operation, Dropout)]
+        self.buffers = Buffers()
+
+    @property
+    def chain(self) -> list[Layer] | None:
+        """All operations, if each has one input, the output of the one before; else None."""
+        layers = [step.operation for step in self.steps if isinstance(step.operation, Layer)]
+        before = [0, *(step.output for step in self.steps)]
+        is_chain = all(step.inputs == (index,) for step, index in zip(self.steps, before, strict=False))
+        is_chain = is_chain and len(layers) == len(self.steps) and not self.keeps_output
+        return layers if is_chain and not self.repeated and not self.unused else None
+
+    @property
+    def first(self) -> int:
+        """Position of the first operation with parameters."""
+        return self.steps.index(self.back[-1].step)
+
+    def arranged(self, x: Tensor) -> Array:
+        """All samples of a client, so that a batch of rows is quickly brought into the network's layout."""
+        x = x.permute(0, 2, 3, 1) if self.wide_input else x
+        array: Array = x.contiguous().numpy()
+        return array
+
+    def _input(self, x: Array, index_B: Array | None) -> Array:
+        """A batch in the network's layout."""
+        if x.dtype != np.float32:  # token ids
+            return np.ascontiguousarray(np.moveaxis(x if index_B is None else x[index_B], 0, -1))
+        if index_B is not None:
+            x = np.take(x, index_B, 0, out=self.buffers.get("batch", (len(index_B), *x.shape[1:])), mode="clip")
+        if self.wide_input:
+            return x
+        arranged = self.buffers.get("input", (*x.shape[1:], len(x)))
+        np.copyto(arranged.reshape(-1, len(x)), x.reshape(len(x), -1).T)
+        return arranged
+
+    def run(
+        self, x: Array, index_B: Array | None, y_B: Array, frozen_BC: Array | None, masks: Sequence[Array]
+    ) -> np.floating:
+        """Writes the gradient of one batch into `g_P`. Returns the mean loss.
+
+        masks: of the dropout layers (B, ...), in the order of `Network.dropouts`.
+        """
+        for dropout in self.dropouts:
+            if not isinstance(dropout, DrawnDropout):
+                mask = masks[dropout.index]
+                dropout.mask = (
+                    mask.transpose(0, 2, 3, 1) if mask.ndim == 4 and dropout.wide else np.moveaxis(mask, 0, -1)
+                )
+        values: list[Any] = [None] * self.num_values
+        values[0] = self._input(x, index_B)
+        for step in self.steps:
+            inputs = step.inputs
+            if len(inputs) == 1:
+                values[step.output] = step.operation.forward(values[inputs[0]])
+            else:
+                values[step.output] = step.operation.forward(*[values[index] for index in inputs])
+        outputs = values[self.output].copy() if self.keeps_output else values[self.output]
+        loss, grad = self._loss(outputs, y_B, frozen_BC)
+        self._backward(grad)
+        return loss
+
+    def _loss(self, outputs: Array, y_B: Array, frozen_BC: Array | None) -> tuple[np.floating, Array]:
+        """The mean loss and its gradient at the outputs, which may be overwritten."""
+        if self.task.is_classification and outputs.ndim == 2:
+            if frozen_BC is not None:
+                outputs += frozen_BC.T
+            return mean_cross_entropy(outputs, y_B)
+        logits = tensor_of(outputs, self.wide_output).contiguous().requires_grad_()
+        with torch.enable_grad():
+            whole = logits if frozen_BC is None else logits + torch.from_numpy(frozen_BC)
+            loss = self.task.mean_loss(whole, torch.from_numpy(y_B))
+            (grad,) = torch.autograd.grad(loss, logits)
+        return np.float32(loss.item()), array_of(grad, self.wide_output)
+
+    def _backward(self, grad: Array) -> None:
+        """Writes the gradient of the parameters, from that at the outputs."""
+        grads: list[Any] = [None] * self.num_values
+        grads[self.output] = grad
+        for back in self.back:
+            step = back.step
+            grad = grads[step.output]
+            if back.copies:
+                copy = self.buffers.get(f"copy {step.output}", grad.shape)
+                np.copyto(copy, grad)
+                grad = copy
+            found = step.operation.backward(grad, back.needs_input)
+            for index, into, one in zip(
+                step.inputs, back.into, (found,) if isinstance(step.operation, Layer) else found, strict=True
+            ):
+                if into:
+                    grads[index] = one
+                elif into is not None:
+                    total = self.buffers.get(f"sum {index}", one.shape)
+                    grads[index] = np.add(grads[index], one, out=total)
+        for whole, parts in self.repeated:
+            for part in parts:
+                whole += part
+        for part in self.unused:
+            part.fill(0)
+
+
+@dataclass
+class _Steps:
+    """Makes the steps of a graph."""
+
+    network: Network
+    graph: Graph
+    row_P: Tensor
+    g_P: Tensor
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.w = [view.numpy() for view in self.network.views(self.row_P)]
+        self.g = [view.numpy() for view in self.network.views(self.g_P)]
+        self.tensors = self.network.spec.tensors(self.row_P)
+        self.shapes, self.users = list(self.graph.shapes), self.graph.users
+        self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
+        self.written: dict[int, list[Array]] = {}  # gradients of each parameter, one per use, by its number
+        for call in self._used_calls():
+            self._add(call)
+        if not self.trained[self.graph.output]:
+            raise Unsupported("its output does not depend on a trained parameter")
+        self._choose_in_place()
+
+    def wide(self, value: int) -> bool:
+        """Whether an activation is an image in the layout (B, H, W, C)."""
+        return self.network.channels_last and len(self.shapes[value]) == 3
+
+    def parameter(self, reference: object) -> tuple[Array, Array]:
+        """A trained tensor, and the array for its gradient."""
+        assert isinstance(reference, Parameter)
+        w, g, uses = self.w[reference.index], self.g[reference.index], self.written.setdefault(reference.index, [])
+        uses.append(np.zeros_like(g) if uses else g)
+        return w, uses[-1]
+
+    def _used_calls(self) -> list[Call]:
+        """The operations that the output depends on, and those that draw random numbers or change buffers."""
+        needed, used = {self.graph.output}, []
+        for call in reversed(self.graph.calls):
+            if call.output not in needed:
+                kinds = {type(one) for one in call.references}
+                if not call.draws and Buffer not in kinds:
+                    continue
+                if Parameter in kinds:
+                    raise call.unsupported("is not used by the output")
+            needed.update(call.inputs)
+            used.append(call)
+        return used[::-1]
+
+    def _add(self, call: Call) -> None:
+        """Adds the steps of one operation."""
+        inputs = tuple(call.inputs)
+        has_parameters = any(isinstance(one, Parameter) for one in call.references)
+        self.trained[call.output] = has_parameters or any(self.trained[index] for index in inputs)
+        operations: Sequence[Layer | Join] | None = None
+        if call.name in RESHAPES:
+            shape, wide_out = self.shapes[call.output], self.wide(call.output)
+            operations, inputs = [Reshape(shape, self.wide(inputs[0]), wide_out)], inputs[:1]
+        elif call.draws:
+            operations = [self._drawn_dropout(call)]
+        elif call.name in _WRITTEN_OUT and Buffer not in {type(one) for one in call.references}:
+            with suppress(TypeError):  # another signature
+                operations = _WRITTEN_OUT[call.name](self, *call.args, **call.kwargs)
+        if operations is None:
+            operations = [self._differentiated(call)]
+        if isinstance(operations[0], MaxPool):
+            moved = self._before_pool(inputs[0])
+            operations = [*operations, *(step.operation for step in moved)]
+            inputs = moved[0].inputs if moved else inputs
+        for operation in operations[:-1]:
+            inputs = (self._append(operation, inputs),)
+        self.steps.append(Step(operations[-1], inputs, call.output))
+
+    def _append(self, operation: Layer | Join, inputs: tuple[int, ...]) -> int:
+        """Adds a step that makes a further activation, with one user. Returns its number."""
+        index = len(self.shapes)
+        self.shapes.append(())
+        self.trained.append(True)
+        self.users[index] = 1
+        self.steps.append(Step(operation, inputs, index))
+        return index
+
+    def _before_pool(self, index: int) -> list[Step]:
+        """Takes out the biases and activation functions that make an activation, as far as nothing else uses them."""
+        moved: list[Step] = []
+        while self.users[index] == 1:
+            made = self._maker(index)
+            if made is None or not isinstance(made.operation, Bias | Activation):
+                break
+            self.steps.remove(made)
+            moved.insert(0, made)
+            (index,) = made.inputs
+        return moved
+
+    def _maker(self, index: int) -> Step | None:
+        return next((step for step in self.steps if step.output == index), None)
+
+    def _drawn_dropout(self, call: Call) -> Layer:
+        function, args, kwargs = call.function, call.args, call.kwargs
+
+        def draw(ones: Tensor) -> Tensor:
+            def fill(one: object) -> object:
+                return ones if isinstance(one, Value) else one
+
+            drawn: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
+            return drawn
+
+        (index,) = call.inputs
+        return DrawnDropout(draw, self.wide(index), index in self.graph.last_channels)
+
+    def _differentiated(self, call: Call) -> Join:
+        """The operation of any function that takes activations, parameters and buffers."""
+        if any(isinstance(one, Mask) for one in call.references):
+            raise call.unsupported("uses the mask of a dropout layer")
+        function, args, kwargs, buffers = call.function, call.args, call.kwargs, self.tensors
+        inputs = call.inputs
+
+        def replay(*tensors: Tensor) -> Tensor:
+            activations, parameters = iter(tensors[: len(inputs)]), iter(tensors[len(inputs) :])
+
+            def fill(one: object) -> object:
+                if isinstance(one, Value):
+                    return next(activations)
+                if isinstance(one, Parameter):
+                    return next(parameters)
+                return buffers[one.name] if isinstance(one, Buffer) else one
+
+            out: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
+            return out
+
+        parameters = [self.parameter(one) for one in call.references if isinstance(one, Parameter)]
+        same_shape = all(self.shapes[index] == self.shapes[call.output] for index in inputs)
+        others = len(call.references) > len(inputs)
+        any_layout = call.name in _ELEMENTWISE and same_shape and not others
+        wide = None if any_layout else tuple(self.wide(index) for index in inputs)
+        needs = tuple(self.trained[index] for index in inputs)
+        return Differentiated(replay, wide, self.wide(call.output), needs, parameters)
+
+    # ---- memory
+
+    def may_overwrite(self, index: int) -> bool:
+        """Whether nothing but its one user needs the memory of an activation."""
+        made = self._maker(index)
+        if made is None or self.users[index] > 1 or made.operation.uses_output:
+            return False
+        return not made.operation.returns_input or self.may_overwrite(made.inputs[0])
+
+    def _choose_in_place(self) -> None:
+        for step in self.steps:
+            match step.operation:
+                case Activation():
+                    step.operation.in_place = self.may_overwrite(step.inputs[0])
+                case Add():
+                    free = [place for place, index in enumerate(step.inputs) if self.may_overwrite(index)]
+                    step.operation.overwrites = free[0] if free else None
+
+    def backward_plan(self) -> list[_Back]:
+        """The backward passes, the last step first. Gradients that share memory are copied before they are changed."""
+        plan: list[_Back] = []
+        owned = {self.graph.output: True}  # activations with a gradient: whether its memory is used for nothing else
+        for step in reversed(self.steps):
+            operation = step.operation
+            if step.output not in owned or not self.trained[step.output]:
+                continue
+            copies = operation.overwrites_grad and not owned[step.output]
+            needs = [self.trained[index] for index in step.inputs]
+            own = not operation.returns_grad or ((copies or owned[step.output]) and sum(needs) == 1)
+            into: list[bool | None] = []
+            for index, needed in zip(step.inputs, needs, strict=True):
+                into.append(index not in owned if needed else None)
+                if needed:
+                    owned[index] = index in owned or own
+            plan.append(_Back(step, copies, tuple(into), any(needs)))
+        return plan
+
+
+# ---- operations that are written out: functions with PyTorch's signatures. None: not with these arguments
+
+_WrittenOut = Callable[..., Sequence[Layer | Join] | None]
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return pair if len(pair) == 2 else (pair[0], pair[0])
+
+
+def _linear(steps: _Steps, input: Value, weight: object, bias: object = None) -> Sequence[Layer] | None:
+    if len(steps.shapes[input.index]) != 1 or not _are_parameters(weight, bias):
+        return None
+    layers: list[Layer] = [Linear(*steps.parameter(weight))]
+    return layers if bias is None else [*layers, Bias(*steps.parameter(bias), axis=0)]
+
+
+def _conv2d(
+    steps: _Steps,
+    input: Value,
+    weight: object,
+    bias: object = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Sequence[Layer] | None:
+    image = len(steps.shapes[input.index]) == 3
+    plain = groups == 1 and _pair(dilation) == (1, 1) and not isinstance(padding, str)
+    if not image or not plain or not _are_parameters(weight, bias):
+        return None
+    wide = steps.wide(input.index)
+    convolution = ChannelsLastConvolution if wide else PatchConvolution
+    layers: list[Layer] = [convolution(*steps.parameter(weight), _pair(stride), _pair(padding))]
+    return layers if bias is None else [*layers, Bias(*steps.parameter(bias), axis=-1 if wide else 0)]
+
+
+def _are_parameters(weight: object, bias: object) -> bool:
+    return isinstance(weight, Parameter) and (bias is None or isinstance(bias, Parameter))
+
+
+def _max_pool2d(
+    steps: _Steps,
+    input: Value,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Sequence[Layer] | None:
+    halves = _pair(kernel_size) == _pair(stride or kernel_size) == (2, 2) and _pair(padding) == (0, 0)
+    plain = halves and _pair(dilation) == (1, 1) and not ceil_mode and len(steps.shapes[input.index]) == 3
+    return [MaxPool()] if plain else None
+
+
+def _avg_pool2d(
+    steps: _Steps,
+    input: Value,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Sequence[Layer] | None:
+    same = _pair(kernel_size) == _pair(stride or kernel_size) and _pair(padding) == (0, 0)
+    plain = same and not ceil_mode and divisor_override is None and len(steps.shapes[input.index]) == 3
+    return [AvgPool(_pair(kernel_size))] if plain else None
+
+
+def _activation(kind: str) -> _WrittenOut:
+    def made(steps: _Steps, input: Value, inplace: bool = False) -> Sequence[Layer]:
+        return [Activation(kind)]
+
+    return made
+
+
+def _add(steps: _Steps, input: object, other: object, *, alpha: float = 1) -> Sequence[Join] | None:
+    if not isinstance(input, Value) or not isinstance(other, Value) or alpha != 1:
+        return None
+    return [Add()] if steps.shapes[input.index] == steps.shapes[other.index] else None
+
+
+def _mul(steps: _Steps, input: object, other: object) -> Sequence[Layer] | None:
+    match input, other:
+        case (Value(index), Mask(mask)) | (Mask(mask), Value(index)):
+            return [Dropout(mask, steps.wide(index))]
+    return None
+
+
+def _cat(steps: _Steps, tensors: Sequence[Value], dim: int = 0) -> Sequence[Join] | None:
+    if not all(isinstance(one, Value) for one in tensors):
+        return None
+    index = tensors[0].index
+    sample = len(steps.shapes[index])
+    axis = dim % (sample + 1) - 1  # among the axes of a sample
+    if axis < 0:
+        return None
+    return [Concatenation((3, 1, 2)[axis] if steps.wide(index) else axis)]
+
+
+_WRITTEN_OUT: Mapping[str, _WrittenOut] = {
+    "linear": _linear,
+    "conv2d": _conv2d,
+    "max_pool2d": _max_pool2d,
+    "avg_pool2d": _avg_pool2d,
+    "relu": _activation("relu"),
+    "tanh": _activation("tanh"),
+    "sigmoid": _activation("sigmoid"),
+    "add": _add,
+    "mul": _mul,
+    "cat": _cat,
+    "concat": _cat,
+    "concatenate": _cat,
+}
+_PASSES: WeakKeyDictionary[Network, Passes | str] = WeakKeyDictionary()

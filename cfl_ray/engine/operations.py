@@ -1,0 +1,536 @@
+"""Operations of networks with forward and backward passes written out, on arrays that are allocated once.
+
+The layout of activations follows the convolutions (letters here: C channels or classes, H height, W width):
+    narrow    (C, H, W, B): the patches of a convolution are copied once and multiplied in one product. The batch is the
+              innermost axis, so that copies and pooling work on long contiguous runs for any number of channels.
+    wide      (B, H, W, C): the convolutions are PyTorch's, in its channels-last memory format.
+    others    the axes of a sample, then B, in both cases: (F, B) after flattening.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Buffers:
+    """Arrays that are allocated once, by name and shape. Shapes of one name share memory: one is used at a time."""
+
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    views: dict[tuple[str, tuple[int, ...]], Array] = field(default_factory=dict)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Array:
+        """The array of this name and shape, with arbitrary values."""
+        view = self.views.get((name, shape))
+        return self._new(name, shape) if view is None else view
+
+    def _new(self, name: str, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        if name not in self.memory or len(self.memory[name]) < size:
+            self.memory[name] = torch.empty(size)  # by PyTorch, which aligns it to cache lines
+            self.views = {key: view for key, view in self.views.items() if key[0] != name}
+        view: Array = self.memory[name][:size].numpy().reshape(shape)
+        self.views[name, shape] = view
+        return view
+
+
+class Operation:
+    """An operation with its arrays. `backward` belongs to the `forward` before it."""
+
+    uses_output = False  # whether `backward` reads the output, which the next operation may therefore not overwrite
+    returns_input = False  # whether the output has the memory of the input
+    overwrites_grad = False  # whether `backward` overwrites the gradient that it is given
+    returns_grad = False  # whether gradients at the inputs have memory of the gradient at the output
+
+    def __init__(self) -> None:
+        self.buffers = Buffers()
+
+
+class Layer(Operation, ABC):
+    """An operation with one input."""
+
+    @abstractmethod
+    def forward(self, x: Array) -> Array:
+        """The output."""
+
+    @abstractmethod
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        """The gradient at the input, from that at the output.
+
+        Writes the gradients of the parameters. needs_input: False if the gradient at the input is not needed.
+        """
+
+
+class Join(Operation, ABC):
+    """An operation with any number of inputs."""
+
+    @abstractmethod
+    def forward(self, *inputs: Array) -> Array:
+        """The output."""
+
+    @abstractmethod
+    def backward(self, grad: Array, needs_input: bool) -> Sequence[Array | None]:
+        """The gradients at the inputs, from that at the output. Those of several inputs may share memory."""
+
+
+class Linear(Layer):
+    """Product with the weights (O, F), without bias."""
+
+    def __init__(self, weight: Array, grad_weight: Array):
+        super().__init__()
+        self.weight, self.grad_weight = weight, grad_weight
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return np.matmul(self.weight, x, out=self.buffers.get("out", (len(self.weight), x.shape[1])))
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        np.matmul(grad, self.x.T, out=self.grad_weight)
+        if not needs_input:
+            return grad
+        return np.matmul(self.weight.T, grad, out=self.buffers.get("grad", self.x.shape))
+
+
+class PatchConvolution(Layer):
+    """Convolution in the layout (C, H, W, B), without bias: one product of the weights and all patches."""
+
+    def __init__(self, weight: Array, grad_weight: Array, stride: tuple[int, int], padding: tuple[int, int]):
+        super().__init__()
+        self.kernel, self.stride, self.padding = weight.shape[2:], stride, padding
+        self.weight, self.grad_weight = weight.reshape(len(weight), -1), grad_weight.reshape(len(weight), -1)
+
+    def _patches(self, x: Array) -> tuple[Array, Array]:
+        """All patches (C, kernel height, kernel width, H, W, B) of the padded input, as a view, and that input."""
+        channels, height, width, batch = x.shape
+        (rows, columns), (down, right) = self.padding, self.stride
+        if rows or columns:
+            padded = self.buffers.get("padded", (channels, height + 2 * rows, width + 2 * columns, batch))
+            padded.fill(0)
+            padded[:, rows : rows + height, columns : columns + width] = x
+            x = padded
+        out_height = (x.shape[1] - self.kernel[0]) // down + 1
+        out_width = (x.shape[2] - self.kernel[1]) // right + 1
+        c, h, w, b = x.strides
+        strides = (c, h, w, h * down, w * right, b)
+        return as_strided(x, (channels, *self.kernel, out_height, out_width, batch), strides), x
+
+    def forward(self, x: Array) -> Array:
+        self.in_shape = x.shape
+        view, padded = self._patches(x)
+        self.padded_shape, self.out_shape = padded.shape, view.shape[3:]
+        patches = self.buffers.get("patches", view.shape)
+        np.copyto(patches, view)
+        self.patches = patches.reshape(self.weight.shape[1], -1)
+        out = self.buffers.get("out", (len(self.weight), math.prod(self.out_shape)))
+        return np.matmul(self.weight, self.patches, out=out).reshape(-1, *self.out_shape)
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        flat = grad.reshape(len(grad), -1)
+        np.matmul(flat, self.patches.T, out=self.grad_weight)
+        if not needs_input:
+            return grad
+        (rows, columns), (down, right) = self.padding, self.stride
+        height, width = self.out_shape[:2]
+        grad_patches = np.matmul(self.weight.T, flat, out=self.buffers.get("grad patches", self.patches.shape))
+        grad_patches = grad_patches.reshape(self.in_shape[0], *self.kernel, *self.out_shape)
+        # two sums, over the columns and then over the rows of the kernel, add fewer values in longer runs than one
+        channels, _, padded_width, batch = self.padded_shape
+        grad_rows = self.buffers.get("grad rows", (channels, self.kernel[0], height, padded_width, batch))
+        grad_rows.fill(0)
+        for j in range(self.kernel[1]):
+            part = grad_rows[:, :, :, j : j + right * width : right]
+            np.add(part, grad_patches[:, :, j], out=part)
+        grad_padded = self.buffers.get("grad", self.padded_shape)
+        grad_padded.fill(0)
+        for i in range(self.kernel[0]):
+            part = grad_padded[:, i : i + down * height : down]
+            np.add(part, grad_rows[:, i], out=part)
+        return grad_padded[:, rows : rows + self.in_shape[1], columns : columns + self.in_shape[2]]
+
+
+class ChannelsLastConvolution(Layer):
+    """Convolution by PyTorch in the layout (B, H, W, C), without bias."""
+
+    def __init__(self, weight: Array, grad_weight: Array, stride: tuple[int, int], padding: tuple[int, int]):
+        super().__init__()
+        self.weight, self.grad_weight = torch.from_numpy(weight), torch.from_numpy(grad_weight)
+        self.weight_last = torch.empty_like(self.weight, memory_format=torch.channels_last)
+        self.stride, self.padding = list(stride), list(padding)
+
+    def forward(self, x: Array) -> Array:
+        self.x = torch.from_numpy(x).permute(0, 3, 1, 2)
+        self.weight_last.copy_(self.weight)
+        out = torch.conv2d(self.x, self.weight_last, None, self.stride, self.padding)
+        return _channels_last_array(out)
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+            torch.from_numpy(grad).permute(0, 3, 1, 2),
+            self.x,
+            self.weight_last,
+            None,
+            self.stride,
+            self.padding,
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+            [needs_input, True, False],
+        )
+        self.grad_weight.copy_(grad_weight)
+        return _channels_last_array(grad_x) if needs_input else grad
+
+
+def _channels_last_array(x: Tensor) -> Array:
+    """The array (B, H, W, C) of a tensor (B, C, H, W): without a copy where its format is channels-last."""
+    array: Array = x.permute(0, 2, 3, 1).contiguous().numpy()
+    return array
+
+
+class Bias(Layer):
+    """Adds a bias along one axis, in place."""
+
+    returns_input = returns_grad = True
+
+    def __init__(self, bias: Array, grad_bias: Array, axis: int):
+        super().__init__()
+        self.bias, self.grad_bias, self.axis = bias, grad_bias, axis
+
+    def forward(self, x: Array) -> Array:
+        x += self.bias if self.axis else self.bias.reshape(-1, *[1] * (x.ndim - 1))
+        return x
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        channels = len(self.bias)
+        if self.axis:
+            flat = grad.reshape(-1, channels)
+            ones = self.buffers.get("ones", (len(flat),))
+            ones.fill(1)
+            np.matmul(ones, flat, out=self.grad_bias)  # faster than a sum over the outer axis
+        else:
+            np.add.reduce(grad.reshape(channels, -1), 1, out=self.grad_bias)
+        return grad
+
+
+class Activation(Layer):
+    """ReLU, tanh or the logistic function. in_place: whether the output overwrites the input."""
+
+    uses_output = overwrites_grad = returns_grad = True
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.in_place = kind, False
+
+    def forward(self, x: Array) -> Array:
+        out = x if self.in_place else self.buffers.get("out", x.shape)
+        if self.kind == "relu" and x.ndim == 4:
+            torch.clamp_min(torch.from_numpy(x), 0, out=torch.from_numpy(out))  # faster on many values, see `_pair_of`
+        elif self.kind == "relu":
+            np.maximum(x, 0, out=out)
+        elif self.kind == "tanh":
+            np.tanh(x, out=out)
+        else:
+            np.negative(x, out=out)
+            np.exp(out, out=out)
+            out += 1
+            np.reciprocal(out, out=out)
+        self.out = out
+        return out
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        if self.kind == "relu" and grad.ndim == 4:
+            grad_x = torch.from_numpy(grad)
+            torch.ops.aten.threshold_backward.grad_input(grad_x, torch.from_numpy(self.out), 0, grad_input=grad_x)
+            return grad
+        if self.kind == "relu":
+            grad *= self.out > 0
+            return grad
+        slope = self.buffers.get("slope", grad.shape)
+        if self.kind == "tanh":
+            np.multiply(self.out, self.out, out=slope)
+            np.subtract(1, slope, out=slope)
+        else:
+            np.subtract(1, self.out, out=slope)
+            slope *= self.out
+        grad *= slope
+        return grad
+
+
+class MaxPool(Layer):
+    """Max pooling with kernel and stride 2 along axes 1 and 2.
+
+    The gradient goes to the first maximum of a window in row-major order, as in PyTorch: the left value of a row and
+    the upper row win ties.
+    """
+
+    def forward(self, x: Array) -> Array:
+        outer, height, width, inner = x.shape
+        height, width = height // 2, width // 2
+        self.in_shape = x.shape
+        self.left, self.right = _pair_of(x[:, :, : 2 * width], 2)
+        wide = self.buffers.get("wide", (outer, x.shape[1], width, inner))
+        torch.maximum(self.left, self.right, out=torch.from_numpy(wide))
+        self.upper, self.lower = _pair_of(wide[:, : 2 * height], 1)
+        out = self.buffers.get("out", (outer, height, width, inner))
+        torch.maximum(self.upper, self.lower, out=torch.from_numpy(out))
+        return out
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        outer, height, width, inner = grad.shape
+        grad_wide = self.buffers.get("grad wide", (outer, self.in_shape[1], width, inner))
+        grad_x = self.buffers.get("grad", self.in_shape)
+        self._divide(torch.from_numpy(grad), self.upper, self.lower, _pair_of(grad_wide[:, : 2 * height], 1))
+        grad_wide[:, 2 * height :] = 0  # a last row or column without a partner is in no window
+        left_right = _pair_of(grad_x[:, :, : 2 * width], 2)
+        self._divide(torch.from_numpy(grad_wide), self.left, self.right, left_right)
+        grad_x[:, :, 2 * width :] = 0
+        return grad_x
+
+    def _divide(self, grad: Tensor, first: Tensor, second: Tensor, grads: tuple[Tensor, Tensor]) -> None:
+        """Gives the gradient of each maximum to the first value where it is not smaller, else to the second."""
+        takes = torch.from_numpy(self.buffers.get("takes", tuple(grad.shape)))
+        torch.ge(first, second, out=takes)  # as 0 and 1 in float32, which is faster than with bool
+        torch.mul(grad, takes, out=grads[0])
+        torch.sub(grad, grads[0], out=grads[1])
+
+
+def _pair_of(x: Array, axis: int) -> tuple[Tensor, Tensor]:
+    """The values at even and at odd places of an axis: tensors, because PyTorch is twice as fast on such views."""
+    even, odd = (x[:, 0::2], x[:, 1::2]) if axis == 1 else (x[:, :, 0::2], x[:, :, 1::2])
+    return torch.from_numpy(even), torch.from_numpy(odd)
+
+
+class AvgPool(Layer):
+    """Average pooling with kernel = stride along axes 1 and 2."""
+
+    overwrites_grad = True
+
+    def __init__(self, kernel: tuple[int, int]):
+        super().__init__()
+        self.kernel, self.scale = kernel, np.float32(1 / math.prod(kernel))
+
+    def _window(self, x: Array) -> list[Array]:
+        """The values of `x` at each position of a window."""
+        (rows, columns), (height, width) = self.kernel, x.shape[1:3]
+        height, width = height // rows * rows, width // columns * columns
+        return [x[:, i:height:rows, j:width:columns] for i in range(rows) for j in range(columns)]
+
+    def forward(self, x: Array) -> Array:
+        self.in_shape = x.shape
+        first, *others = self._window(x)
+        out = self.buffers.get("out", first.shape)
+        np.copyto(out, first)
+        for part in others:
+            out += part
+        out *= self.scale
+        return out
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        grad *= self.scale
+        grad_x = self.buffers.get("grad", self.in_shape)
+        grad_x.fill(0)
+        for part in self._window(grad_x):
+            np.copyto(part, grad)
+        return grad_x
+
+
+class Dropout(Layer):
+    """Product with a mask in the layout of the activations, which is set before each pass.
+
+    index: number of the dropout layer in `Network.dropouts`. wide: whether activations are images (B, H, W, C).
+    """
+
+    overwrites_grad = returns_grad = True
+    mask: Array
+
+    def __init__(self, index: int, wide: bool):
+        super().__init__()
+        self.index, self.wide = index, wide
+
+    def forward(self, x: Array) -> Array:
+        return np.multiply(x, self.mask, out=self.buffers.get("out", x.shape))
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        grad *= self.mask
+        return grad
+
+
+class DrawnDropout(Dropout):
+    """Dropout whose mask is drawn from PyTorch's global generator in every pass, as by `functional.dropout`.
+
+    draw: the function of PyTorch, with its options. last_channels: whether its argument is in channels-last format,
+        which decides which number is drawn for which value.
+    """
+
+    def __init__(self, draw: Callable[[Tensor], Tensor], wide: bool, last_channels: bool):
+        super().__init__(-1, wide)
+        self.draw, self.last_channels = draw, last_channels
+
+    def forward(self, x: Array) -> Array:
+        shape = tensor_of(x, self.wide).shape
+        memory_format = torch.channels_last if self.last_channels else torch.contiguous_format
+        self.mask = array_of(self.draw(torch.empty(shape, memory_format=memory_format).fill_(1)), self.wide)
+        return super().forward(x)
+
+
+class Reshape(Layer):
+    """From one shape of a sample to another, without a change of the order of its values.
+
+    wide, wide_out: whether the input and the output are images in the layout (B, H, W, C).
+    """
+
+    returns_grad = True
+
+    def __init__(self, shape: tuple[int, ...], wide: bool, wide_out: bool):
+        super().__init__()
+        self.shape, self.wide, self.wide_out = shape, wide, wide_out
+        self.returns_input = not wide and not wide_out
+
+    def forward(self, x: Array) -> Array:
+        self.in_shape = x.shape
+        x = self._from_wide("out", x) if self.wide else x
+        x = x.reshape(*self.shape, x.shape[-1])
+        return self._to_wide("wide out", x) if self.wide_out else x
+
+    def backward(self, grad: Array, needs_input: bool) -> Array:
+        grad = self._from_wide("grad out", grad) if self.wide_out else grad
+        if not self.wide:
+            return grad.reshape(self.in_shape)
+        batch, height, width, channels = self.in_shape
+        return self._to_wide("grad", grad.reshape(channels, height, width, batch))
+
+    def _from_wide(self, name: str, x: Array) -> Array:
+        """(C, H, W, B) of (B, H, W, C)."""
+        batch, height, width, channels = x.shape
+        out = self.buffers.get(name, (channels, height, width, batch))
+        np.copyto(out, x.transpose(3, 1, 2, 0))
+        return out
+
+    def _to_wide(self, name: str, x: Array) -> Array:
+        """(B, H, W, C) of (C, H, W, B)."""
+        channels, height, width, batch = x.shape
+        out = self.buffers.get(name, (batch, height, width, channels))
+        np.copyto(out, x.transpose(3, 1, 2, 0))
+        return out
+
+
+class Add(Join):
+    """Sum of two activations of one shape. The output overwrites that input, if any."""
+
+    returns_grad = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overwrites: int | None = None
+
+    def forward(self, *inputs: Array) -> Array:
+        first, second = inputs
+        out = self.buffers.get("out", first.shape) if self.overwrites is None else inputs[self.overwrites]
+        return np.add(first, second, out=out)
+
+    def backward(self, grad: Array, needs_input: bool) -> Sequence[Array | None]:
+        return grad, grad
+
+
+class Concatenation(Join):
+    """Activations one after another along an axis."""
+
+    returns_grad = True
+
+    def __init__(self, axis: int):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, *inputs: Array) -> Array:
+        self.sizes = [x.shape[self.axis] for x in inputs]
+        shape = list(inputs[0].shape)
+        shape[self.axis] = sum(self.sizes)
+        return np.concatenate(inputs, self.axis, out=self.buffers.get("out", tuple(shape)))
+
+    def backward(self, grad: Array, needs_input: bool) -> Sequence[Array | None]:
+        return np.split(grad, np.cumsum(self.sizes)[:-1].tolist(), self.axis)
+
+
+class Differentiated(Join):
+    """Any other function of PyTorch, differentiated by autograd.
+
+    function:   takes the activations, then the trained tensors.
+    wide:       for each input whether it is an image in the layout (B, H, W, C); None: the function treats every
+                number by itself, so that the layout does not matter.
+    needs:      for each input whether its gradient is needed.
+    parameters: trained tensors, each with its gradient.
+    """
+
+    uses_output = returns_grad = True
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        wide: tuple[bool, ...] | None,
+        wide_out: bool,
+        needs: tuple[bool, ...],
+        parameters: Sequence[tuple[Array, Array]],
+    ):
+        super().__init__()
+        self.function, self.wide, self.wide_out, self.needs = function, wide, wide_out, needs
+        self.parameters = [torch.from_numpy(w).requires_grad_() for w, _ in parameters]
+        self.grads = [torch.from_numpy(g) for _, g in parameters]
+
+    def forward(self, *inputs: Array) -> Array:
+        with torch.enable_grad():
+            tensors = [
+                (torch.from_numpy(x) if self.wide is None else tensor_of(x, self.wide[i])).requires_grad_(self.needs[i])
+                for i, x in enumerate(inputs)
+            ]
+            self.leaves = [one for one, needs in zip(tensors, self.needs, strict=True) if needs]
+            self.out = self.function(*tensors, *self.parameters)
+        out = self.out.detach()
+        array = out.numpy() if self.wide is None else array_of(out, self.wide_out)
+        shared = any(np.may_share_memory(array, x) for x in inputs)
+        return array.copy() if shared else array
+
+    def backward(self, grad: Array, needs_input: bool) -> Sequence[Array | None]:
+        upstream = torch.from_numpy(grad) if self.wide is None else tensor_of(grad, self.wide_out)
+        found = torch.autograd.grad(self.out, [*self.leaves, *self.parameters], upstream, materialize_grads=True)
+        del self.out
+        for into, one in zip(self.grads, found[len(self.leaves) :], strict=True):
+            into.copy_(one)
+        grads = iter(found)
+        return [self._array(next(grads), i) if needs else None for i, needs in enumerate(self.needs)]
+
+    def _array(self, grad: Tensor, index: int) -> Array:
+        array: Array = grad.contiguous().numpy() if self.wide is None else array_of(grad, self.wide[index])
+        return array
+
+
+def tensor_of(x: Array, wide: bool) -> Tensor:
+    """An activation (B, ...) as PyTorch has it, a view."""
+    return torch.from_numpy(x.transpose(0, 3, 1, 2) if wide else np.moveaxis(x, -1, 0))
+
+
+def array_of(x: Tensor, wide: bool) -> Array:
+    """An activation (B, ...) in the layout of this module: without a copy if its memory is in that order."""
+    array: Array = (x.permute(0, 2, 3, 1) if wide else x.movedim(0, -1)).contiguous().numpy()
+    return array
+
+
+def mean_cross_entropy(logits_CB: Array, y_B: Array) -> tuple[np.floating, Array]:
+    """The mean cross-entropy and its gradient (C, B), which overwrites the logits."""
+    chosen = (y_B, np.arange(len(y_B)))
+    logits_CB -= np.maximum.reduce(logits_CB, 0)
+    target_B = logits_CB[chosen]
+    p_CB = np.exp(logits_CB, out=logits_CB)
+    total_B = np.add.reduce(p_CB, 0)
+    p_CB /= total_B
+    p_CB[chosen] -= 1
+    p_CB *= np.float32(1 / len(y_B))
+    return (np.log(total_B) - target_B).mean(), p_CB
