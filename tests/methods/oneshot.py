@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from federations import Spoiled, Stage, planted
-from torch import Tensor, nn
+from rounds import mlp
+from torch import Tensor
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.clustering.agreement import agreement
@@ -17,12 +18,8 @@ from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
 from cfl_ray.engine.client_state import ClientStateStore
 
-CLIENTS, GROUPS, INPUTS = 12, 3, 16
+CLIENTS, GROUPS = 12, 3
 P, HEAD = 16 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 @dataclass

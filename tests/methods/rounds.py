@@ -20,6 +20,7 @@ from cfl_ray.core.population import Population
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Exclusion, Losses, Outcome, Work
+from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.runtime.evaluation import Evaluator
 
 COHORTS = [[0, 1, 2, 5], [3, 4, 5, 6, 7], [1], [0, 2, 4, 7]]
@@ -131,6 +132,21 @@ def assert_local_model_is_of_the_cluster_training(method: Method, one: Stage, st
     method.round(state, replace(one.clients(round=round), local_test_samples=50), Draws(0, round))
     assert len(losses) == 2 and not np.allclose(*losses)
     assert list(one.stats.train_loss.values()) == losses[0].tolist() and len(one.stats.local_scores) == 8
+
+
+OPPOSED_COHORTS = {
+    "all clients": [None] * 5,
+    "30 %": [[0, 1], [2, 3], [4, 5, 6], [6, 7, 0], [1, 2, 3], [4, 5, 7]] * 3,
+}
+
+
+def assert_serves_groups_that_disagree(method: Method, cohorts: str, least: float):
+    """Every client has at least this accuracy; one model for both groups is right for half of the labels."""
+    found = []
+    for each in (method, FedAvg()):
+        one = groups(federation=planted(samples=100), epochs=5, lr=0.5, batch_size=40)
+        found.append(accuracy(one, each, one.play(each, *OPPOSED_COHORTS[cohorts])))
+    assert found[0].min() > least and found[1].mean() < 0.55
 
 
 class EnginesAndCheckpoints:

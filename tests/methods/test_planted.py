@@ -8,11 +8,11 @@ import pytest
 import torch
 from checksums import EARLY
 from federations import Spoiled, Stage, planted
-from torch import nn
+from oneshot import accuracy, cohorts
+from rounds import mlp
 
 from cfl_ray.clustering.agreement import agreement
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.population import Population
 from cfl_ray.core.work import SavedState
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.ifca import IFCA
@@ -23,28 +23,8 @@ LOCAL = LocalSGD(epochs=5, batch_size=20, lr=0.5)
 SHORT = LocalSGD(epochs=1, batch_size=20, lr=0.5)
 
 
-def mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
 def stage(local: LocalSGD = LOCAL) -> Stage:
     return Stage(planted(CLIENTS, GROUPS, SAMPLES), mlp, local)
-
-
-def cohorts(participation: float, rounds: int) -> list[np.ndarray]:
-    population = Population(CLIENTS, (), 0)
-    return [population.draw(number, participation).ids_M for number in range(1, rounds + 1)]
-
-
-def accuracy(one: Stage, method, state) -> float:
-    """P-server accuracy: the served model of every client on its group's test set."""
-    serving = method.serve(state, one.clients())
-    hits = []
-    for client, row in enumerate(serving.row_M):
-        one.network.load(serving.models_KP[row])
-        x, y = one.federation.test(client)
-        hits.append((one.network.logits(x).argmax(1) == y).float().mean().item())
-    return float(np.mean(hits))
 
 
 @pytest.mark.parametrize("participation, rounds", [(1.0, 2), (0.3, 10)])
