@@ -92,6 +92,12 @@ def experiment(tmp_path):
     return functools.partial(small_experiment, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def module_experiment(tmp_path_factory):
+    """The same with one output folder for a module, for hosts that its tests share."""
+    return functools.partial(small_experiment, tmp_path_factory.mktemp("module"))
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """Run directory of `experiment(rounds=2)`, not to be changed."""

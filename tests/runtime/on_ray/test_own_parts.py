@@ -102,7 +102,7 @@ def test_own_parts_travel_to_hosts(own, figures, cluster):
 
 def test_a_wrong_result_on_a_host_names_the_authors_line(own, cluster):
     made, file = own
-    wrong = made(methods=[{"fedavg": {"aggregation": f"{file}:Wrong"}}], runtime={"hosts": 2})
+    wrong = made(methods=[{"fedavg": {"aggregation": f"{file}:Wrong"}}], runtime={"hosts": 1})
     with pytest.raises(
         RunError, match=rf"aggregation rule Wrong.combine \({file}, line \d+\) returned nan at position 0 of"
     ):
