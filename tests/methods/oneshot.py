@@ -18,7 +18,7 @@ from cfl_ray.core.population import Population
 from cfl_ray.core.state import State
 from cfl_ray.engine.client_state import ClientStateStore
 
-CLIENTS, GROUPS = 12, 3
+CLIENTS, GROUPS, INPUTS = 12, 3, 16
 P, HEAD = 16 * 16 + 16 + 16 * 4 + 4, 16 * 4 + 4
 
 
