@@ -1,7 +1,7 @@
 """The results of a run from its files: finished, stopped, or live."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from cfl_ray.config import Experiment
@@ -25,8 +25,15 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     """
     directory = Path(run_dir).absolute()
     RunDirectory(run_dir).require_run()
+    is_given = experiment is not None
     experiment = experiment or load_record(directory, trust, connects=False)
-    setup = cache(partial(prepare, experiment))
+
+    @cache
+    def setup() -> Setup:
+        if not is_given:
+            load_record(directory, trust)  # the data are read, wherever the record says that they are
+        return prepare(experiment)
+
     methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}
     return Results(methods, directory)
 

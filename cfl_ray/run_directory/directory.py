@@ -7,6 +7,7 @@ study have the files of a tracked run, as a method has.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -125,6 +126,14 @@ class RunDirectory:
     def artifact(self, file: Path) -> Path:
         """The copy of a file among the artifacts."""
         return self.artifacts / file.name
+
+    def links(self) -> list[str]:
+        """The symbolic links in the directory, each with its target: what they lead to is no part of the run."""
+        found = []
+        for folder, folders, files in os.walk(self.path):
+            links = (path for name in (*folders, *files) if (path := Path(folder) / name).is_symlink())
+            found += [f"{path.relative_to(self.path)} -> {os.readlink(path)}" for path in links]
+        return sorted(found)
 
     # ---- kind
 

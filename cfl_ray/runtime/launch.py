@@ -24,7 +24,7 @@ from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
-from cfl_ray.runtime.trust import load_record, sign_record
+from cfl_ray.runtime.trust import load_record, refuse_links, sign_record
 from cfl_ray.study.folder import is_finished, is_study
 from cfl_ray.tracking import redact, resolve_uri
 
@@ -263,6 +263,7 @@ class _Launch:
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
         if is_study(directory):
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
+        refuse_links(directory)
         run = RunDirectory(directory)
         if not run.is_run:
             return directory

@@ -18,6 +18,7 @@ from cfl_ray.errors import RunError, UserError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
+from cfl_ray.runtime.trust import refuse_links
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
 
@@ -149,6 +150,7 @@ def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
 def _run(run_dir: Path) -> RunDirectory:
     directory = RunDirectory(run_dir)
     directory.require_run()
+    refuse_links(run_dir)
     return directory
 
 

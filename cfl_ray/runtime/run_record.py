@@ -19,9 +19,10 @@ def write_config(directory: Path, experiment: Experiment, run_dir: Path | None =
     """Writes config.yaml, without credentials. run_dir: where the directory will be moved; None: nowhere."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode of `output`, a parent, follows the umask
     remember_credentials(experiment.to_dict())
-    sign_record(directory, experiment)
     header = f"{_HASH}{experiment.config_hash}\n# format {FORMAT}\n{recorded_in(run_dir or directory)}"
-    write_text(RunDirectory(directory).config, header + experiment.to_record())
+    text = header + experiment.to_record()
+    sign_record(directory, experiment, text)
+    write_text(RunDirectory(directory).config, text)
 
 
 def recorded_hash(directory: RunDirectory) -> str:

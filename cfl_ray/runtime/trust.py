@@ -1,8 +1,10 @@
 """Trust in run directories, which another user may have made.
 
-Its record, config.yaml, names Python files, and may name a Ray cluster and an MLflow server: going on with the run
-imports the files, unpickles what the cluster sends, and sends the user's credentials to the server. So a run signs what
-its record names (`signature.json`), and anything else that a record names needs the user's word.
+Its record, config.yaml, names Python files, folders and URIs of data, the folder for output, trackers, and may name a
+Ray cluster and an MLflow server: going on with the run imports the files, reads and writes the folders, unpickles what
+the cluster sends, and sends the user's credentials to servers. So a run signs everything that its record names
+(`signature.json`), and anything else that a record names, and every symbolic link in the directory, needs the user's
+word.
 
 A config that the user names is the user's own; `cfl-ray check`, which is for looking at configs, asks before it imports
 a file of another user.
@@ -10,8 +12,12 @@ a file of another user.
 
 import os
 import pwd
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
@@ -25,6 +31,10 @@ from cfl_ray.system.nested import texts_of
 
 _PURPOSE = "names in the record of a run"
 _ROOT = 0
+_PLACES = ("output", "data.root", "data.shards", "data.train_files", "data.test_files", "cohort.availability.file")
+_NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
+_TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
 
 
@@ -43,38 +53,49 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
         raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
     experiment = config.load(RunDirectory(run_dir).config)
     if not trust:
-        _require_signed(
-            run_dir, RunDirectory.config.name, _code_in(experiment) + (_connected_to(experiment) if connects else [])
-        )
+        names = _code_in(experiment)
+        if connects:
+            names += _connected_to(experiment) + _places_in({"output": experiment.output} | _record(run_dir))
+        _require_signed(run_dir, RunDirectory.config.name, names)
     return experiment
+
+
+def refuse_links(directory: Path) -> None:
+    """Raises UntrustedError for a directory with symbolic links that this user has not signed."""
+    _require_signed(directory, "folder", [])
 
 
 def load_study_record(folder: Path, trust: bool = False) -> Study:
     """The study in the record of its folder. Imports nothing. Raises UntrustedError as `load_record` does."""
     study = load_study(RunDirectory(folder).study)
     if not trust:
-        _require_signed(folder, RunDirectory.study.name, _names_in(study))
+        values = yaml.safe_load(read_text(RunDirectory(folder).study) or "")
+        _require_signed(folder, RunDirectory.study.name, _names_in(study) + _places_in(values))
     return study
 
 
 def _require_signed(folder: Path, record: str, names: list[str]) -> None:
     """Raises UntrustedError for names that this user has neither signed here nor put into the environment."""
+    names = names + [f"the link {link}" for link in RunDirectory(folder).links()]
     known = [*_of_environment(), *(_signed_in(folder) if names else [])]
     if unknown := [name for name in names if name not in known]:
         raise UntrustedError(
             f"{folder} was not made by you on this machine, and its {record} names {', '.join(unknown)}; what it "
-            "names is imported or connected to: look at it, and say --trust (trust=True in Python) if you trust it"
+            "names is imported, read, written or connected to: look at it, and say --trust (trust=True in Python) if "
+            "you trust it, or give the key of the run (CFL_RAY_KEY or CFL_RAY_KEY_FILE) if it is yours"
         )
 
 
-def sign_record(run_dir: Path, experiment: Experiment) -> None:
-    """Signs what the record of this user's run names."""
-    _sign(run_dir, _code_in(experiment) + _servers_in(experiment))
+def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) -> None:
+    """Signs what the record of this user's run names. text: of the record; None: it is in the directory."""
+    places = _places_in({"output": experiment.output} | _record(run_dir, text))
+    links = [f"the link {link}" for link in RunDirectory(run_dir).links()]
+    _sign(run_dir, _code_in(experiment) + _servers_in(experiment) + places + links)
 
 
 def sign_study(folder: Path, study: Study) -> None:
     """Signs what the record of this user's study names."""
-    _sign(folder, _names_in(study))
+    _sign(folder, _names_in(study) + _places_in(yaml.safe_load(study.to_record())))
 
 
 def _sign(folder: Path, names: list[str]) -> None:
@@ -98,13 +119,42 @@ def check_owners(config: Experiment | Study) -> None:
 
 
 def _code_in(experiment: Experiment) -> list[str]:
-    return [f"the code in {file}" for file in _files_in(experiment.to_dict())]
+    values = experiment.to_dict()
+    modules = dict.fromkeys(text for text in texts_of(values) if _MODULE.fullmatch(text) and _file_of(text) is None)
+    return [f"the code in {part}" for part in (*_files_in(values), *modules)]
 
 
 def _servers_in(experiment: Experiment) -> list[str]:
     """The cluster and the MLflow server that the record names, without credentials."""
     uri = experiment.tracking.uri if experiment.tracking.uses_mlflow else None
     return _servers(experiment.runtime.address, uri)
+
+
+def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
+    """The values of a record as they stand there: where the directory has moved, the paths are those before."""
+    values = yaml.safe_load((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
+    return values if isinstance(values, dict) else {}
+
+
+def _places_in(values: Any, key: str = "") -> list[str]:
+    """Folders, files and URIs that a config names, and trackers that write elsewhere, each with its key."""
+    if isinstance(values, dict):
+        inner = [(f"{key}.{name}".lstrip("."), value) for name, value in values.items()]
+        return [*_places_in(list(values), key), *(place for name, value in inner for place in _places_in(value, name))]
+    if isinstance(values, list):
+        return [place for value in values for place in _places_in(value, key)]
+    if not isinstance(values, str) or _is(key, _NAMED_ELSEWHERE) or _file_of(values) is not None:
+        return []
+    if "/" in values or "\\" in values or values.startswith(("~", "..")) or _is(key, _PLACES):
+        return [f"{key} {redact(values)}"]
+    if _is(key, ("tracking.trackers",)) and values not in _TRACKERS_OF_FILES:
+        return [f"{key} {values}"]
+    return []
+
+
+def _is(key: str, names: Sequence[str]) -> bool:
+    """Whether a key, of an experiment or inside a study, is one of these."""
+    return any(f".{key}".endswith(f".{name}") for name in names)
 
 
 def _connected_to(experiment: Experiment) -> list[str]:

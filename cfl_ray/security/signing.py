@@ -1,4 +1,9 @@
-"""Signatures of this user on this machine: an HMAC with a key that only the user can read."""
+"""Signatures of this user: an HMAC with a key that only the user can read.
+
+The key is CFL_RAY_KEY, or the content of the file that CFL_RAY_KEY_FILE names (a mounted secret), or a file in the
+user's own folder, which is made when it is needed. With the first two, a process with another home folder, such as a
+pod that takes over a run, knows the signatures.
+"""
 
 import hashlib
 import hmac
@@ -6,11 +11,14 @@ import json
 import os
 import secrets
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from cfl_ray.errors import ConfigError
 from cfl_ray.system.files import PRIVATE, private_folder, user_folder
 
 _BYTES = 32
+_LEAST = 16  # characters of a key that the user gives
 
 
 def sign(purpose: str, values: Any) -> str | None:
@@ -34,7 +42,26 @@ def _signature(purpose: str, values: Any, key: bytes) -> str:
     return hmac.new(key, b"cfl_ray\n" + signed.encode(), hashlib.sha256).hexdigest()
 
 
+def _given_key() -> bytes | None:
+    """The key of the environment. Raises ConfigError for one that cannot be read, or is too short."""
+    name = "CFL_RAY_KEY" if os.environ.get("CFL_RAY_KEY") else "CFL_RAY_KEY_FILE"
+    value = os.environ.get(name)
+    if not value:
+        return None
+    try:
+        key = value.encode() if name == "CFL_RAY_KEY" else Path(value).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{name}: {value} cannot be read: {error.strerror}") from error
+    if len(key) < _LEAST:
+        raise ConfigError(
+            f"{name}: a key has at least {_LEAST} characters, got {len(key)}; openssl rand -hex 32 makes one"
+        )
+    return key
+
+
 def _key() -> bytes | None:
+    if (given := _given_key()) is not None:
+        return given
     try:
         key = (user_folder() / "key").read_bytes()
     except FileNotFoundError:

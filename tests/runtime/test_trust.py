@@ -11,7 +11,7 @@ from cfl_ray.cli import main
 from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime import trust
+from cfl_ray.runtime import live_client, trust
 from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
 from cfl_ray.security.credentials import remember_credentials
 
@@ -145,9 +145,74 @@ def test_a_cluster_and_a_server_of_a_stranger_are_not_connected_to(run_dir, monk
     with pytest.raises(UntrustedError, match=named):
         load_record(run_dir)
     assert load_record(run_dir, connects=False).methods and load_record(run_dir, trust=True).methods
+    trust.sign_record(run_dir, load(None))  # all but the servers
+    with pytest.raises(UntrustedError, match=named):
+        load_record(run_dir)
     monkeypatch.setenv("RAY_ADDRESS", "ray://6.6.6.6:1")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://6.6.6.6")
     load_record(run_dir)  # they are the user's own
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.shards=s3://stranger/shards", "data.shards s3://stranger/shards"),
+        ("data.root=elsewhere", "data.root elsewhere"),
+        ("output=/somewhere", "output /somewhere"),
+        ("tracking.trackers=[{csv: {file: ../../x.csv}}]", r"tracking.trackers.csv.file \.\./\.\./x.csv"),
+        ("tracking.trackers=[wandb]", "tracking.trackers wandb"),
+        ("task={loss: 'os.path:join'}", "the code in os.path:join"),
+    ],
+)
+def test_nothing_outside_the_directory_is_touched_without_trust(run_dir, tmp_path, monkeypatch, override, named):
+    (run_dir / "config.yaml").write_text(load(None, [override]).to_yaml())
+    for act in (lambda: load_record(run_dir), lambda: resume(run_dir, on_ray=False)):
+        with pytest.raises(UntrustedError, match=named):
+            act()
+    assert load_record(run_dir, trust=True).methods
+
+
+def test_models_of_a_run_of_another_user_need_trust(run_dir, tmp_path, monkeypatch):
+    """Reading the records does not; models need the data, wherever the record says that they are."""
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    assert load_run(run_dir)["ditto"].records
+    with pytest.raises(UntrustedError, match="names output"):
+        load_run(run_dir)["ditto"].model(0)
+    load_run(run_dir, trust=True)["ditto"].model(0)
+
+
+def test_links_are_not_followed(run_dir, tmp_path):
+    """Neither by commands that read nor by one that would empty the file that a link leads to."""
+    (tmp_path / "secret").write_text("secret")
+    log = run_dir / "ditto" / "metrics.jsonl"
+    log.unlink()
+    log.symlink_to(tmp_path / "secret")
+    for act in (lambda: load_run(run_dir), lambda: resume(run_dir, on_ray=False), lambda: live_client.status(run_dir)):
+        with pytest.raises(UntrustedError, match="the link ditto/metrics.jsonl -> .*secret"):
+            act()
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+def test_a_key_of_the_environment_is_known_with_another_home(experiment, tmp_path, monkeypatch):
+    """A pod that takes over has the key as a secret, and a home of its own; the config may name an MLflow server."""
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CFL_RAY_KEY", "0123456789abcdef")
+    uri = f"sqlite:///{tmp_path}/results.db"
+    run = tmp_path / "run"
+    simulate(experiment(rounds=1, tracking={"enabled": True, "uri": uri, "report": False}), run)
+    (run / "end.json").unlink()
+    (run / "ditto" / "end.json").unlink()
+    monkeypatch.setenv("CFL_RAY_HOME", str(tmp_path / "another home"))
+    monkeypatch.setenv("CFL_RAY_KEY", "another key, as long")
+    with pytest.raises(UntrustedError, match="MLflow at sqlite.*CFL_RAY_KEY"):
+        resume(run, on_ray=False)
+    monkeypatch.delenv("CFL_RAY_KEY")
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    monkeypatch.setenv("CFL_RAY_KEY_FILE", str(tmp_path / "secret"))
+    assert resume(run, on_ray=False)["ditto"].records
+    (tmp_path / "secret").write_text("short")
+    with pytest.raises(ConfigError, match="CFL_RAY_KEY_FILE: a key has at least 16 characters, got 5"):
+        load_record(run)
 
 
 class TestCheck:
