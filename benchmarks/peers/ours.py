@@ -8,7 +8,7 @@ import tempfile
 from benchmarks.peers.common import Trained, run
 from benchmarks.workloads import Workload, samples_of
 from cfl_ray import federation_from_arrays
-from jobs.benchmark import OnRay, experiment_of
+from jobs.benchmarks.rounds import OnRay, experiment_of
 
 
 def train(work: Workload, rounds: int) -> Trained:
