@@ -137,7 +137,7 @@ class TestSteps:
 
 
 class TestStop:
-    """After the round in which Var(C_m) rises, round 3 at the earliest and 6 at the latest."""
+    """After the round in which Var(C_m) rises, or its factor falls; round 3 at the earliest and 6 at the latest."""
 
     CASES = [  # C_0 - C_1 after each round, so that Var = (C_0 - C_1)^2 / 4; options; the clustering round
         ([1, 2, 3], {}, 3),
@@ -153,6 +153,12 @@ class TestStop:
         # of C_m / t: (1, 2 / 2, 2.5 / 3, 2.6 / 4, 6 / 5) / 2, and without a rise (1, 2 / 2, .. 6 / 6) / 2
         ([1, 2, 2.5, 2.6, 6], {"progress": "mean"}, 5),
         ([1, 2, 3, 4, 5, 6], {"progress": "mean"}, 6),
+        # factors of Var: 4, 9 / 4; 4, 4.2, 4.8, 4; 4, 4.2, 4.8, 4.9, 6.3, without an elbow; 9, 4 / 9
+        ([1, 2, 3], {"progress": "elbow"}, 3),
+        ([1, 2, 4.1, 9, 18], {"progress": "elbow"}, 5),
+        ([1, 2, 4.1, 9, 20, 50], {"progress": "elbow"}, 6),
+        ([1, 3, 2], {"progress": "elbow"}, 3),
+        ([0, 1, 2, 3], {"progress": "elbow"}, 4),  # no factor in round 2
     ]
 
     def test_is_where_the_variance_rises(self, monkeypatch):
