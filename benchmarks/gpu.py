@@ -22,11 +22,9 @@ one of `sequential` in float32, relative to the change in training.
 
 import argparse
 import gc
-import importlib
 import itertools
 import json
 import multiprocessing
-import pkgutil
 import resource
 import statistics
 import sys
@@ -35,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -43,14 +40,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import cfl_ray.engine
 from benchmarks.peers.bare import load, module_of, train_client
 from benchmarks.workloads import INPUT, WORKLOADS, Workload
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
-from cfl_ray.engine.chunks import chunk_size, outcome_of
+from cfl_ray.engine.chunks import outcome_of
 from cfl_ray.engine.device_memory import DeviceMemory
+from cfl_ray.engine.engines import ENGINES, Engine, chunk_size
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.precision import autocast, products_in
 from cfl_ray.engine.reduce import HostSums
@@ -63,21 +60,9 @@ FEMNIST = replace(
     clients=3_597,
 )
 COHORT = 180  # clients of a round of femnist
-STACKS = (16, 64, 256)  # clients of a stack; and all
+STACKS = (16, 64, 256)  # clients of a vmap batch; and all
 PROCESSES = (2, 4)  # that share the device
-STACKING = ("vectorised", "span")  # engines that train several clients in one go
 PRECISIONS = ("float32", "tf32", "bf16")
-
-
-def engines() -> dict[str, ModuleType]:
-    """The engines by their name in `runtime.engine`: the modules of `cfl_ray.engine` with a function `train`.
-
-    The sequential engine, with which the others are compared, comes first.
-    """
-    names = [found.name for found in pkgutil.iter_modules(cfl_ray.engine.__path__)]
-    modules = {name: importlib.import_module(f"cfl_ray.engine.{name}") for name in names}
-    found = [name for name, module in modules.items() if hasattr(module, "train")]
-    return {name: modules[name] for name in sorted(found, key=lambda name: (name != "sequential", name))}
 
 
 class OneDevice(Federation):
@@ -128,8 +113,8 @@ class Figure:
     workload: str
     precision: str
     way: str  # an engine, "bare loop" or "2 processes"
-    most: int | None = None  # limit of a stack; None: what fits, or no stacks
-    stack: int | None = None  # clients of the largest stack; None: one by one
+    most: int | None = None  # limit of a vmap batch; None: what fits, or one by one
+    stack: int | None = None  # clients of the largest vmap batch; None: one by one
     seconds: float | None = None  # median round; None where there is none
     first: float | None = None  # the first round, with all compilation
     memory_mb: float | None = None  # peak of the device's memory; on a CPU of the process until now
@@ -178,16 +163,14 @@ class Case:
             local=self.local,
         )
 
-    def refusal(self, module: ModuleType, precision: str) -> str | None:
-        """Reason why an engine does not train these clients; None where it does."""
+    def refusal(self, engine: Engine, precision: str) -> str | None:
+        """Reason why an engine does not train these clients; None if it does."""
         network, order = self.networks[precision], self.order(0, self.start())
         tasks = []
         for client, steps in zip(order.ids_M.tolist()[:8], order.steps_M.tolist()):
             x, y = self.federation.train(client)
             tasks.append(TrainingTask(client, self.start(), x, y, steps, self.local, order.address))
-        if hasattr(module, "why_not") and module.why_not(network, tasks):
-            return "does not apply"
-        return module.refusal(network, tasks) if hasattr(module, "refusal") else None
+        return engine.why_not(network, tasks)
 
     def distance(self, way: str, precision: str, model_P: Tensor) -> float | None:
         """Distance of the model of the first round to the expected one; None for that one itself."""
@@ -199,7 +182,7 @@ class Case:
         return ((model_P - self.expected_P).norm() / (self.expected_P - self.start()).norm()).item()
 
     def rounds(self, engine: str, precision: str, most: int | None) -> Iterator[Tensor]:
-        """The global models after each round of an engine. most: clients of a stack, and of a chunk."""
+        """The global models after each round of an engine. most: clients of a vmap batch, and of a chunk."""
         network, model_P = self.networks[precision], self.start()
         network.memory = DeviceMemory(network.device, most=most)
         worker = Worker(network, self.federation, engine)
@@ -331,7 +314,7 @@ def measure(case: Case, figure: Figure, rounds: Callable[[], Iterator[Tensor]], 
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
             if number == 0:
-                if figure.way in engines():
+                if figure.way in ENGINES:
                     figure = replace(figure, distance=case.distance(figure.way, figure.precision, model_P))
                 if case.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
@@ -361,19 +344,19 @@ def figures_of(case: Case, precision: str) -> Iterator[Figure]:
     yield measure(case, row, lambda: case.bare_rounds(precision), arguments.rounds)
     for count in arguments.processes:
         yield _of_processes(case, replace(row, way=f"{count} processes"), count)
-    for engine, module in engines().items():
-        row = Figure(case.name, precision, engine)
-        if reason := case.refusal(module, precision):
+    for name, engine in ENGINES.items():
+        row = Figure(case.name, precision, name)
+        if reason := case.refusal(engine, precision):
             yield replace(row, note=reason)
             continue
         sizes: list[int | None] = [None]
-        if engine in STACKING:
+        if engine.together(case.networks[precision]):
             sizes += sorted({size for size in arguments.stacks if size < case.cohort} | {case.cohort})
         for most in sizes:
             figure = measure(
                 case,
                 replace(row, most=most),
-                lambda: case.rounds(engine, precision, most),  # noqa: B023
+                lambda: case.rounds(name, precision, most),  # noqa: B023
                 arguments.rounds,
             )
             yield replace(figure, stack=case.networks[precision].memory.largest or None)
@@ -405,7 +388,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="at most 4 clients of few samples, one measured round")
     parser.add_argument("--clients", type=int, help="at most this number of clients, for a trial")
     parser.add_argument("--rounds", type=int, help="measured rounds after a first one (default: 3, quick: 1)")
-    parser.add_argument("--stacks", type=int, nargs="*", help="most clients of a stack, beside what fits and all")
+    parser.add_argument("--stacks", type=int, nargs="*", help="most clients of a vmap batch, beside what fits and all")
     parser.add_argument("--processes", type=int, nargs="*", help="numbers of processes that share the device")
     parser.add_argument(
         "--precision",

@@ -18,7 +18,7 @@ class FakeMemory(DeviceMemory):
     def __init__(self, size: int, need: int = 100, hidden: float = 1.0):
         super().__init__(torch.device("cpu"))
         self.size, self.need, self.hidden = size, need, hidden
-        self.stacks: list[int] = []  # clients of each attempt
+        self.batches: list[int] = []  # clients of each attempt
         self.released = 0
 
     def free(self) -> int:
@@ -28,14 +28,14 @@ class FakeMemory(DeviceMemory):
         pass
 
     def peak(self) -> int:
-        return self.need * self.stacks[-1] if self.stacks else self.need
+        return self.need * self.batches[-1] if self.batches else self.need
 
     def release(self) -> None:
         self.released += 1
 
     def allocate(self, clients: int) -> None:
-        """Raises where a stack of these clients does not fit."""
-        self.stacks.append(clients)
+        """Raises where a vmap batch of these clients does not fit."""
+        self.batches.append(clients)
         if clients * self.need * self.hidden > self.size:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {clients * self.need} bytes.")
 
@@ -43,19 +43,19 @@ class FakeMemory(DeviceMemory):
 def install(
     monkeypatch: pytest.MonkeyPatch, memory: FakeMemory, network: Network, worker: Worker | None = None
 ) -> None:
-    """Makes stacks of this network use this memory."""
-    train_stack, init = vectorised.train_stack, span.Stack.__init__
+    """Makes vmap batches of this network use this memory."""
+    train_batch, init = vectorised.train_batch, span.SpanBatch.__init__
     network.memory = memory
     if worker is not None:
         worker.samples = SampleCache(memory, limit=0)
 
-    def stack_of(network, tasks, on_device=False):
+    def batch_of(network, tasks):
         memory.allocate(len(tasks))
-        return train_stack(network, tasks, on_device)
+        return train_batch(network, tasks)
 
-    def make(stack, network, tasks):
+    def make(batch, network, tasks):
         memory.allocate(len(tasks))
-        init(stack, network, tasks)
+        init(batch, network, tasks)
 
-    monkeypatch.setattr(vectorised, "train_stack", stack_of)
-    monkeypatch.setattr(span.Stack, "__init__", make)
+    monkeypatch.setattr(vectorised, "train_batch", batch_of)
+    monkeypatch.setattr(span.SpanBatch, "__init__", make)

@@ -73,6 +73,9 @@ class DryBackend:
     def forget(self, ids: np.ndarray) -> None:
         """No effect: there are no client states."""
 
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        return None
+
     def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
         return iter(())
 

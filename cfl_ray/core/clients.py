@@ -447,6 +447,7 @@ class Clients:
     def _run(self, work: Work) -> Outcome:
         outcome = self.backend.run(work)
         self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
+        self.stats.fallbacks |= outcome.fallbacks
         return outcome
 
     def _note_training(self, outcome: Outcome, keep_as_local_model: bool) -> None:

@@ -118,6 +118,7 @@ class RoundStats:
     local_scores: dict[int, tuple[float, float]] = field(default_factory=dict)
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     events: list[ClusterEvent] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)  # why clients were not trained by the chosen engine
 
     @property
     def rejected(self) -> dict[int, str]:

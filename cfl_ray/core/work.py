@@ -386,6 +386,7 @@ class ChunkResult:
     arrays: dict[str, np.ndarray]
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position in the chunk
     seconds: float = 0.0  # that the host was at work on it; 0: not measured
+    fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
 
 
 @dataclass(frozen=True)
@@ -397,6 +398,7 @@ class Outcome:
     means: dict[int, Tensor] = field(default_factory=dict)
     arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients
+    fallbacks: frozenset[str] = frozenset()  # why clients were not trained by the chosen engine, one line each
 
 
 # ---- backends
@@ -435,7 +437,7 @@ class ClientStateSource(Protocol):
 
 
 class Backend(ClientStateSource, Protocol):
-    """Carries out exchanges, in this process or on the hosts of a cluster."""
+    """Carries out exchanges, in this process or on the hosts of a cluster. A user's backend has these methods."""
 
     def run(self, work: Work) -> Outcome:
         """Carries out one exchange."""
@@ -445,3 +447,6 @@ class Backend(ClientStateSource, Protocol):
 
     def forget(self, ids: np.ndarray) -> None:
         """Drops all states of the clients `ids`."""
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        """The state that a client keeps under a name; None if it has none."""

@@ -1,40 +1,38 @@
-"""Choice of the engine by a short measurement, once per model and device."""
+"""Choice of the engine by a short measurement, once per network and device."""
 
+import hashlib
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.chunks import chunk_size
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL, Engine, chunk_size, mixes_chunks
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.reduce import ChunkSums, HostSums
-from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.errors import DataError
 
-ENGINES = ("sequential", "manual", "vectorised", "span")
 _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of clients
-_STACK = 256  # most clients of the measurement where the clients of several chunks are trained together
+_TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
 _BUDGET = 1.0  # seconds
-# On a CPU: a step of a stack costs about a millisecond before any arithmetic, however few its clients, and loses where
-# the arithmetic takes longer than the calls.
-_STACK_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
 
 
 @dataclass(frozen=True)
 class EngineChoice:
     """The chosen engine, with the measured times."""
 
-    engine: str  # sequential, manual, vectorised or span
+    engine: str  # a name of `ENGINES`
     reason: str
 
 
@@ -50,9 +48,9 @@ class Division:
 
     def together(self, engine: str, network: Network) -> int:
         """Number of clients that the engine is given at once: of several chunks on a GPU, else of one."""
-        if engine not in ("vectorised", "span") or self.one_by_one or not network.memory.measurable:
+        if self.one_by_one or not mixes_chunks(engine, network):
             return self.size(engine)
-        return max(self.size(engine), min(self.cohort, _STACK))
+        return max(self.size(engine), min(self.cohort, _TOGETHER))
 
 
 def device_name(device: str) -> str:
@@ -66,7 +64,6 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     device: name of the device of the hosts. The network may be on another one: the server has no GPU.
     """
     device += "" if network.precision == "float32" else f", {network.precision}"
-    shapes = "/".join("x".join(map(str, shape)) for shape in network.spec.shapes)
     learning = [network.task.name] if not network.task.is_classification else []
     if not local.is_sgd:
         factory = local.optimizer and local.optimizer.factory
@@ -74,18 +71,45 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
-        f"clients per chunk: {engines}, tensors {shapes}" + "".join(f", {one}" for one in learning)
+        f"clients per chunk: {engines}, network {structure(network.module)}" + "".join(f", {one}" for one in learning)
     )
+
+
+def structure(module: nn.Module) -> str:
+    """Digest of what a network computes: its modules, their settings, and the code of those that are not PyTorch's."""
+    parts = [re.sub(r" at 0x[0-9a-f]+", "", repr(module)), *(f"{n} {tuple(p.shape)}" for n, p in _tensors(module))]
+    for name, part in module.named_modules():
+        kind = type(part)
+        settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float | str | tuple)}
+        settings.pop("training")
+        parts.append(f"{name} {kind.__module__}.{kind.__qualname__} {sorted(settings.items())}")
+        own = [
+            base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")
+        ]
+        functions = [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
+        parts += [_code(function.__code__) for function in functions]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _code(code: CodeType) -> str:
+    """The instructions of a function and of those defined in it, with their names and constants."""
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def measure(network: Network, federation: Federation, local: LocalSGD, seed: int, division: Division) -> EngineChoice:
     """Times a few local steps of a few clients, and the sum of their results, with every engine that applies to them.
 
-    Each engine is given chunks of the size that it has in a run, or on a GPU stacks of several chunks; there the
-    samples are on the device, and times end when it is done. The vectorised engine comes last, against the fastest of
-    the others. On a CPU it is timed only where it may win, because importing `torch.func` costs each host 1.2 s of CPU:
-    where a chunk takes the fastest of the others at least 2 ms per step, and a client at most 0.5 ms. CPU ms per
-    client, of the fastest other engine and vectorised, with clients per chunk:
+    Each engine is given chunks of the size that it has in a run, or on a GPU vmap batches of several chunks; there the
+    samples are on the device, and times end when it is done. An engine with a `no_gain` (vectorised) comes last,
+    against the fastest of the others. On a CPU it is timed only if it may win, because importing `torch.func` costs
+    each host 1.2 s of CPU: if a chunk takes the fastest of the others at least 2 ms per step, and a client at most
+    0.5 ms. CPU ms per client, of the fastest other engine and vectorised, with clients per chunk:
 
         MLP 64-64-10, batches of 32, 5 clients (quickstart)     manual 0.41     vectorised 1.29    not timed
         MLP 64-64-10, batches of 5, 12 clients                  manual 0.40     vectorised 0.64    not timed
@@ -95,7 +119,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
         LeNet-5, batches of 10, 3 clients                       manual 4.5      vectorised 12      not timed
         CNN 32-64-512, batches of 20, 11 clients                manual 34       vectorised 55      not timed
 
-    Raises DataError where no client has valid data.
+    Raises DataError if no client has valid data.
     """
     start_P = network.new_model(seed, 0).to(network.device)
 
@@ -104,44 +128,60 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
         for client, (x, y) in _valid_clients(federation, most):
             steps = min(int(local.steps_of(np.array([len(y)]))[0]), _STEPS)
             x, y = x.to(network.device), y.to(network.device)
-            tasks.append(TrainingTask(client, start_P, x, y, steps, local, Address(seed, 0, 0)))
+            tasks.append(TrainingTask(client, start_P, x, y, steps, local, Address(seed, 0, 0), only_summed=True))
         return tasks
 
-    tasks = tasks_of(max(_CLIENTS, division.size("sequential")))
-    runs = {"sequential": _in_chunks(division.size("sequential"), lambda part: sequential.train(network, part))}
-    if span.why_not(network, tasks) is None:
-        size = division.together("span", network)
-        tasks = tasks_of(max(len(tasks), size))
-        runs["span"] = _Run(size, lambda part: _span_sum(network, part))
-    if manual.why_not(network, tasks) is None:
-        runs["manual"] = _in_chunks(division.size("manual"), lambda part: manual.train(network, part))
-    seconds = _seconds(runs, tasks, network)
-    fastest, notes = min(seconds, key=seconds.__getitem__), []
-    size = division.together("vectorised", network)
-    stack = tasks_of(size)
-    if refused := vectorised.refusal(network, stack) or _too_slow_in_a_stack(network, seconds[fastest], stack):
-        notes.append(f"not vectorised: {refused}")
-    else:
-        try:
-            list(vectorised.train(network, [replace(task, steps=1) for task in stack[:2]]))
-        except RuntimeError as error:  # the network uses an operation that vmap does not support
-            notes.append(f"not vectorised: {str(error).splitlines()[0][:120]}")
+    def run_of(name: str) -> _Run:
+        return _Run(division.together(name, network), lambda part: _sum_of(ENGINES[name], network, part))
+
+    first = [name for name, engine in ENGINES.items() if engine.no_gain is None]
+    tasks, notes = tasks_of(max(_CLIENTS, division.size(SEQUENTIAL))), []
+    runs: dict[str, _Run] = {}
+    for name in first:
+        if reason := ENGINES[name].why_not(network, tasks):
+            notes.append(f"not {name}: {reason}")
         else:
-            stacked = _in_chunks(size, lambda part: vectorised.train(network, part, on_device=True))
-            seconds |= _seconds({fastest: runs[fastest], "vectorised": stacked}, stack, network)
-            fastest = min(seconds, key=seconds.__getitem__)
-    engine = fastest if seconds["sequential"] > _MARGIN * seconds[fastest] else "sequential"
+            runs[name] = run_of(name)
+    most = max(run.size for run in runs.values())
+    tasks = tasks if most <= len(tasks) else tasks_of(most)
+    seconds = _seconds(runs, tasks, network)
+    for name in [name for name in ENGINES if name not in first]:
+        fastest, run = min(seconds, key=seconds.__getitem__), run_of(name)
+        batch = tasks_of(run.size)
+        if reason := _why_not_timed(name, network, seconds[fastest], batch):
+            notes.append(f"not {name}: {reason}")
+        else:
+            seconds |= _seconds({fastest: runs[fastest], name: run}, batch, network)
+    fastest = min(seconds, key=seconds.__getitem__)
+    engine = fastest if seconds[SEQUENTIAL] > _MARGIN * seconds[fastest] else SEQUENTIAL
     measured = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
     summary = f"{engine}: {measured} per client of {max(task.steps for task in tasks)} steps"
     return EngineChoice(engine, "; ".join([summary, *notes]))
 
 
-def _too_slow_in_a_stack(network: Network, seconds: float, tasks: Sequence[TrainingTask]) -> str | None:
-    """Why the vectorised engine cannot win over another one that takes `seconds` per client; None where it may."""
-    step = seconds / max(task.steps for task in tasks)
-    if network.device.type != "cpu" or (step <= _LONG_STEP_SECONDS and step * len(tasks) >= _STACK_SECONDS):
-        return None
-    return f"no gain on a CPU for {len(tasks)} clients in a chunk and {1e3 * step:.2f} ms per step"
+def why_not(engine: str, network: Network, federation: Federation, local: LocalSGD) -> str | None:
+    """Reason why an engine can train no client of the federation; None if it can train that with the fewest samples."""
+    sizes = federation.num_samples_N[federation.num_samples_N > 0]
+    size = int(sizes.min()) if len(sizes) else 1
+    x = torch.zeros(1, *network.input_shape, dtype=network.dtype).expand(size, *network.input_shape)
+    steps = int(local.steps_of(np.array([size]))[0])
+    task = TrainingTask(0, network.flat, x, torch.zeros(size, dtype=torch.long), steps, local, Address(0, 0, 0))
+    return ENGINES[engine].why_not(network, [task])
+
+
+def _why_not_timed(name: str, network: Network, seconds: float, tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why an engine cannot train a chunk, or cannot win over one with `seconds` per client; None if it may.
+
+    The engine is tried on two clients: the network may have an operation that vmap does not support.
+    """
+    engine, step = ENGINES[name], seconds / max(task.steps for task in tasks)
+    reason = engine.why_not(network, tasks) or (engine.no_gain and engine.no_gain(network, step, len(tasks)))
+    if reason is None:
+        try:
+            list(engine.train(network, [replace(task, steps=1) for task in tasks[:2]]))
+        except RuntimeError as error:
+            return str(error).splitlines()[0][:120]
+    return reason
 
 
 @dataclass(frozen=True)
@@ -156,26 +196,15 @@ class _Run:
             self.do(tasks[first : first + self.size])
 
 
-def _in_chunks(size: int, train: Callable[[Sequence[TrainingTask]], Iterable[TrainingResult]]) -> _Run:
-    return _Run(size, lambda part: _sum_of(train(part), part))
-
-
-def _sum_of(results: Iterable[TrainingResult], tasks: Sequence[TrainingTask]) -> HostSums:
-    """The mean of all changes, summed as in a chunk."""
+def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
+    """The mean of all changes, summed as in a chunk; without the rows of clients if the engine can do that."""
     sums, total = ChunkSums(_mean_of(tasks)), HostSums()
-    for result in results:
-        sums.add(result.index, result.upload_P, tasks[result.index].start_P)
-    total.add(sums)
-    return total
-
-
-def _span_sum(network: Network, tasks: Sequence[TrainingTask]) -> HostSums:
-    """The same of the span engine, which sums without the rows where it can."""
-    if not span.stackable(network):
-        return _sum_of(span.train(network, tasks), tasks)
-    sums, total, weight = ChunkSums(_mean_of(tasks)), HostSums(), 1 / len(tasks)
-    for _, stack in span.stacks(network, tasks):
-        sums.add_change(0, stack.change(dict.fromkeys(range(len(stack.tasks)), weight)))
+    if engine.train_sums is not None and engine.together(network):
+        for _, batch in engine.train_sums(network, tasks):
+            sums.add_change(0, batch.change(dict.fromkeys(range(len(batch.tasks)), 1 / len(tasks))))
+    else:
+        for result in engine.train(network, tasks):
+            sums.add(result.index, result.upload_P, tasks[result.index].start_P)
     total.add(sums)
     return total
 

@@ -45,23 +45,12 @@ def chunks_of(work: Work, size: int, num_samples_M: np.ndarray | None = None) ->
     return [Chunk(order_M[first : first + size], row, cost) for first, row, cost in parts]
 
 
-# by engine: chunks of a large cohort, enough for a hundred hosts, and the most clients of one
-_CHUNKS = {"sequential": (128, 8), "span": (60, 24)}
+def limited_size(num_clients: int, chunks: int, most: int) -> int:
+    """Clients of a chunk if a large cohort makes `chunks` of them, enough for many hosts, but at most `most`.
 
-
-def chunk_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:
-    """Number of clients of a chunk.
-
-    The vectorised and span engines take larger ones, because the clients of a chunk share operations.
-    one_by_one: one client per chunk, for runs whose hosts serve few clients each (`runtime.clients_per_host`).
+    More only if there would be more chunks than an exact sum can have terms.
     """
-    if one_by_one:
-        return 1
-    if engine == "vectorised":
-        return min(max(num_clients // 16, min(-(-num_clients // 4), 8)), 64)
-    least = -(-num_clients // exact.MAX_TERMS)
-    chunks, most = _CHUNKS.get(engine, _CHUNKS["sequential"])
-    return max(least, min(max(1, num_clients // chunks), most))
+    return max(-(-num_clients // exact.MAX_TERMS), min(max(1, num_clients // chunks), most))
 
 
 def gather(chunks: Sequence[ChunkResult], size: int) -> dict[str, np.ndarray]:
@@ -86,11 +75,16 @@ def exclusions_of(chunks: Sequence[ChunkResult]) -> dict[int, Exclusion]:
     return {int(chunk.index_m[i]): exclusion for chunk in chunks for i, exclusion in chunk.excluded.items()}
 
 
+def fallbacks_of(chunks: Sequence[ChunkResult]) -> frozenset[str]:
+    """Why clients were not trained by the chosen engine, one line for each reason."""
+    return frozenset().union(*(chunk.fallbacks for chunk in chunks))
+
+
 def outcome_of(work: Work, chunks: Sequence[ChunkResult], changes: Mapping[int, Tensor]) -> Outcome:
     """The outcome of an exchange: its chunks' arrays in one, and weighted means from the sums of changes."""
     arrays = gather(chunks, len(work.ids_M))
-    excluded = exclusions_of(chunks)
+    excluded, fallbacks = exclusions_of(chunks), fallbacks_of(chunks)
     if not isinstance(work, Train | AverageDeferred) or work.averaging is None:
-        return Outcome(arrays, excluded=excluded)
+        return Outcome(arrays, excluded=excluded, fallbacks=fallbacks)
     valid_M = arrays["valid"] if chunks else np.zeros(0, bool)
-    return Outcome(arrays, *weighted_means(work, changes, valid_M), excluded=excluded)
+    return Outcome(arrays, *weighted_means(work, changes, valid_M), excluded=excluded, fallbacks=fallbacks)

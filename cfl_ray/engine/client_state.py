@@ -92,6 +92,9 @@ class ClientStateStore:
     def __getitem__(self, key: ClientStateKey) -> Any:
         return self._values[key]
 
+    def get(self, key: ClientStateKey) -> Any | None:
+        return self._values.get(key)
+
     def keys(self) -> KeysView[ClientStateKey]:
         return self._values.keys()
 

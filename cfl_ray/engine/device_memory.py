@@ -1,12 +1,13 @@
-"""Memory of a device: what is free, what the training of one client needs, and so how many clients are stacked.
+"""Memory of a device: what is free, what the training of one client needs, and so how many clients a vmap batch has.
 
-A stack is what an engine trains in one go on the device. It is not the unit of the sums: these are formed chunk by
-chunk (`engine.chunks`), client after client, whatever the stacks were.
+A vmap batch is the set of clients that an engine trains in one go on the device. It is not the unit of the sums: these
+are formed chunk by chunk (`engine.chunks`), client after client, whatever the vmap batches were.
 """
 
 import gc
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,8 +16,8 @@ import torch
 from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.engine.task import TrainingTask
 
-_PROBE = 4  # clients of the stack in which the need of one client is measured
-_USED = 0.7  # share of the free memory that a stack is planned to fill; the rest is for unequal clients and fragments
+_PROBE = 4  # clients of the vmap batch in which the need of one client is measured
+_USED = 0.7  # share of the free memory that a vmap batch fills; the rest is for unequal clients and fragments
 
 Result = TypeVar("Result")
 
@@ -29,32 +30,33 @@ class DeviceMemoryError(ClientFailure):
 
 @dataclass
 class _Known:
-    """Findings about stacks of one kind of client."""
+    """Memory that vmap batches of one kind of client need."""
 
     need: int  # bytes of one client
-    limit: int | None = None  # most clients, once a larger stack did not fit
+    limit: int | None = None  # most clients, once a larger vmap batch did not fit
 
 
 class DeviceMemory:
     """Memory of one device, as this process may use it.
 
     share: of the device's memory, at most 1; the other client hosts on the device have the rest.
-    most: clients of a stack; None: as many as fit.
+    most: clients of a vmap batch; None: as many as fit.
     """
 
     def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
         self.device, self.share, self.most = device, share, most
         self.known: dict[Hashable, _Known] = {}
         self._before = 0
-        self.largest = 0  # clients of the largest stack that was trained
+        self.largest = 0  # clients of the largest vmap batch that was trained
+        self.caches: list[Callable[[], None]] = []  # each call drops what is kept on the device to save time
 
     @property
     def measurable(self) -> bool:
-        """Whether stacks are as large as this memory allows; elsewhere an engine is given one chunk at a time."""
+        """Whether vmap batches are as large as the memory allows; otherwise an engine gets one chunk at a time."""
         return self.device.type == "cuda"
 
     def free(self) -> int:
-        """Bytes that this process can still use, with those that PyTorch's allocator reuses; 0 where not measured."""
+        """Bytes that this process can still use, with those that PyTorch's allocator reuses; 0 if not measurable."""
         if not self.measurable:
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
@@ -70,7 +72,7 @@ class DeviceMemory:
         self._before = torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        """Most bytes in use since the measurement began, beyond those in use then; 0 where it is not measured."""
+        """Most bytes in use since the measurement began, beyond those in use then; 0 if not measurable."""
         if not self.measurable:
             return 0
         return torch.cuda.max_memory_allocated(self.device) - self._before
@@ -81,8 +83,8 @@ class DeviceMemory:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def stack_size(self, kind: Hashable) -> int | None:
-        """Most clients of the next stack of this kind; None where there is no limit."""
+    def batch_size(self, kind: Hashable) -> int | None:
+        """Most clients of the next vmap batch of this kind; None if there is no limit."""
         if not self.measurable:
             return None
         known = self.known.get(kind)
@@ -91,11 +93,28 @@ class DeviceMemory:
         return min([size, *(limit for limit in limits if limit is not None)])
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
-        """Notes that a stack of `size` clients ran out of memory: half of them is the most from now on."""
+        """Notes that a vmap batch of `size` clients ran out of memory: half of them is the most from now on."""
         self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
         self.release()
 
-    def too_small_for(self, task: TrainingTask, limit: int, error: BaseException) -> DeviceMemoryError:
+    def alone(self, task: TrainingTask, train: Callable[[TrainingTask], Result]) -> Result:
+        """Trains one client; if the memory is too small, again without what is kept there for other clients.
+
+        Raises DeviceMemoryError if the client does not fit even then.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return train(task)
+        for drop in self.caches:
+            drop()
+        self.release()
+        free = self.free()
+        self.begin_peak()
+        try:
+            return train(task)
+        except torch.OutOfMemoryError as error:
+            raise self._too_small_for(task, free, error) from error
+
+    def _too_small_for(self, task: TrainingTask, limit: int, error: BaseException) -> DeviceMemoryError:
         """The error of a client that does not fit alone. limit: bytes that were free before it."""
         return DeviceMemoryError(
             f"client {task.client} does not fit into the memory of {self.device}: training this one client, with "
@@ -117,17 +136,17 @@ def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
     return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
 
 
-def in_stacks(
+def in_batches(
     memory: DeviceMemory,
     tasks: Iterable[TrainingTask],
     train: Callable[[list[TrainingTask]], Result],
     alone: Callable[[TrainingTask], Result],
     engine: str,
 ) -> Iterator[tuple[list[TrainingTask], Result]]:
-    """Trains all tasks, as many in one go as the memory allows. Yields each stack with its result, in order.
+    """Trains all tasks, as many in one go as the memory allows. Yields each vmap batch with its result, in order.
 
-    A stack that runs out of memory is trained again in halves: every random draw has an address, so nothing changes.
-    alone: trains a client that does not fit as a stack of one.
+    A batch that runs out of memory is trained again in halves: every random draw has its key, so nothing changes.
+    alone: trains a client that does not fit as a batch of one.
     engine: engines need different amounts of memory.
     """
     source, waiting = iter(tasks), list[TrainingTask]()
@@ -136,26 +155,26 @@ def in_stacks(
         if not waiting:
             return
         kind = (engine, kind_of(waiting[:_PROBE]))
-        size = memory.stack_size(kind)
+        size = memory.batch_size(kind)
         waiting += itertools.islice(source, None if size is None else max(size - len(waiting), 0))
-        stack = waiting[:size]
-        measured = memory.measurable and kind not in memory.known
+        batch = waiting[:size]
+        measured = memory.measurable and kind not in memory.known and len(batch) > 1
         if measured:
             memory.begin_peak()
         try:
-            result = train(stack)
+            result = train(batch)
         except torch.OutOfMemoryError:
             fits = False
         else:
             fits = True
-        if not fits:  # outside the handler: the error holds the tensors of the stack
-            memory.did_not_fit(kind, len(stack))
-            if len(stack) > 1:
+        if not fits:  # outside the handler: the error holds the tensors of the batch
+            memory.did_not_fit(kind, len(batch))
+            if len(batch) > 1:
                 continue
-            result = alone(stack[0])
+            result = alone(batch[0])
         elif measured:
-            memory.known[kind] = _Known(max(memory.peak() // len(stack), 1))
-        memory.largest = max(memory.largest, len(stack))
-        del waiting[: len(stack)]
-        yield stack, result
-        del stack, result  # before the next stack is trained
+            memory.known[kind] = _Known(max(memory.peak() // len(batch), 1))
+        memory.largest = max(memory.largest, len(batch))
+        del waiting[: len(batch)]
+        yield batch, result
+        del batch, result  # before the next batch is trained

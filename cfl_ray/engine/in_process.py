@@ -7,8 +7,9 @@ from torch import Tensor
 
 from cfl_ray.core.work import ClientStateKey, Outcome, SavedState, Work
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.chunks import chunk_size, chunks_of, outcome_of
+from cfl_ray.engine.chunks import chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.worker import Worker
 
@@ -40,9 +41,8 @@ class InProcessBackend:
         self.client_states.forget(ids)
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        """The state that a client keeps under a name; None where it has none."""
-        key = (name, client)
-        return self.client_states[key] if key in self.client_states.keys() else None  # noqa: SIM118
+        value: Tensor | None = self.client_states.get((name, client))
+        return value
 
     def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
         return self.client_states.changed(everything)

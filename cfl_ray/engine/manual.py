@@ -7,7 +7,7 @@ flat rows, so that an update is one operation. One client is trained at a time, 
 fit into the cache. The result equals that of `sequential` up to rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -36,7 +36,7 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     return why_no_passes(network)
 
 
-def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
+def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains each task in turn, from its own start. `why_not` must be None for them."""
     for index, task in enumerate(tasks):
         frozen_BC = sequential.frozen_logits(network, task)

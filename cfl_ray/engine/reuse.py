@@ -258,6 +258,9 @@ class ReusingBackend:
         self.backend.use(federation)
         self.federation = federation
 
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        return self.backend.client_state(name, client)
+
     def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
         return self.backend.changed(everything)
 

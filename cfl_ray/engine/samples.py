@@ -13,9 +13,9 @@ _SHARE = 0.3  # of the memory that is free at the first client
 
 
 class SampleCache:
-    """Samples by client and version of its data. Where they exceed the limit, the least recently used are dropped.
+    """Samples by client and version of its data. Beyond the limit, the least recently used are dropped.
 
-    Nothing is kept where the samples are used where they are read, on a CPU.
+    On a CPU, nothing is kept: the samples are used as they are read.
 
     limit: bytes; None: a share of the memory that is free when the first client is added.
     """
@@ -24,9 +24,10 @@ class SampleCache:
         self.memory, self.limit = memory, limit
         self.used = 0  # bytes
         self._kept: OrderedDict[Hashable, tuple[Samples, int]] = OrderedDict()  # with the count of changes in place
+        memory.caches.append(self.clear)
 
     def get(self, key: Hashable) -> Samples | None:
-        """The samples under this key; None where they are not here."""
+        """The samples under this key; None if they are not kept."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
@@ -37,7 +38,7 @@ class SampleCache:
         return None
 
     def add(self, key: Hashable, samples: Samples) -> Samples:
-        """The samples: on the device and kept, where they fit; else as they are."""
+        """The samples: on the device and kept if they fit, else as they are."""
         if self.limit is None:
             self.limit = int(_SHARE * self.memory.free())
         x, y = samples

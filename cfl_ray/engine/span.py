@@ -12,15 +12,15 @@ smaller than D, a step costs H n^2 instead of H n D, and the weights are compute
 Momentum, weight decay and proximal terms are linear in the same terms. The result equals that of `sequential` up to
 rounding.
 
-Several clients share two products (`Stack`). With N the samples of all clients, X W_0^T is one product for all that
+Several clients share two products (`SpanBatch`). With N the samples of all clients, X W_0^T is one product for all that
 start from one model. A weighted sum of their changes is another, without the weights of any single client:
 
     sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
 
-Where the manual engine supports the layers, clients form such stacks. On a CPU, the steps between the products are made
+If the manual engine supports the layers, clients form such batches. On a CPU, the steps between the products are made
 one client after another, on arrays that fit into the cache, with the passes of the manual engine for the layers after
-the first. On a GPU, they are made for all clients of a stack at once (`engine.span_together`), and a stack has as many
-clients as the memory allows.
+the first. On a GPU, they are made for all clients of a vmap batch at once (`engine.span_together`), and a batch has as
+many clients as the memory allows.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.device_memory import in_stacks
+from cfl_ray.engine.device_memory import in_batches
 from cfl_ray.engine.graph_passes import Passes, is_chain, passes_of
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.operations import Array, Layer, mean_cross_entropy
@@ -43,7 +43,7 @@ from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason, invalid_value_reason
 
 _MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
-_STACKED_SAMPLES = 2048  # samples of all clients of a stack; more make no product faster
+_BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; more make no product faster
 
 
 def first_linear(network: Network) -> int | None:
@@ -99,66 +99,61 @@ def _training_without_shortcut(task: TrainingTask) -> str | None:
     return None
 
 
-def train(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[TrainingResult]:
+def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains each task, from its own start. `why_not` must be None for them."""
-    if not stackable(network):
+    if not shares_products(network):
         for index, task in enumerate(tasks):
             frozen_BC = sequential.frozen_logits(network, task)
             network.load(task.start_P)
             loss = _train_loaded(network, task, frozen_BC)
             yield TrainingResult(index, network.row(), loss)
         return
-    for first, stack in stacks(network, tasks):
-        for index in range(len(stack.tasks)):
-            yield TrainingResult(first + index, stack.row(index), stack.losses[index])
+    for first, batch in batches(network, tasks):
+        for index in range(len(batch.tasks)):
+            yield TrainingResult(first + index, batch.row(index), batch.losses[index])
 
 
 # ---- many clients
 
 
-def stackable(network: Network) -> bool:
-    """Whether the clients of such a network can share products: its operations form a chain of written-out passes."""
+def shares_products(network: Network) -> bool:
+    """Whether clients share products: its operations form a chain of written-out passes."""
     return _network_without_shortcut(network) is None and not network.batch_statistics and is_chain(network)
 
 
 def _together(network: Network) -> bool:
-    """Whether the steps are made for all clients of a stack at once."""
+    """Whether the steps are made for all clients of a batch at once, as a vmap batch."""
     return network.device.type != "cpu"
 
 
-def stacks(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
-    """Trains all tasks, some at a time. Yields the number of the first task of a stack, and the stack."""
+def batches(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[int, "SpanBatch"]]:
+    """Trains all tasks, some at a time. Yields the number of the first task of a batch, and the batch."""
     if not _together(network):
-        yield from _small_stacks(network, list(tasks))
+        yield from _small_batches(network, list(tasks))
         return
-    memory, first = network.memory, 0
 
-    def alone(task: TrainingTask) -> Stack:
-        free = memory.free()
-        memory.begin_peak()
-        try:
-            return Stack(network, [task])
-        except torch.OutOfMemoryError as error:
-            raise memory.too_small_for(task, free, error) from error
+    def alone(task: TrainingTask) -> SpanBatch:
+        return network.memory.alone(task, lambda one: SpanBatch(network, [one]))
 
-    for members, stack in in_stacks(memory, tasks, lambda stack: Stack(network, stack), alone, "span"):
-        yield first, stack
+    first = 0
+    for members, batch in in_batches(network.memory, tasks, lambda batch: SpanBatch(network, batch), alone, "span"):
+        yield first, batch
         first += len(members)
 
 
-def _small_stacks(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[tuple[int, "Stack"]]:
-    """Stacks of a limited number of samples."""
+def _small_batches(network: Network, tasks: Sequence[TrainingTask]) -> Iterator[tuple[int, "SpanBatch"]]:
+    """Batches of a limited number of samples."""
     first, samples = 0, 0
     for index, task in enumerate(tasks):
-        if index > first and samples + len(task.y) > _STACKED_SAMPLES:
-            yield first, Stack(network, tasks[first:index])
+        if index > first and samples + len(task.y) > _BATCH_SAMPLES:
+            yield first, SpanBatch(network, tasks[first:index])
             first, samples = index, 0
         samples += len(task.y)
     if first < len(tasks):
-        yield first, Stack(network, tasks[first:])
+        yield first, SpanBatch(network, tasks[first:])
 
 
-class Stack:
+class SpanBatch:
     """Trained clients. The first layer's weights of each are coefficients, and computed only on request.
 
     Arrays are transposed in comparison with the formulas above: the samples are the last axis, as in the manual engine.
@@ -216,13 +211,13 @@ class Stack:
         outputs: dict[tuple[int, int], Tensor] = {}
         for address, indices in users.items():
             parts = [self.x_ND[self.slices[index]] for index in indices]
-            all_HN = product(self._first(rows[address]), self._stacked(parts))
+            all_HN = product(self._first(rows[address]), self._joined(parts))
             split = all_HN.split([len(part) for part in parts], 1)
             outputs |= {(index, address): output for index, output in zip(indices, split, strict=True)}
         return outputs
 
-    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
-        """The samples of some clients, without a copy where they are all."""
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The samples of some clients, without a copy if they are all."""
         return self.x_ND if len(parts) == len(self.tasks) else torch.cat(list(parts))
 
     def _train(

@@ -45,6 +45,7 @@ class TrainingTask:
     local_step: LocalStep | None = None
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one
+    only_summed: bool = False  # whether the result is only added up: its row may then stay on the device
 
     @property
     def batches_per_step(self) -> int:

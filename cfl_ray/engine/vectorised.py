@@ -1,9 +1,9 @@
-"""The vectorised engine: many clients at once, with their rows stacked and one `torch.func.vmap` over them.
+"""The vectorised engine: many clients at once, as a vmap batch: their rows in one matrix, and one `torch.func.vmap`.
 
 The result equals that of `sequential` up to rounding.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +12,31 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.device_memory import in_stacks
+from cfl_ray.engine.device_memory import in_batches
+from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 
+# On a CPU: a step of a vmap batch costs about a millisecond before any arithmetic, however few its clients, and loses
+# if the arithmetic takes longer than the calls.
+_BATCH_SECONDS, _LONG_STEP_SECONDS = 2e-3, 5e-4
 
-def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
-    """Reason why these tasks cannot be stacked; None where they can.
+
+def chunk_size(num_clients: int) -> int:
+    """Clients of a chunk for a cohort: many, because the clients of a chunk share operations."""
+    return min(max(num_clients // 16, min(-(-num_clients // 4), 8)), 64)
+
+
+def no_gain(network: Network, seconds: float, clients: int) -> str | None:
+    """Reason why a vmap batch of `clients` cannot win over another engine with `seconds` per step; None if it may."""
+    if network.device.type != "cpu" or (seconds <= _LONG_STEP_SECONDS and seconds * clients >= _BATCH_SECONDS):
+        return None
+    return f"no gain on a CPU for {clients} clients in a chunk and {1e3 * seconds:.2f} ms per step"
+
+
+def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why the network or, with tasks, these clients together cannot be a vmap batch; None if they can.
 
     Batch statistics of unequal batches would include the padding. A forward pass that draws from PyTorch's generator
     draws for one client at a time.
@@ -29,7 +46,7 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return "PyTorch has no batching rule for normalisation of bfloat16 activations"
     if network.random_forward:
         return "the forward pass draws at random beside dropout layers, e.g. functional dropout or that of attention"
-    if tasks and (reason := _optimizer_refusal(tasks)):
+    if tasks and (reason := _why_not_optimizer(tasks)):
         return reason
     if not network.batch_statistics:
         return None
@@ -40,8 +57,8 @@ def refusal(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     return "batch statistics need batches of one size and equal steps" if len(sizes) > 1 or len(steps) > 1 else None
 
 
-def _optimizer_refusal(tasks: Sequence[TrainingTask]) -> str | None:
-    """Reason why the local optimiser cannot work on stacked rows; None where it can."""
+def _why_not_optimizer(tasks: Sequence[TrainingTask]) -> str | None:
+    """Reason why the local optimiser cannot work on the rows of several clients; None if it can."""
     local = tasks[0].local
     if local.optimizer is None:
         return None
@@ -57,46 +74,41 @@ def _normalises_in_bf16(network: Network, modules: Sequence[nn.Module]) -> bool:
     return network.device.type == "cpu" and any(isinstance(module, nn.LayerNorm) for module in modules)
 
 
-def train(
-    network: Network,
-    tasks: Iterable[TrainingTask],
-    alone: Callable[[TrainingTask], TrainingResult] | None = None,
-    on_device: bool = False,
-) -> Iterator[TrainingResult]:
-    """Trains all tasks, on a GPU as many together as its memory allows, elsewhere all of them.
+def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
+    """Trains all tasks, on a GPU as many in a vmap batch as its memory allows, elsewhere all of them.
 
-    alone: trains a stack of one; None: stacks of one are as others, and the sequential engine trains one that does not
-        fit.
-    on_device: the rows stay on the device, for results that are only added up; otherwise they come back in one copy.
+    A client that is left alone is trained by the sequential engine.
     """
 
-    def sequentially(task: TrainingTask) -> TrainingResult:
-        return next(sequential.train(network, [task]))
+    def alone(task: TrainingTask) -> list[TrainingResult]:
+        with naming_client(task.client, "training"):
+            return [network.memory.alone(task, lambda one: next(sequential.train(network, [one])))]
 
-    def together(stack: list[TrainingTask]) -> list[TrainingResult]:
-        return [alone(stack[0])] if alone and len(stack) == 1 else train_stack(network, stack, on_device)
+    def together(batch: list[TrainingTask]) -> list[TrainingResult]:
+        return alone(batch[0]) if len(batch) == 1 else train_batch(network, batch)
 
     first = 0
-    stacks = in_stacks(network.memory, tasks, together, lambda task: [(alone or sequentially)(task)], "vectorised")
-    for stack, results in stacks:
+    for batch, results in in_batches(network.memory, tasks, together, alone, "vectorised"):
         for result in results:
             yield replace(result, index=first + result.index)
-        first += len(stack)
+        first += len(batch)
 
 
-def train_stack(network: Network, tasks: Sequence[TrainingTask], on_device: bool = False) -> list[TrainingResult]:
-    """Trains all tasks together. Clients with fewer steps or smaller batches are padded and masked."""
+def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[TrainingResult]:
+    """Trains all tasks as one vmap batch. Clients with fewer steps or smaller batches are padded and masked.
+
+    Results come back from the device in one copy, unless they are only added up.
+    """
     plan = _Plan(network, tasks)
     rows_mP = rows_on(network.device, [task.start_P for task in tasks])
     proximal = [
-        _StackedProximalGradient(network, [task.proximal[which] for task in tasks])
-        for which in range(len(tasks[0].proximal))
+        _ProximalGradients(network, [task.proximal[which] for task in tasks]) for which in range(len(tasks[0].proximal))
     ]
-    velocity_mP = _stacked_velocity(network, tasks) if tasks[0].local.momentum else None
+    velocity_mP = _initial_velocity(network, tasks) if tasks[0].local.momentum else None
     loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal)
     anchor_mP = next((moved for term in proximal if (moved := term.moved(rows_mP)) is not None), None)
     largest = _largest(rows_mP, network.spec.trained)
-    if not on_device:
+    if not all(task.only_summed for task in tasks):
         rows_mP = rows_mP.cpu()
         anchor_mP = None if anchor_mP is None else anchor_mP.cpu()
         velocity_mP = velocity_mP.cpu() if velocity_mP is not None and tasks[0].local.persist else None
@@ -165,8 +177,8 @@ class _Plan:
 
 
 def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of all S batches: sample indices (S, m, B), their weights (S, m, B), numbers of samples (S, m), 0 where a client
-    has no such batch, and which clients have one, bool (S, m).
+    """Of all L batches: sample indices (L, m, B), their weights (L, m, B), numbers of samples (L, m), and which
+    clients have such a batch, bool (L, m). A client without one has 0 samples.
     """
     per_client = [[np.arange(len(task.y)) if batch is None else batch for batch in task.batches()] for task in tasks]
     steps = max(map(len, per_client))
@@ -183,7 +195,7 @@ def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.
     return index, weight, size, size > 0
 
 
-def _stacked_velocity(network: Network, tasks: Sequence[TrainingTask]) -> Tensor:
+def _initial_velocity(network: Network, tasks: Sequence[TrainingTask]) -> Tensor:
     """Initial momentum buffers (m, trained columns)."""
     fresh = torch.zeros(network.spec.trained)
     return torch.stack([fresh if task.velocity is None else task.velocity for task in tasks]).to(network.device)
@@ -195,7 +207,7 @@ def _train_rows(
     plan: _Plan,
     rows_mP: Tensor,
     velocity: Tensor | None,
-    proximal: list["_StackedProximalGradient"],
+    proximal: list["_ProximalGradients"],
 ) -> Tensor:
     """Local steps on all rows and momentum buffers, in place. Returns the mean loss (m,) over the last local epochs."""
     local, trained, local_step, batches_per_step = (
@@ -308,8 +320,8 @@ class _Gradient:
         return torch.cat([g.flatten(1) for g in grads.values()], 1)
 
 
-class _StackedProximalGradient:
-    """Gradient of one proximal term of every client."""
+class _ProximalGradients:
+    """Gradients of one proximal term of every client."""
 
     def __init__(self, network: Network, terms: Sequence[ProximalTask]):
         self.term, self.weight = terms[0], terms[0].weight

@@ -33,6 +33,7 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import UPLOAD, Attack, check_own
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
@@ -178,7 +179,22 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
     _try_own_parts(setup)
+    _check_engine(setup)
     return setup
+
+
+def _check_engine(setup: Setup) -> None:
+    """Raises ConfigError for a configured engine that can train the clients of none of the methods."""
+    engine = setup.experiment.runtime.engine
+    if engine in ("auto", SEQUENTIAL):
+        return
+    network, reason = setup.network(), ""
+    for label in setup.methods:
+        found = autotune.why_not(engine, network, setup.federation, setup.learning_of(label).local)
+        if found is None:
+            return
+        reason = reason or found
+    raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
 
 
 def _try_own_parts(setup: Setup) -> None:
@@ -358,7 +374,7 @@ def engine_choice(
     """The configured engine, the one that the run began with, or the measured one.
 
     device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
-    A measurement is kept beside the runs, so that a repeated run chooses the same. Where it cannot be written or read,
+    A measurement is kept beside the runs, so that a repeated run chooses the same. If it cannot be written or read,
     the run goes on with its own measurement.
     """
     wanted = setup.experiment.runtime.engine
@@ -373,7 +389,7 @@ def engine_choice(
         with suppress(DataError, OSError):
             known = read_json(file) or {}
         engine, reason = _pair(known.get(key))
-        if engine in autotune.ENGINES:
+        if engine in ENGINES:
             return autotune.EngineChoice(engine, reason)
         choice = measured()
         with suppress(OSError):

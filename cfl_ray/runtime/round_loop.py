@@ -90,6 +90,7 @@ class RoundLoop:
         self.clients_of = RoundClients(setup, label, network.spec, self.backend, self.membership, self.server)
         self.num_scores = len(setup.task.score_names)  # of one client
 
+        self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
         self.status: Status = "starting"
         self.round = 0  # the round at work, or the last one
         checkpoint = store.load(self._decoded) if store else None
@@ -238,6 +239,8 @@ class RoundLoop:
         if cohort.dropped:
             draft.metrics["clients_dropped"] = float(cohort.dropped)
         draft.exclude(stats)
+        draft.notes += sorted(stats.fallbacks - self.fallbacks)
+        self.fallbacks |= stats.fallbacks
         draft.note_moves(self.state.assign_N)
         stats.events += phase_change(draft.round, draft.phase, self.state.phase)
         if stats.train_loss:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from inspect import getmembers, isfunction
 from pathlib import Path
 from typing import Any, Protocol
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import BuiltinKind, RuntimeConfig
+from cfl_ray.core.work import Backend
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.precision import products_in
@@ -30,7 +32,7 @@ BACKENDS: Registry[Any] = Registry(
     },
     RuntimeConfig.backends_group,
 )
-BACKEND_METHODS = ("run", "use", "forget", "client_state", "changed", "forgotten", "restore")
+_BACKEND_METHODS = [name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_")]
 
 
 class Session(Protocol):
@@ -89,7 +91,7 @@ class InProcessSession:
             kept.engine if (kept := read_numerics(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine
-        self._backend()  # made anew for each method; here, only what is no backend is found
+        self._backend()  # built anew for each method; built here once to reject an invalid backend
 
     def rounds(self, label: str) -> Iterator[RoundReport]:
         self.backend = self._backend()
@@ -98,7 +100,7 @@ class InProcessSession:
         return self.loop.rounds()
 
     def _backend(self) -> Any:
-        """A new backend. Raises ConfigError where the user's own is none."""
+        """A new backend. Raises ConfigError for a plugin that is no backend."""
         runtime = self.setup.experiment.runtime
         part, options = (
             next(iter(runtime.backend.items())) if isinstance(runtime.backend, dict) else (runtime.backend, {})
@@ -109,9 +111,9 @@ class InProcessSession:
         if not isinstance(found, type):
             raise ConfigError(f"backend {place_of(found)} is {type(found).__name__}, expected a class")
         backend = call_plugin("backend", partial(found, **(options or {})), self.worker, error=ConfigError)
-        if missing := [name for name in BACKEND_METHODS if not hasattr(backend, name)]:
+        if missing := [name for name in _BACKEND_METHODS if not hasattr(backend, name)]:
             raise ConfigError(
-                f"backend {place_of(found)} has no method {missing[0]!r}; a backend has {', '.join(BACKEND_METHODS)} "
+                f"backend {place_of(found)} has no method {missing[0]!r}; a backend has {', '.join(_BACKEND_METHODS)} "
                 "(a subclass of cfl_ray.engine.in_process.InProcessBackend has them)"
             )
         return backend

@@ -1,6 +1,7 @@
 """The choice of the engine: which ones are timed, on what, and which one is taken."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
-from cfl_ray.engine import autotune, sequential
+from cfl_ray.engine import autotune
+from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
 
@@ -141,9 +143,9 @@ def test_the_measurement_of_stacks_runs(monkeypatch):
     """The vectorised engine is given the whole cohort, in stacks of the memory's size."""
     network, memory = Network(mlp(nn.GELU), (36,)), FakeMemory(1000, need=100)
     install(monkeypatch, memory, network)
-    monkeypatch.setattr(autotune, "_too_slow_in_a_stack", lambda *_: None)
+    monkeypatch.setitem(ENGINES, "vectorised", replace(ENGINES["vectorised"], no_gain=lambda *_: None))
     choice = autotune.measure(network, uneven([9] * 30, (36,)), LocalSGD(batch_size=4), 0, autotune.Division(30))
-    assert "vectorised" in choice.reason and set(memory.stacks) == {2, 7}  # the trial, and 0.7 of 1,000 bytes
+    assert "vectorised" in choice.reason and set(memory.batches) == {2, 7}  # the trial, and 0.7 of 1,000 bytes
 
 
 def test_the_key_names_the_device_of_the_hosts(monkeypatch):
@@ -163,6 +165,33 @@ def test_precision_is_part_of_the_key_and_of_what_applies(monkeypatch):
     assert timed == ["sequential"]
 
 
+class Own(nn.Module):
+    """The tensors of `mlp`, with another forward pass."""
+
+    def __init__(self, twice: bool = False):
+        super().__init__()
+        self.one, self.two, self.twice = nn.Linear(36, 8), nn.Linear(8, 3), twice
+
+    def forward(self, x):
+        hidden = torch.relu(self.one(x))
+        return self.two(hidden + hidden if self.twice else hidden)
+
+
+class Other(Own):
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def test_the_key_holds_what_the_network_computes():
+    """Networks with equal tensors have keys of their own, and one network has the same key in every process."""
+    factories = [mlp(), mlp(nn.Tanh), mlp(nn.GELU), Own, lambda: Own(twice=True), Other]
+    networks = [Network(factory, (36,)) for factory in factories]
+    assert len({network.spec.shapes for network in networks}) == 1
+    keys = [autotune.cache_key(network, LocalSGD(), CHUNKS) for network in networks]
+    assert len(set(keys)) == len(keys)
+    assert keys == [autotune.cache_key(Network(factory, (36,)), LocalSGD(), CHUNKS) for factory in factories]
+
+
 def test_every_size_of_chunks_is_measured_anew():
     network = Network(mlp(), (36,))
     keys = [
@@ -175,6 +204,13 @@ def test_all_engines_are_timed_on_the_same_sum():
     network, federation, local = Network(mlp(), (36,)), uneven([9, 6, 7], (36,)), LocalSGD(epochs=3)
     start_P = network.new_model(0, 0)
     tasks = [TrainingTask(i, start_P, *federation.train(i), 3, local, Address(0, 0, 0)) for i in range(3)]
-    one, other = autotune._sum_of(sequential.train(network, tasks), tasks), autotune._span_sum(network, tasks)
+    one, other = (autotune._sum_of(ENGINES[name], network, tasks) for name in ("sequential", "span"))
     one, other = one.values()[0], other.values()[0]
     assert torch.allclose(one, other, rtol=0, atol=1e-5) and one.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("first, second", [(mlp(), Own), (Own, mlp())], ids=["built-in first", "own first"])
+def test_networks_of_equal_tensors_do_not_share_a_choice(first, second):
+    """In both orders: the record of the first measurement has no entry for the second network."""
+    known = {autotune.cache_key(Network(first, (36,)), LocalSGD(), CHUNKS): "measured"}
+    assert autotune.cache_key(Network(second, (36,)), LocalSGD(), CHUNKS) not in known

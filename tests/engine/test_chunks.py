@@ -4,7 +4,8 @@ import torch
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, EvaluateShared, Rows, Train
-from cfl_ray.engine.chunks import chunk_size, chunks_of
+from cfl_ray.engine.chunks import chunks_of
+from cfl_ray.engine.engines import chunk_size
 
 
 def training(steps_M, averaging=None, **changes) -> Train:

@@ -1,4 +1,4 @@
-"""Stacks are as large as the memory allows, and neither their size nor a lack of memory changes a result."""
+"""Vmap batches are as large as the memory allows, and neither their size nor a lack of memory changes a result."""
 
 import gc
 from dataclasses import replace
@@ -16,6 +16,7 @@ from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.device_memory import DeviceMemory, DeviceMemoryError, kind_of
+from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 
@@ -41,6 +42,12 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
+def sequentially_by(monkeypatch: pytest.MonkeyPatch, train) -> None:
+    """Makes `train` the training of the sequential engine."""
+    monkeypatch.setattr(sequential, "train", train)
+    monkeypatch.setitem(ENGINES, "sequential", replace(ENGINES["sequential"], train=train))
+
+
 def rows_of(results) -> torch.Tensor:
     return torch.stack([result.row_P.clone() for result in results])
 
@@ -53,9 +60,9 @@ class TestSize:
         expected = rows_of(vectorised.train(network, tasks))
         install(monkeypatch, memory, network)
         found = list(vectorised.train(network, iter(tasks)))
-        assert memory.stacks == [4, 14, 14, 8] and memory.largest == 14
+        assert memory.batches == [4, 14, 14, 8] and memory.largest == 14
         assert [result.index for result in found] == list(range(40)) and close(rows_of(found), expected)
-        assert len(list(vectorised.train(network, tasks))) == 40 and memory.stacks[4:] == [14, 14, 12]
+        assert len(list(vectorised.train(network, tasks))) == 40 and memory.batches[4:] == [14, 14, 12]
 
     def test_is_halved_where_a_stack_does_not_fit_and_remembered(self, monkeypatch):
         """Clients need three times what was measured: 20 of 2,000 bytes become 10, then 5."""
@@ -64,20 +71,20 @@ class TestSize:
         expected = rows_of(vectorised.train(network, tasks))
         install(monkeypatch, memory, network)
         assert close(rows_of(vectorised.train(network, tasks)), expected)
-        assert memory.stacks == [4, 17, 8, 8, 1] and memory.released == 1
+        assert memory.batches == [4, 17, 8, 8] and memory.released == 1, "the last client is trained sequentially"
         assert close(rows_of(vectorised.train(network, tasks)), expected)
-        assert memory.stacks[5:] == [8, 8, 5], "no larger one is tried again"
+        assert memory.batches[4:] == [8, 8, 5], "no larger one is tried again"
 
     def test_of_the_first_stack_is_halved_as_well(self, monkeypatch):
         network, memory = Network(mlp, FLAT), FakeMemory(250, need=100)
         tasks = tasks_of(network, 5)
         install(monkeypatch, memory, network)
         assert len(list(vectorised.train(network, tasks))) == 5
-        assert memory.stacks == [4, 2, 2, 1]
+        assert memory.batches == [4, 2, 2]
 
     def test_has_no_limit_on_a_cpu(self):
         network = Network(mlp, FLAT)
-        assert network.memory.stack_size("any") is None and not network.memory.measurable
+        assert network.memory.batch_size("any") is None and not network.memory.measurable
         list(vectorised.train(network, tasks_of(network, 40)))
         assert network.memory.largest == 40
 
@@ -123,7 +130,7 @@ def test_samples_of_a_stack_are_freed_without_the_garbage_collector(engine):
     try:
         before = tensors_like((3, 10))
         if engine == "vectorised":
-            vectorised.train_stack(network, tasks)
+            vectorised.train_batch(network, tasks)
         else:
             span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
         assert tensors_like((3, 10)) == before
@@ -142,7 +149,7 @@ class TestOneClient:
         tasks = tasks_of(network, 3)
         install(monkeypatch, memory, network)
         found = rows_of(vectorised.train(network, tasks))
-        assert torch.equal(found, rows_of(sequential.train(network, tasks))) and set(memory.stacks[-2:]) == {1}
+        assert torch.equal(found, rows_of(sequential.train(network, tasks))) and memory.batches[-1] > 1
 
     @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
     def test_that_does_not_fit_at_all_is_named_with_need_and_limit(self, engine, monkeypatch):
@@ -154,7 +161,7 @@ class TestOneClient:
             memory.allocate(len(tasks))
             yield
 
-        monkeypatch.setattr(sequential, "train", train)
+        sequentially_by(monkeypatch, train)
         clients = stage.clients()
         with pytest.raises(
             DeviceMemoryError,
@@ -176,7 +183,7 @@ class TestOneClient:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             yield from train(network, tasks)
 
-        monkeypatch.setattr(sequential, "train", fails_with_samples)
+        sequentially_by(monkeypatch, fails_with_samples)
         clients = stage.clients()
         updates = clients.train(clients.send(stage.model()[None]), average=torch.ones(1, 3))
         size = 10 * (36 * 4 + 8)
@@ -216,7 +223,7 @@ class TestChunksOfACall:
         expected, memory = self.outcome(engine, attack=attack), FakeMemory(10**9)
         found = self.outcome(engine, memory, attack=attack)
         honest = 15 if attack.clients and engine == "span" else 16
-        assert memory.stacks[:2] == [4, honest - 4], "the second stack has the clients of all other chunks"
+        assert memory.batches[:2] == [4, honest - 4], "the second stack has the clients of all other chunks"
         assert close(found[0], expected[0]) and found[0].abs().max() > 0.1
         assert close(found[1], expected[1]) and found[2].all()
 
@@ -229,7 +236,7 @@ class TestChunksOfACall:
         found, expected = self.outcome(engine, memory, **options), self.outcome("sequential", **options)
         assert found[2].tolist() == [not 4 <= i <= 10 for i in range(16)] == expected[2].tolist()
         assert torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
-        assert memory.stacks == [4, 5]
+        assert memory.batches == [4, 5]
 
     @pytest.mark.parametrize("clients, stacks", [(3, [3]), (5, [4]), (1, [])])
     def test_of_one_client_are_stacked_with_others(self, clients, stacks):
@@ -237,7 +244,7 @@ class TestChunksOfACall:
         memory, sizes = FakeMemory(10**9), [10] * clients
         found = self.outcome("vectorised", memory, federation=uneven(sizes, FLAT))
         expected = self.outcome("sequential", federation=uneven(sizes, FLAT))
-        assert memory.stacks == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
+        assert memory.batches == stacks and torch.allclose(found[0], expected[0], rtol=0, atol=1e-5)
 
     def test_with_client_states_and_features(self):
         spec = Network(mlp, FLAT).spec
@@ -249,7 +256,7 @@ class TestChunksOfACall:
         """Whether batches are equal is a question of a chunk, not of the memory."""
         memory = FakeMemory(10**9)
         self.outcome("vectorised", memory, factory=norm)
-        assert memory.stacks == [4, 4, 4, 4]
+        assert memory.batches == [4, 4, 4, 4]
 
 
 class TestStepsOnTheDevice:
@@ -264,7 +271,7 @@ class TestStepsOnTheDevice:
         tasks = [TrainingTask(i, start_P, *federation.train(i), 6 + i, local, Address(0, 1, 1)) for i in range(2)]
         plan = vectorised._Plan(network, tasks)
         rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
-        velocity_mP = vectorised._stacked_velocity(network, tasks)
+        velocity_mP = vectorised._initial_velocity(network, tasks)
         assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, []).is_meta
         plan.weight = torch.ones(plan.weight.shape)
         with pytest.raises(RuntimeError, match="device"):

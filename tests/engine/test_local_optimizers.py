@@ -131,7 +131,7 @@ class TestVectorised:
         local = LocalSGD(epochs=2, batch_size=4, lr=0.02, optimizer=resolve_optimizer(name, {}))
         network = Network(factory, (6,))
         tasks = tasks_of(network, sizes, local, proximal=0.3)
-        assert vectorised.refusal(network, tasks) is None
+        assert vectorised.why_not(network, tasks) is None
         expected = rows(sequential, network, tasks)
         # the first steps of some divide two numbers close to 0
         assert torch.allclose(rows(vectorised, network, tasks), expected, rtol=0, atol=2e-4)
@@ -150,10 +150,10 @@ class TestVectorised:
         network = Network(mlp, (6,))
         own = LocalOptimizer(lambda params, lr: torch.optim.Adam(params, lr=lr))
         tasks = tasks_of(network, [12, 5], LocalSGD(batch_size=4, optimizer=own))
-        assert "not known to treat every number by itself" in vectorised.refusal(network, tasks)
+        assert "not known to treat every number by itself" in vectorised.why_not(network, tasks)
         scheduled = LocalSGD(batch_size=4, optimizer=resolve_optimizer("adam", {}), step_schedule=COSINE)
-        assert "one learning rate for all clients" in vectorised.refusal(network, tasks_of(network, [12, 5], scheduled))
-        assert vectorised.refusal(network, tasks_of(network, [5, 5], scheduled)) is None
+        assert "one learning rate for all clients" in vectorised.why_not(network, tasks_of(network, [12, 5], scheduled))
+        assert vectorised.why_not(network, tasks_of(network, [5, 5], scheduled)) is None
 
 
 def test_span_leaves_other_optimizers_to_the_sequential_engine():

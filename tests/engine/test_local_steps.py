@@ -192,7 +192,7 @@ def results(engine, network: Network, tasks) -> tuple[torch.Tensor, torch.Tensor
 
 
 def assert_same(network: Network, tasks):
-    assert vectorised.refusal(network, tasks) is None
+    assert vectorised.why_not(network, tasks) is None
     (rows, anchors, losses), (others, other_anchors, other_losses) = (
         results(engine, network, tasks) for engine in (sequential, vectorised)
     )
@@ -294,8 +294,8 @@ class TestLocalStep:
     def test_vectorised_is_sequential_with_batch_statistics(self, local_step):
         network = Network(with_batch_norm, FLAT)
         assert_same(network, tasks_of(network, [12, 12], LocalSGD(epochs=4, batch_size=4, lr=0.1), local_step))
-        assert "one size" in vectorised.refusal(network, tasks_of(network, [12, 7], LOCALS["full batch"], local_step))
-        assert "one size" in vectorised.refusal(network, tasks_of(network, [7, 7], LOCALS["full batch"], local_step))
+        assert "one size" in vectorised.why_not(network, tasks_of(network, [12, 7], LOCALS["full batch"], local_step))
+        assert "one size" in vectorised.why_not(network, tasks_of(network, [7, 7], LOCALS["full batch"], local_step))
 
     def test_the_train_loss_is_that_of_the_first_gradient_of_every_step(self):
         """The mean over the last epoch: with two of four batches a step, two steps."""

@@ -68,4 +68,4 @@ def test_a_client_does_not_see_how_often_others_trained():
     tasks = tasks_of(network)
     first, again = ([trained.row_P.clone() for trained in sequential.train(network, tasks)] for _ in range(2))
     assert all(map(torch.equal, first, again))
-    assert "counter" in vectorised.refusal(network, tasks)
+    assert "counter" in vectorised.why_not(network, tasks)

@@ -53,7 +53,7 @@ def rows(engine, network: Network, shape=(36,)) -> torch.Tensor:
 @pytest.mark.parametrize("factory, shape", NETWORKS.values(), ids=NETWORKS)
 def test_bf16_is_close_to_float32(engine, factory, shape):
     """bfloat16 has 8 significant bits: the change in training is within some 2^-8 of it, and not equal."""
-    if refused := engine is vectorised and vectorised.refusal(Network(factory, shape, precision="bf16"), []):
+    if refused := engine is vectorised and vectorised.why_not(Network(factory, shape, precision="bf16"), []):
         assert "batching rule" in refused and any(factory is NETWORKS[name][0] for name in ("batch norm", "layer norm"))
         return
     found, expected = (rows(engine, Network(factory, shape, precision=p), shape) for p in ("bf16", "float32"))

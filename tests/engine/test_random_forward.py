@@ -117,7 +117,7 @@ class TestRandomForward:
     def test_other_engines_refuse_or_draw_the_same(self, factory):
         network = Network(factory, SHAPE)
         tasks = tasks_of(network)
-        assert "draws at random" in vectorised.refusal(network, tasks)
+        assert "draws at random" in vectorised.why_not(network, tasks)
         assert span.why_not(network, tasks)
         if manual.why_not(network, tasks) is None:  # functional dropout
             assert torch.allclose(rows(manual, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
@@ -163,7 +163,7 @@ def test_functional_dropout_drops_the_share_and_keeps_the_mean():
 def test_without_dropout_a_transformer_trains_on_both_engines():
     network = Network(lambda: Transformer(0.0), SHAPE)
     tasks = tasks_of(network)
-    assert not network.random_forward and vectorised.refusal(network, tasks) is None
+    assert not network.random_forward and vectorised.why_not(network, tasks) is None
     torch.testing.assert_close(rows(vectorised, network, tasks), rows(sequential, network, tasks), rtol=0, atol=1e-5)
 
 

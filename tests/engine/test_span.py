@@ -61,7 +61,7 @@ class TestStack:
             rows = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
             tasks = [replace(task, proximal=(ProximalTask(0.3, row, None),)) for task, row in zip(tasks, rows)]
         change_mP = sequential_rows(network, tasks) - torch.stack([task.start_P for task in tasks])
-        stack = span.Stack(network, tasks)
+        stack = span.SpanBatch(network, tasks)
         for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
             expected = sum(weight * change_mP[index] for index, weight in weights.items())
             assert expected.abs().max() > 1e-2
@@ -90,7 +90,7 @@ class TestStack:
         network = Network(mlp, FLAT)
         terms = (ProximalTask(0.3, network.new_model(5, 0), getattr(network.spec, columns)),) * 2
         tasks = tasks_of(network, proximal=terms)
-        stack, rows = span.Stack(network, tasks), sequential_rows(network, tasks)
+        stack, rows = span.SpanBatch(network, tasks), sequential_rows(network, tasks)
         assert torch.allclose(torch.stack([stack.row(i) for i in range(4)]), rows, rtol=0, atol=1e-5)
         losses = [result.train_loss for result in sequential.train(network, tasks)]
         assert stack.losses == pytest.approx(losses, abs=1e-5)
@@ -107,8 +107,8 @@ class TestStack:
             pytest.skip("limited by the memory: tests/engine/test_device_memory.py")
         network = Network(mlp, FLAT)
         tasks = tasks_of(network)
-        monkeypatch.setattr(span, "_STACKED_SAMPLES", 14)
-        assert [(first, len(stack.tasks)) for first, stack in span.stacks(network, tasks)] == [(0, 2), (2, 1), (3, 1)]
+        monkeypatch.setattr(span, "_BATCH_SAMPLES", 14)
+        assert [(first, len(stack.tasks)) for first, stack in span.batches(network, tasks)] == [(0, 2), (2, 1), (3, 1)]
         results = list(span.train(network, tasks))
         assert [result.index for result in results] == [0, 1, 2, 3]
         rows = torch.stack([result.row_P for result in results])
@@ -117,15 +117,15 @@ class TestStack:
 
 @pytest.mark.usefixtures("steps")
 class TestValidity:
-    def stack(self, change) -> span.Stack:
+    def stack(self, change) -> span.SpanBatch:
         """Two valid clients after one that trains on changed inputs."""
         network = Network(mlp, FLAT)
         first, *others = tasks_of(network)[:3]
-        return span.Stack(network, [replace(first, x=change(first.x)), *others])
+        return span.SpanBatch(network, [replace(first, x=change(first.x)), *others])
 
     def test_needs_no_row_where_a_bound_shows_it(self, monkeypatch):
         stack = self.stack(lambda x: x)
-        monkeypatch.setattr(span.Stack, "row", None)
+        monkeypatch.setattr(span.SpanBatch, "row", None)
         assert [stack.invalid_reason(index) for index in range(3)] == [None] * 3
 
     def test_values_that_are_not_finite(self):
@@ -162,8 +162,8 @@ class TestWorker:
     def test_sums_are_those_of_sequential(self, attack, monkeypatch):
         """Clients of two models in three weighted means, without a row of an honest client."""
         expected = self.averages("sequential", attack)
-        rows, row = [], span.Stack.row
-        monkeypatch.setattr(span.Stack, "row", lambda stack, index: (rows.append(index), row(stack, index))[1])
+        rows, row = [], span.SpanBatch.row
+        monkeypatch.setattr(span.SpanBatch, "row", lambda stack, index: (rows.append(index), row(stack, index))[1])
         assert torch.allclose(self.averages("span", attack), expected, rtol=0, atol=1e-5)
         assert len(rows) == len(attack.clients)
 

@@ -186,7 +186,7 @@ class TestVectorisedIsSequential:
     def test_with_batch_statistics_where_batches_are_equal(self):
         network = Network(batch_norm, FLAT)
         tasks = tasks_of(network, [12, 12, 12], replace(LOCALS["momentum"], batch_size=4))
-        assert vectorised.refusal(network, tasks) is None
+        assert vectorised.why_not(network, tasks) is None
         assert_same(network, tasks)
         statistics = results(sequential, network, tasks)[0][:, network.spec.trained :]
         assert (statistics != torch.stack([task.start_P for task in tasks])[:, network.spec.trained :]).all(), (
@@ -196,11 +196,11 @@ class TestVectorisedIsSequential:
     @pytest.mark.parametrize("sizes, steps", [([12, 11], None), ([12, 12], [3, 4])])
     def test_batch_statistics_of_unequal_batches_are_refused(self, sizes, steps):
         network = Network(batch_norm, FLAT)
-        assert "batches of one size and equal steps" in vectorised.refusal(
+        assert "batches of one size and equal steps" in vectorised.why_not(
             network, tasks_of(network, sizes, LOCALS["full batch"], steps=steps)
         )
         assert (
-            vectorised.refusal(Network(mlp, FLAT), tasks_of(network, sizes, LOCALS["full batch"], steps=steps)) is None
+            vectorised.why_not(Network(mlp, FLAT), tasks_of(network, sizes, LOCALS["full batch"], steps=steps)) is None
         )
 
 
@@ -236,7 +236,7 @@ class TestSpanIsSequential:
         for bias in (True, False):
             network = Network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8, bias), *rest()), IMAGE)
             local = LocalSGD(epochs=5, lr=0.1, momentum=0.9, weight_decay=0.05)
-            assert span.stackable(network) == isinstance(network.module[2], nn.Tanh)
+            assert span.shares_products(network) == isinstance(network.module[2], nn.Tanh)
             assert_same(network, tasks_of(network, [10, 3], local, proximal=1), span)
 
     @pytest.mark.parametrize(

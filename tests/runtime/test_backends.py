@@ -57,7 +57,10 @@ def _not_on_ray(session):
     "backend, message",
     [
         ("rya", r"runtime.backend: unknown backend 'rya' \(did you mean 'ray'\?\)"),
-        (dict, r"backend dict has no method 'run'|backend dict failed"),
+        (
+            dict,
+            r"backend dict has no method 'changed'|backend dict failed",
+        ),
         (len, "backend len is builtin_function_or_method, expected a class"),
     ],
 )

@@ -49,6 +49,13 @@ def test_a_choice_that_cannot_be_kept_is_measured_again(choose, tmp_path, monkey
     assert not (tmp_path / "engine-choices.json").exists()
 
 
+def test_a_configured_engine_that_cannot_train_is_refused_with_the_reason(experiment):
+    own = {"local": {"batch_size": 2}}
+    prepare(experiment(runtime={"engine": "manual"}, **own))
+    with pytest.raises(ConfigError, match=r"^runtime.engine: span cannot train these clients: batches are smaller"):
+        prepare(experiment(runtime={"engine": "span"}, **own))
+
+
 def test_the_device(experiment, monkeypatch):
     """(runtime.device, whether torch finds a GPU, whether the process has one) -> device."""
     for wanted, found, has_gpu, device in (

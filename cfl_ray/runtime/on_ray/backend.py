@@ -25,8 +25,9 @@ from cfl_ray.core.work import (
     Work,
 )
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine.chunks import Chunk, chunk_size, chunks_of, outcome_of
+from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
@@ -101,6 +102,10 @@ class RayBackend:
 
     def forget(self, ids: np.ndarray) -> None:
         self.client_states.forget(ids)
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        place = self.client_states.get((name, client))
+        return None if place is None else value_at(place)
 
     def stored_values(self, work: Work) -> dict[int, StoredValue]:
         """Places of values that clients keep, by position. Those of a checkpoint are put when they are first used."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cfl_ray.core.work import ChunkResult, CombineColumns, Work
 from cfl_ray.engine import autotune, cpu
-from cfl_ray.engine.chunks import exclusions_of, gather
+from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.errors import UserError
@@ -119,7 +119,7 @@ class HostProcess:
             deferred.update({int(result.index_m[i]): value for i, value in kept.deferred.items()})
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
         arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
-        whole = ChunkResult(index_m, arrays, exclusions_of(results), seconds), totals
+        whole = ChunkResult(index_m, arrays, exclusions_of(results), seconds, fallbacks_of(results)), totals
         kinds = [states] * work.updates_client_state + [deferred] * work.defers_results
         if not kinds:
             return whole

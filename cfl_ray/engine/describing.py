@@ -1,0 +1,78 @@
+"""Losses of models on clients' data, and the vectors with which clients describe themselves."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from cfl_ray.core.rng import stream
+from cfl_ray.core.sketch import sketch
+from cfl_ray.core.work import Describe, Losses
+from cfl_ray.engine.client_view import ClientView
+from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.open_chunk import Arrays, OpenChunk
+from cfl_ray.engine.validation import ANY_POWER, invalid_value_reason
+
+
+@torch.no_grad()
+def losses(chunk: OpenChunk[Losses]) -> Arrays:
+    """Mean training loss of each model on each client's data, which are read once; a model is loaded once.
+
+    Clients share no batch: the result of one does not depend on the others in the chunk.
+    """
+    work, network, arrays, parts = chunk.work, chunk.network, chunk.empty(), {}
+    for index in range(len(chunk)):
+        if samples := chunk.device_samples(index):
+            chosen = _drawn(work, chunk.client(index), len(samples[1]))
+            parts[index] = samples if chosen is None else (samples[0][chosen], samples[1][chosen])
+    frozen = _frozen_logits(chunk, {index: x for index, (x, _) in parts.items()})
+    for model in range(work.num_models if parts else 0):
+        network.load(chunk.row(0, model))
+        for index, (x, y) in parts.items():
+            logits_BC = network.logits(x)
+            if index in frozen:
+                logits_BC = logits_BC + frozen[index]
+            loss_B = network.task.loss(logits_BC, y.to(logits_BC.device))
+            arrays["losses"][index, model] = loss_B.cpu().mean().item()
+    return arrays
+
+
+def describe(chunk: OpenChunk[Describe]) -> Arrays:
+    """The vector of each client, padded to the longest; a sketch of it if the work asks for that."""
+    work, arrays = chunk.work, chunk.empty()
+    features = [torch.zeros(0)] * len(chunk)
+    for index in range(len(chunk)):
+        samples, client = chunk.samples(index), chunk.client(index)
+        if samples is None:
+            continue
+        with naming_client(client, "describing itself"):
+            view = ClientView(client, *samples, chunk.network, work.address, work.local, chunk.train_one)
+            anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
+            vector = torch.as_tensor(work.function(view, anchor_P)).float().reshape(-1)
+            vector = chunk.attack.upload(client, vector, torch.zeros_like(vector), work.address)
+        arrays["floats"][index] = len(vector)
+        features[index] = vector if work.sketch is None else sketch(vector, work.sketch, work.address.seed)
+        if reason := invalid_value_reason(vector, ANY_POWER):
+            chunk.exclude(index, f"its signature has {reason}")
+        else:
+            arrays["valid"][index] = True
+    return arrays | {"features": pad_sequence(features, batch_first=True).numpy()}
+
+
+def _frozen_logits(chunk: OpenChunk[Losses], x_of: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Logits of the frozen model of each client on its samples, by position in the chunk; empty without any."""
+    frozen = chunk.work.frozen_model
+    logits: dict[int, Tensor] = {}
+    if frozen is not None:
+        for row in np.unique(frozen.row_M[list(x_of)]).tolist():
+            chunk.network.load(chunk.row(frozen.table, row))
+            logits |= {i: chunk.network.logits(x) for i, x in x_of.items() if frozen.row_M[i] == row}
+    return logits
+
+
+def _drawn(work: Losses, client: int, size: int) -> Tensor | None:
+    """Which of a client's `size` samples are used, ascending: the same in all rounds; None: all."""
+    if work.max_samples is None or work.max_samples >= size:
+        return None
+    order = stream(work.address.seed, 0, 0, client, "choice").permutation(size)
+    return torch.from_numpy(np.sort(order[: work.max_samples]))

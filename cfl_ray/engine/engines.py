@@ -1,0 +1,89 @@
+"""The engines: the ways in which a host trains its clients.
+
+An engine is a module of this package with the functions that `Engine` lists, and an entry of `ENGINES`. All results
+equal those of the sequential engine up to rounding. Clients that an engine cannot train are trained sequentially.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from cfl_ray.engine import manual, sequential, span, vectorised
+from cfl_ray.engine.chunks import limited_size
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.task import TrainingResult, TrainingTask
+
+
+class TrainedBatch(Protocol):
+    """Clients that were trained in one go, for results that are only added up."""
+
+    tasks: Sequence[TrainingTask]
+    losses: list[float]
+
+    def invalid_reason(self, index: int) -> str | None:
+        """Reason why the update of one client is not valid; None for a valid one."""
+
+    def change(self, weights: Mapping[int, float]) -> Tensor:
+        """Sum (P,) of w_i (W_i - start_i) over some clients, given as the weight w_i of each."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The functions of an engine. Clients are trained one at a time unless it says otherwise."""
+
+    # reason, in one line, why the engine cannot train the network or, with tasks, these clients together
+    why_not: Callable[[Network, Sequence[TrainingTask]], str | None]
+    train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
+    # whether the clients of a chunk are trained in one go, on a GPU those of several chunks
+    together: Callable[[Network], bool] = lambda network: False
+    # trains clients without computing the model of each; yields the number of the first client of a batch, and the
+    # batch. None: the engine cannot do that
+    train_sums: Callable[[Network, Iterable[TrainingTask]], Iterator[tuple[int, TrainedBatch]]] | None = None
+    # reason why it cannot win over an engine with these seconds per step, given the clients of a chunk; such an engine
+    # is measured last, and only without a reason. None: it is measured with the others
+    no_gain: Callable[[Network, float, int], str | None] | None = None
+    chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort
+
+    def applies(self, network: Network, tasks: Sequence[TrainingTask] = ()) -> bool:
+        """Whether the engine can train the network or, with tasks, these clients together."""
+        return self.why_not(network, tasks) is None
+
+
+SEQUENTIAL = "sequential"  # the definition of local training, which can train everything
+ENGINES = {
+    SEQUENTIAL: Engine(sequential.why_not, sequential.train),
+    "span": Engine(
+        span.why_not,
+        span.train,
+        together=span.shares_products,
+        train_sums=span.batches,
+        chunk_size=partial(limited_size, chunks=60, most=24),
+    ),
+    "manual": Engine(manual.why_not, manual.train),
+    "vectorised": Engine(
+        vectorised.why_not,
+        vectorised.train,
+        together=lambda network: True,
+        no_gain=vectorised.no_gain,
+        chunk_size=vectorised.chunk_size,
+    ),
+}
+
+
+def chunk_size(num_clients: int, engine: str, one_by_one: bool = False) -> int:
+    """Number of clients of a chunk.
+
+    one_by_one: one client per chunk, for runs whose hosts serve few clients each (`runtime.clients_per_host`).
+    """
+    return 1 if one_by_one else ENGINES[engine].chunk_size(num_clients)
+
+
+def mixes_chunks(engine: str, network: Network) -> bool:
+    """Whether clients of several chunks are trained in one go.
+
+    Not with batch statistics: they need equal batches and steps, which a chunk has or not.
+    """
+    return ENGINES[engine].together(network) and network.memory.measurable and not network.batch_statistics

@@ -1,0 +1,93 @@
+"""Tests of models: on each client's own test data, and on shared test sets."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train
+from cfl_ray.engine import scoring
+from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.open_chunk import Arrays, OpenChunk
+from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.validation import invalid_data_reason
+
+
+def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
+    """Scores of each client's model, which may be trained before the test (`tune`)."""
+    work, arrays = chunk.work, chunk.empty()
+    for index in range(len(chunk)):
+        row_P = with_client_state(chunk.model(work.start, index), work.client_state, chunk.stored_value(index))
+        if work.tune is not None:
+            task = _tuning_task(chunk, index, row_P)
+            if task is None:
+                continue
+            row_P = chunk.train_one(task).row_P
+        logits = _predictor(chunk, index, row_P)
+        arrays["scores"][index], reason = client_scores(chunk, index, logits, work.max_test_samples)
+        if reason:
+            chunk.exclude(index, f"its test data have {reason}")
+    return arrays
+
+
+def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
+    """Counts by true and predicted class, or scores, of a model on each test set."""
+    work, arrays, shape, task = chunk.work, chunk.empty(), chunk.data.shape, chunk.network.task
+    for index, test_set in enumerate(work.ids_M.tolist()):
+        x, y = chunk.data.test_set(test_set)
+        if reason := invalid_data_reason(x, y, shape, least=0):
+            chunk.exclude(index, f"its test set {test_set} has {reason}")
+            continue
+        logits = _predictor(chunk, index, chunk.model(work.start, index))
+        if not work.by_confusion:
+            with naming_client(test_set, "testing", "test set"):
+                arrays["scores"][index] = scoring.values(task, logits, x, y) if len(y) else np.nan
+            continue
+        arrays["confusion"][index], arrays["loss"][index] = scoring.confusion(logits, x, y, shape.num_classes)
+    return arrays
+
+
+def client_scores(
+    chunk: OpenChunk[EvaluateClients] | OpenChunk[Train],
+    index: int,
+    logits: scoring.Logits,
+    max_samples: int | None,
+) -> tuple[np.ndarray | Sequence[float], str | None]:
+    """Metrics and mean loss on one client's own test data; NaN, with the reason, for invalid data."""
+    task, shape, client = chunk.network.task, chunk.data.shape, chunk.client(index)
+    undefined = np.full(len(task.score_names), np.nan)
+    with naming_client(client, "testing"):
+        x, y = chunk.data.test(client, max_samples)
+        if reason := invalid_data_reason(x, y, shape, least=0):
+            return undefined, reason
+        if not task.by_confusion:
+            return scoring.values(task, logits, x, y) if len(y) else undefined, None
+        confusion_CC, loss_C = scoring.confusion(logits, x, y, shape.num_classes)
+    return scoring.scores(confusion_CC, loss_C), None
+
+
+def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor) -> TrainingTask | None:
+    """The training before the test; None, and the client is excluded, if its data are not valid."""
+    work, samples = chunk.work, chunk.device_samples(index)
+    if samples is None:
+        return None
+    assert work.tune is not None and work.steps_M is not None
+    return TrainingTask(
+        chunk.client(index),
+        start_P,
+        *samples,
+        steps=int(work.steps_M[index]),
+        local=work.tune,
+        address=work.address,
+        frozen_P=chunk.frozen(index),
+    )
+
+
+def _predictor(
+    chunk: OpenChunk[EvaluateClients] | OpenChunk[EvaluateShared], index: int, row_P: Tensor
+) -> scoring.Logits:
+    """Predictor of a client: one model, the sum of its logits and a frozen model's, or a soft vote of several."""
+    if chunk.work.vote:
+        return scoring.soft_vote(chunk.network, [chunk.row(0, model) for model in range(chunk.work.vote)])
+    return scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))

@@ -1,0 +1,143 @@
+"""A chunk while a worker carries it out: its clients' models, stored values and valid samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.work import Exclusion, Rows, Work
+from cfl_ray.data.federation import Federation
+from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
+from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.rows import DeviceRows, RowLookup
+from cfl_ray.engine.samples import SampleCache, Samples
+from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.engine.validation import invalid_data_reason
+
+Arrays = dict[str, np.ndarray]
+Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, or deferred results
+
+W = TypeVar("W", bound=Work)
+
+
+@dataclass(frozen=True)
+class KeptByClients:
+    """Client states and deferred results of a chunk, by position in the chunk."""
+
+    states: dict[int, Tensor] = field(default_factory=dict)
+    deferred: dict[int, Tensor] = field(default_factory=dict)  # results that a later exchange averages
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains single clients with an engine; those that it cannot train, sequentially."""
+
+    network: Network
+    engine: str
+    fallbacks: set[str] = field(default_factory=set)  # why clients were trained sequentially, one line for each reason
+
+    def __call__(self, task: TrainingTask) -> TrainingResult:
+        """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
+        return self.network.memory.alone(task, self._train)
+
+    def fall_back(self, reason: str) -> None:
+        """Notes why clients are trained sequentially."""
+        self.fallbacks.add(f"{self.engine} gives way to {SEQUENTIAL} for some clients: {reason}")
+
+    def _train(self, task: TrainingTask) -> TrainingResult:
+        engine = ENGINES[self.engine]
+        if reason := engine.why_not(self.network, [task]):
+            self.fall_back(reason)
+            engine = ENGINES[SEQUENTIAL]
+        return next(engine.train(self.network, [task]))
+
+
+@dataclass(frozen=True)
+class OpenChunk(Generic[W]):
+    """A chunk while it is carried out. `index` is the position of a client in it."""
+
+    work: W
+    network: Network
+    data: Federation  # as of the round
+    attack: Attack
+    cache: SampleCache
+    train_one: Trainer
+    row: RowLookup
+    device_row: DeviceRows
+    stored: Stored
+    kept: KeptByClients = field(default_factory=KeptByClients)
+    excluded: dict[int, Exclusion] = field(default_factory=dict)
+    _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the chunk is carried out
+
+    def __len__(self) -> int:
+        return len(self.work.ids_M)
+
+    def client(self, index: int) -> int:
+        return int(self.work.ids_M[index])
+
+    def exclude(self, index: int, reason: str) -> None:
+        self.excluded[index] = Exclusion(reason)
+
+    def empty(self) -> Arrays:
+        """The arrays of the result, as if all clients were excluded."""
+        return self.work.empty_result(self.data.shape.num_classes)
+
+    # ---- models
+
+    def model(self, rows: Rows, index: int) -> Tensor:
+        """The model (P,) of one client under this use of a table."""
+        return self.row(rows.table, int(rows.row_M[index]))
+
+    def on_device(self, rows: Rows, index: int) -> Tensor:
+        """The same, on the network's device."""
+        key = rows.table, int(rows.row_M[index])
+        if key not in self._on_device:
+            self._on_device[key] = self.device_row(*key)
+        return self._on_device[key]
+
+    def on_device_of(self, other_P: Tensor, rows: Rows, index: int) -> Tensor:
+        """The same, on the device of another row."""
+        return self.model(rows, index) if other_P.device.type == "cpu" else self.on_device(rows, index)
+
+    def frozen(self, index: int) -> Tensor | None:
+        return None if self.work.frozen_model is None else self.on_device(self.work.frozen_model, index)
+
+    def stored_value(self, index: int) -> Tensor | None:
+        """The stored value of one client, if it has one."""
+        return self.stored.get(index) if isinstance(self.stored, Mapping) else self.stored[index]
+
+    # ---- training samples: None, and the client is excluded, if they are not valid
+
+    def samples(self, index: int) -> Samples | None:
+        """Training samples of a client, with the labels it trains on."""
+        samples = self._valid_samples(index)
+        return None if samples is None else self._with_labels(index, samples)
+
+    def device_samples(self, index: int) -> Samples | None:
+        """The same, on the network's device if the cache has room for them."""
+        client = self.client(index)
+        key = client, self.data.data_version(client)
+        samples = self.cache.get(key)
+        if samples is None:
+            samples = self._valid_samples(index)
+            samples = None if samples is None else self.cache.add(key, samples)
+        return None if samples is None else self._with_labels(index, samples)
+
+    def _valid_samples(self, index: int) -> Samples | None:
+        client = self.client(index)
+        with naming_client(client, "reading its data"):
+            x, y = self.data.train(client)
+            reason = invalid_data_reason(x, y, self.data.shape)
+        if reason:
+            self.exclude(index, f"its data have {reason}")
+            return None
+        return x, y
+
+    def _with_labels(self, index: int, samples: Samples) -> Samples:
+        """The samples with the labels that the client trains on: an attacker may have changed them."""
+        x, y = samples
+        return x, self.attack.labels(self.client(index), y, self.data.shape.num_classes, self.work.address)

@@ -1,0 +1,283 @@
+"""Local training of the clients of a chunk: who is trained together, and what becomes of the results."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.core.sketch import sketch
+from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
+from cfl_ray.engine import scoring
+from cfl_ray.engine.client_state import client_state_value, stored_velocity, with_client_state
+from cfl_ray.engine.engines import ENGINES, TrainedBatch
+from cfl_ray.engine.evaluating import client_scores
+from cfl_ray.engine.failure import naming_client
+from cfl_ray.engine.network import Network
+from cfl_ray.engine.open_chunk import Arrays, OpenChunk
+from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
+from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
+
+Members = dict[int, int]  # positions of a chunk's clients, by their number in a batch
+
+
+class Ahead:
+    """Results of clients of several chunks that are trained together, in the order of the chunks.
+
+    Rows, or batches with the chunk's clients in them if the engine adds up results without their rows.
+    """
+
+    def __init__(self, results: Iterator[tuple[OpenChunk[Train], Any]]):
+        self._results = results
+        self._next: tuple[OpenChunk[Train], Any] | None = None
+
+    @classmethod
+    def of_chunks(cls, chunks: Sequence[OpenChunk[Train]]) -> "Ahead":
+        if chunks and ENGINES[chunks[0].train_one.engine].train_sums is not None:
+            return cls(_summed_together(chunks))
+        return cls(_trained_together([(chunk, range(len(chunk))) for chunk in chunks]))
+
+    def of(self, chunk: OpenChunk[Train]) -> Iterator[Any]:
+        """The results of this chunk."""
+        while True:
+            if self._next is None:
+                self._next = next(self._results, None)
+            if self._next is None or self._next[0] is not chunk:
+                return
+            (_, result), self._next = self._next, None
+            yield result
+
+
+def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
+    """Trains the clients of a chunk. ahead: of clients that are trained together with those of other chunks."""
+    work, arrays = chunk.work, chunk.empty()
+    averages = ChunkSums(work.averaging) if work.averaging is not None else None
+    summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
+    for result in _results(chunk, summed, ahead):
+        index, row_P, upload_P = result.index, result.row_P, result.upload_P
+        if reason := _invalid_reason(chunk.network, result):
+            chunk.exclude(index, reason)
+            continue
+        arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
+        if averages is not None:
+            averages.add(index, upload_P, chunk.on_device_of(upload_P, work.start, index))
+        if work.features is not None:
+            start_P = chunk.model(work.start, index) if work.features.change else None
+            seed = work.address.seed
+            arrays["features"][index], arrays["norm"][index] = _features(work.features, upload_P, start_P, seed)
+        if work.upload_distances:
+            sent_P = chunk.model(work.start, index)
+            arrays["upload_distance"][index] = upload_distance(work.client_state, upload_P, sent_P)
+        if work.client_state is not None:
+            chunk.kept.states[index] = client_state_value(work.client_state, result)
+        if work.defer_aggregation:
+            chunk.kept.deferred[index] = upload_P.cpu().clone()
+        if work.local_test_samples:  # last: it may load another row into the network
+            logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
+            scores, _ = client_scores(chunk, index, logits, work.local_test_samples)
+            arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
+    if averages is not None:
+        sums.add(averages)
+    return arrays
+
+
+def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Arrays:
+    """Adds up results that an earlier exchange left on the hosts."""
+    assert chunk.work.averaging is not None and isinstance(chunk.stored, Mapping)
+    averages = ChunkSums(chunk.work.averaging)
+    for index in sorted(chunk.stored):
+        averages.add(index, chunk.stored[index], chunk.model(chunk.work.start, index))
+    sums.add(averages)
+    return {"valid": np.isin(np.arange(len(chunk)), list(chunk.stored))}
+
+
+# ---- clients whose results are only added up
+
+
+def _add_sums(chunk: OpenChunk[Train], averages: ChunkSums, arrays: Arrays, ahead: Ahead | None) -> set[int]:
+    """Trains the clients whose results the engine adds up without their rows. Returns their positions."""
+    summed: set[int] = set()
+    if ENGINES[chunk.train_one.engine].train_sums is None:
+        return summed
+    ahead = Ahead.of_chunks([chunk]) if ahead is None else ahead
+    for batch, members in ahead.of(chunk):
+        summed |= set(members.values())
+        weights: dict[tuple[int, int], dict[int, float]] = {}  # of the clients, by output row and start
+        for number, index in members.items():
+            reason = batch.invalid_reason(number) or _invalid_loss_reason(batch.losses[number])
+            if reason:
+                chunk.exclude(index, f"its update has {reason}")
+                continue
+            arrays["valid"][index], arrays["train_loss"][index] = True, batch.losses[number]
+            for out, weight in averages.terms_of.get(index, ()):
+                start_P = batch.tasks[number].start_P
+                weights.setdefault((out, start_P.data_ptr()), {})[number] = weight
+        for (out, _), weight_of in weights.items():
+            averages.add_change(out, batch.change(weight_of))
+    return summed
+
+
+def _summed_together(
+    chunks: Sequence[OpenChunk[Train]],
+) -> Iterator[tuple[OpenChunk[Train], tuple[TrainedBatch, Members]]]:
+    """Trains the honest clients whose results are only added up. Yields the batches of each chunk."""
+    places: list[tuple[OpenChunk[Train], int]] = []
+
+    def tasks() -> Iterator[TrainingTask]:
+        for chunk in chunks:
+            work = chunk.work
+            if _uses_rows(work) or work.local_test_samples or work.averaging is None:
+                continue
+            honest = [i for i in range(len(chunk)) if not chunk.attack.attacks(chunk.client(i), work.address)]
+            together = _tasks_together(chunk, honest)
+            places.extend((chunk, index) for index in together)
+            yield from together.values()
+
+    train_sums = ENGINES[chunks[0].train_one.engine].train_sums
+    assert train_sums is not None
+    for first, batch in train_sums(chunks[0].network, tasks()):
+        members = enumerate(places[first : first + len(batch.tasks)])
+        for _, of_chunk in itertools.groupby(members, key=lambda member: id(member[1][0])):
+            listed = list(of_chunk)
+            yield listed[0][1][0], (batch, {number: index for number, (_, index) in listed})
+
+
+def _uses_rows(work: Train) -> bool:
+    """Whether more is done with the clients' rows than adding them up and testing them."""
+    return bool(work.features or work.client_state or work.upload_distances or work.defer_aggregation)
+
+
+# ---- clients whose results are used one by one
+
+
+def _results(chunk: OpenChunk[Train], summed: set[int], ahead: Ahead | None) -> Iterator[TrainingResult]:
+    """Trains the clients of a chunk that are not summed. Engines reuse the memory of a result for the next one."""
+    rest = [index for index in range(len(chunk)) if index not in summed]
+    if ahead is None or ENGINES[chunk.train_one.engine].train_sums is not None:
+        ahead = Ahead(_trained_together([(chunk, rest)]))
+    trained = set()
+    for result in ahead.of(chunk):
+        trained.add(result.index)
+        yield _attacked(chunk, result)
+    before_P = None
+    for index in rest:
+        if index in trained or index in chunk.excluded:
+            continue
+        task = training_task(chunk, index)
+        if task is None:
+            continue
+        if before_P is not None:
+            task = replace(task, start_P=before_P)
+        with naming_client(task.client, "training"):
+            result = chunk.train_one(task)
+        result = _attacked(chunk, replace(result, index=index))
+        if chunk.work.chained and _invalid_reason(chunk.network, result) is None:
+            before_P = result.upload_P.clone()
+        yield result
+
+
+def _trained_together(
+    parts: Sequence[tuple[OpenChunk[Train], Iterable[int]]],
+) -> Iterator[tuple[OpenChunk[Train], TrainingResult]]:
+    """Trains those of these clients of each chunk that the engine trains together."""
+    places: deque[tuple[OpenChunk[Train], int]] = deque()
+
+    def tasks() -> Iterator[TrainingTask]:
+        for chunk, indices in parts:
+            together = _tasks_together(chunk, indices)
+            places.extend((chunk, index) for index in together)
+            yield from together.values()
+
+    trainer = parts[0][0].train_one if parts else None
+    if trainer is not None and ENGINES[trainer.engine].together(trainer.network):
+        for result in ENGINES[trainer.engine].train(trainer.network, tasks()):
+            chunk, index = places.popleft()
+            yield chunk, replace(result, index=index)
+
+
+def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int, TrainingTask]:
+    """The tasks, by position, that the engine trains together: of valid clients that it can train, as a whole."""
+    trainer = chunk.train_one
+    engine = ENGINES[trainer.engine]
+    if chunk.work.chained or not engine.together(chunk.network):
+        return {}
+    tasks = {i: task for i in indices if (task := training_task(chunk, i))}
+    if engine.applies(chunk.network, list(tasks.values())):
+        return tasks
+    tasks = {i: task for i, task in tasks.items() if engine.applies(chunk.network, [task])}
+    reason = engine.why_not(chunk.network, list(tasks.values()))
+    if reason and tasks:
+        trainer.fall_back(reason)
+    return {} if reason else tasks
+
+
+# ---- one client
+
+
+def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
+    """The task of one client; None, and the client is excluded, if its data are not valid."""
+    samples = chunk.device_samples(index)
+    if samples is None:
+        return None
+    work, value = chunk.work, chunk.stored_value(index)
+    start_P = with_client_state(chunk.on_device(work.start, index), work.client_state, value)
+    velocity = None
+    if work.local.persist and work.client_state is not None:
+        velocity = stored_velocity(value, work.client_state, start_P)
+    return TrainingTask(
+        chunk.client(index),
+        start_P,
+        *samples,
+        steps=int(work.steps_M[index]),
+        local=work.local,
+        address=work.address,
+        proximal=tuple(
+            ProximalTask(term.weight, chunk.on_device(term.anchor, index), term.columns, term.follow, term.every)
+            for term in work.proximal
+        ),
+        local_step=work.local_step,
+        frozen_P=chunk.frozen(index),
+        velocity=velocity,
+        only_summed=not _uses_rows(work),
+    )
+
+
+def _attacked(chunk: OpenChunk[Train], result: TrainingResult) -> TrainingResult:
+    """The result; of an attacker, with its forged upload."""
+    work, client = chunk.work, chunk.client(result.index)
+    if not chunk.attack.attacks(client, work.address):
+        return result
+    sent_P = chunk.on_device_of(result.upload_P, work.start, result.index)
+    return replace(result, replacement_P=chunk.attack.upload(client, result.upload_P, sent_P, work.address))
+
+
+def _invalid_reason(network: Network, result: TrainingResult) -> str | None:
+    """Reason why a result is not valid; None for a valid one."""
+    trained, forged_P = network.spec.trained, result.replacement_P
+    if result.largest is None:
+        reason = invalid_update_reason(result.row_P, trained)
+    else:
+        reason = invalid_largest_reason(result.largest)
+    if reason is None and forged_P is not None:
+        reason = invalid_update_reason(forged_P, trained)
+    reason = reason or _invalid_loss_reason(result.train_loss)
+    return reason and f"its update has {reason}"
+
+
+def _invalid_loss_reason(loss: float) -> str | None:
+    return None if np.isfinite(loss) else "a loss that is not finite"
+
+
+def _features(
+    features: UpdateFeatures, upload_P: Tensor, start_P: Tensor | None, seed: int
+) -> tuple[np.ndarray, float]:
+    """The features of one client, and their norm before any projection."""
+    values = features.columns.of(upload_P).cpu()
+    if start_P is not None:
+        values = values - features.columns.of(start_P)
+    norm = values.double().norm().item()
+    return (values if features.sketch is None else sketch(values, features.sketch, seed)).numpy(), norm
