@@ -53,8 +53,13 @@ def test_files_that_kubectl_applies_exist_and_others_are_made():
     assert applied
     for _, option, path in applied:
         assert (ROOT / path / "kustomization.yaml" if option == "-k" else ROOT / path).is_file()
-    made = {tuple(words[1:-1]) for words in of("kubectl") if words[0] == "create"}
-    assert made == {("secret", "generic", "cfl-ray-token"), ("configmap", "cfl-ray-experiment")}
+    made = {
+        tuple(word for word in words[1:] if not word.startswith("--"))
+        for words in of("kubectl")
+        if words[0] == "create"
+    }
+    secrets = {("secret", "generic", name) for name in ("cfl-ray-token", "cfl-ray-key")}
+    assert made == {*secrets, ("configmap", "cfl-ray-experiment")}
     cluster = yaml.safe_load((ROOT / "cluster_configs/kuberay/cluster/cluster.yaml").read_text())
     forwarded = {words[1] for words in of("kubectl") if words[0] == "port-forward"}
     assert forwarded == {f"service/{cluster['metadata']['name']}-head-svc"}  # the name that KubeRay gives it
@@ -73,9 +78,15 @@ def test_what_kubectl_creates_is_what_the_files_read(tmp_path):
             found = yaml.safe_load(done.stdout)
             made[found["metadata"]["name"]] = set(found["data"])
     # KubeRay reads the key auth_token of the Secret; the job mounts the ConfigMap as a folder
-    assert made == {"cfl-ray-token": {"auth_token"}, "cfl-ray-experiment": {"experiment.yaml"}}
+    assert made == {
+        "cfl-ray-token": {"auth_token"},
+        "cfl-ray-key": {"key"},
+        "cfl-ray-experiment": {"experiment.yaml"},
+    }
     job = (ROOT / "cluster_configs/kuberay/job.yaml").read_text()
     assert "/etc/cfl_ray/experiment.yaml" in job and "name: cfl-ray-experiment" in job
+    for file in ("job.yaml", "cluster/cluster.yaml"):
+        assert "{name: cfl-ray-key, key: key}" in (ROOT / "cluster_configs/kuberay" / file).read_text()
 
 
 def test_commands_of_ray_exist_with_these_options():

@@ -53,8 +53,8 @@ REFUSED = {
     "its tracking": ({"settings": {"a": {"tracking": {}}}}, "a.tracking cannot differ between settings"),
     "a name that is no folder": ({"settings": {"a b": {}}}, "a setting names a folder: at most 100 letters"),
     "one that leaves the study": ({"settings": {"../a": {}}}, "got '../a'"),
-    "the folder of the tables": ({"settings": {"artifacts": {}}}, "and not 'artifacts'"),
-    "a file of the study": ({"settings": {"study.yaml": {}}}, "or a file of the study (study.yaml, study.lock,"),
+    "the folder of the tables": ({"settings": {"artifacts": {}}}, "got 'artifacts'"),
+    "a file of the study": ({"settings": {"study.yaml": {}}}, "or folder of the study ("),
     "a study whose folder no file system has": ({"name": "a" * 101}, "name: String should have at most 100 characters"),
     "a metric twice": ({"metrics": ["ari", "ari"]}, "metrics: metric ari is listed twice"),
     "a range whose keys are numbers": (
