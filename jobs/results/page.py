@@ -247,7 +247,7 @@ def _rates(costs: pd.DataFrame) -> dict[str, float]:
     for study, rows in costs.groupby("study"):
         runs, of_setting = _runs(str(study)), rows.set_index("setting")["gigaflop"]
         if len(runs):
-            runs = runs[[_is_recipe(changed) for changed in runs["changed"].fillna("")]]
+            runs = runs[runs["changed"].fillna("").map(_is_recipe).astype(bool) & runs["seconds"].notna()]
         if len(runs):
             amounts[study] = float((runs["setting"].map(of_setting) * runs["rounds"] / runs["of_rounds"]).sum())
             seconds[study] = float(runs["seconds"].sum())
@@ -437,7 +437,9 @@ def _commands(recipe: str, runs: pd.DataFrame) -> list[str]:
                 words += [word for one in chosen for word in (option, str(one))]
         lines.append(" \\\n    ".join(textwrap.wrap(" ".join([*words, *changed.split()]), 110, break_long_words=False)))
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    return [*lines, "```", "", f"{count}, {runs['seconds'].sum() / 60:.0f} core minutes.", ""]
+    measured = runs["seconds"].notna().all()
+    minutes = f", {runs['seconds'].sum() / 60:.0f} core minutes" if measured else ""
+    return [*lines, "```", "", f"{count}{minutes}.", ""]
 
 
 def _notes(cell: Compared) -> list[str]:
