@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cfl_ray import load, simulate
+from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import prepare
 
 KINDS = ("method", "aggregation", "shift", "partition", "attack", "availability", "tracker", "backend")
@@ -46,10 +47,18 @@ def test_a_transformer_on_token_ids():
     assert found["ifca"] > 0.75 and found["fedavg"] < 0.65, found
 
 
-@pytest.mark.parametrize("engine", ["vectorised", "manual", "span", "auto"])
-def test_every_engine_leaves_it_to_the_sequential_one(engine):
+@pytest.mark.parametrize(
+    "engine, reason",
+    [("vectorised", "draws at random"), ("manual", "the first axis has to be the batch"), ("span", "no Sequential")],
+)
+def test_an_engine_that_cannot_train_it_is_refused_with_the_reason(engine, reason):
+    with pytest.raises(ConfigError, match=f"runtime.engine: {engine} cannot train these clients: .*{reason}"):
+        accuracies("text.yaml", "rounds=2", "methods=[fedavg]", f"runtime.engine={engine}")
+
+
+def test_the_measured_engine_trains_it_as_the_sequential_one():
     few = ("rounds=2", "methods=[fedavg]")
-    assert accuracies("text.yaml", *few, f"runtime.engine={engine}") == accuracies("text.yaml", *few)
+    assert accuracies("text.yaml", *few, "runtime.engine=auto") == accuracies("text.yaml", *few)
 
 
 def test_a_table():

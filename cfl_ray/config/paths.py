@@ -92,7 +92,7 @@ def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
     path = Path(value if whole else value.rpartition(":")[0]).expanduser()
     if not whole:
         note_folder(path, folder)
-    return str(folder / value) if not path.is_absolute() and (folder / path).exists() else value
+    return str(folder / value) if not path.is_absolute() and os.path.exists(folder / path) else value
 
 
 def root_beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:

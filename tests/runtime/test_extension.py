@@ -157,7 +157,7 @@ def test_where_it_cannot_be_made(experiment, run_dir, tmp_path, monkeypatch):
     assert not (tmp_path / "long").exists() and not list(tmp_path.glob(".*"))
     with RunDirectory(run_dir).hold(), pytest.raises(RunError, match="extend: .*run is live; wait for its end"):
         simulate(longer, tmp_path / "long", extend=run_dir)
-    with pytest.raises(ConfigError, match="replay and extend: a run repeats"):
+    with pytest.raises(ConfigError, match="replay and extend exclude each other"):
         run(longer, tmp_path / "long", replay=run_dir, extend=run_dir)
 
 
