@@ -53,6 +53,7 @@ def ended(backend):
 
     def count():
         lines, backend.pool.notes = backend.pool.notes, []
+        lines = [line for line in lines if "for client hosts" not in line]  # on a busy machine they start slowly
         assert all(f"was at work for more than {DEADLINE} s and was started again" in line for line in lines), lines
         return len(lines)
 
