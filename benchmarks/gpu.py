@@ -46,13 +46,13 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, Averaging, Rows, Train
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.engine.chunks import outcome_of
-from cfl_ray.engine.device_memory import DeviceMemory
 from cfl_ray.engine.engines import ENGINES, Engine, chunk_size
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.precision import autocast, products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.worker import Worker
+from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.precision import autocast, products_in
 
 FEMNIST = replace(
     WORKLOADS["W3"],

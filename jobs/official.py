@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.data.sources import locate
-from cfl_ray.engine.network import Network
 from cfl_ray.models import recipe
+from cfl_ray.nn.network import Network
 
 PAGE = Path(__file__).parents[1] / "docs" / "official.md"
 CLIENTS, TRAIN, TEST, CLASSES = 10, 800, 200, 62  # samples of a client; its ConvNet has an output per EMNIST class

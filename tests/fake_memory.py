@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cfl_ray.engine import span, vectorised
-from cfl_ray.engine.device_memory import DeviceMemory
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.samples import SampleCache
 from cfl_ray.engine.worker import Worker
+from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.network import Network
 
 
 class FakeMemory(DeviceMemory):

@@ -19,8 +19,8 @@ from cfl_ray.core.work import ClientStateKey
 from cfl_ray.data import Federation, federation_from_arrays
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
+from cfl_ray.nn.network import Network
 
 
 def planted(clients: int = 8, groups: int = 2, samples: int = 200, seed: int = 0) -> SyntheticFederation:

@@ -16,11 +16,11 @@ from cfl_ray.core.work import Address, Averaging
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL, Engine, chunk_size, mixes_chunks
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.reduce import ChunkSums, HostSums
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
 from cfl_ray.errors import DataError
+from cfl_ray.nn.network import Network
 
 _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of clients
 _TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together

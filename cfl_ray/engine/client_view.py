@@ -11,8 +11,8 @@ from torch import Tensor
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.work import Address
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
 
 
 @dataclass(frozen=True)

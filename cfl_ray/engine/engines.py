@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cfl_ray.engine import manual, sequential, span, vectorised
 from cfl_ray.engine.chunks import limited_size
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
 
 
 class TrainedBatch(Protocol):

@@ -1,8 +1,8 @@
-"""The manual engine: mini-batch SGD with forward and backward passes written out (`engine.operations`), on a CPU.
+"""The manual engine: mini-batch SGD with forward and backward passes written out (`nn.operations`), on a CPU.
 
 Most of the time of a step on a small network is spent between the operations: PyTorch needs 3 to 8 microseconds per
 call, records a graph, allocates, and updates one tensor after another. Here the network's operations, recorded once
-(`engine.graph`), compute in NumPy on arrays that are allocated once, and the parameters and their gradients are two
+(`nn.graph`), compute in NumPy on arrays that are allocated once, and the parameters and their gradients are two
 flat rows, so that an update is one operation. One client is trained at a time, because the arrays of several would not
 fit into the cache. The result equals that of `sequential` up to rounding.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalStep
 from cfl_ray.engine import sequential
-from cfl_ray.engine.graph_passes import Passes, passes_of, why_no_passes
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.operations import Array
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.operations import Array
+from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
 _MAX_BATCH = 256  # activations of larger batches leave the cache
 

@@ -12,11 +12,12 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache, Samples
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
+from cfl_ray.engine.vmap_batches import train_alone
+from cfl_ray.nn.network import Network
 
 Arrays = dict[str, np.ndarray]
 Stored = Mapping[int, Tensor] | Sequence[Tensor]  # by position: client states, or deferred results
@@ -42,7 +43,7 @@ class Trainer:
 
     def __call__(self, task: TrainingTask) -> TrainingResult:
         """Trains one client. Raises DeviceMemoryError if the memory of the device is too small for it."""
-        return self.network.memory.alone(task, self._train)
+        return train_alone(self.network.memory, task, self._train)
 
     def fall_back(self, reason: str) -> None:
         """Notes why clients are trained sequentially."""

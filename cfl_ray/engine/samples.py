@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from cfl_ray.engine.device_memory import DeviceMemory
+from cfl_ray.nn.device_memory import DeviceMemory
 
 Samples = tuple[Tensor, Tensor]  # x (n, *shape), y (n,)
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.metrics import mean_f1
 from cfl_ray.core.tasks import Task
-from cfl_ray.engine.network import Network
+from cfl_ray.nn.network import Network
 
 Logits = Callable[[Tensor], Tensor]  # samples (n, ...) -> outputs (n, C), (n, d) or (n, T, V)
 

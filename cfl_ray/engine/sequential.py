@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import BatchIndex, ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.device_memory import in_batches
-from cfl_ray.engine.graph_passes import Passes, is_chain, passes_of
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.operations import Array, Layer, mean_cross_entropy
 from cfl_ray.engine.rows import rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason, invalid_value_reason
+from cfl_ray.engine.vmap_batches import in_batches, train_alone
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.operations import Array, Layer, mean_cross_entropy
+from cfl_ray.nn.passes import Passes, is_chain, passes_of
 
 _MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
 _BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; more make no product faster
@@ -133,7 +133,7 @@ def batches(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[i
         return
 
     def alone(task: TrainingTask) -> SpanBatch:
-        return network.memory.alone(task, lambda one: SpanBatch(network, [one]))
+        return train_alone(network.memory, task, lambda one: SpanBatch(network, [one]))
 
     first = 0
     for members, batch in in_batches(network.memory, tasks, lambda batch: SpanBatch(network, batch), alone, "span"):

@@ -13,9 +13,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 # Letters here, beside those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
 # clients, J the start and the anchors, Q parameters after the first layer's weights.

@@ -16,11 +16,11 @@ from cfl_ray.engine.client_state import client_state_value, stored_velocity, wit
 from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
+from cfl_ray.nn.network import Network
 
 Members = dict[int, int]  # positions of a chunk's clients, by their number in a batch
 

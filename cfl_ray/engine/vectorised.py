@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from cfl_ray.engine import sequential
-from cfl_ray.engine.device_memory import in_batches
 from cfl_ray.engine.failure import naming_client
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.vmap_batches import in_batches, train_alone
+from cfl_ray.nn.network import Network
 
 # On a CPU: a step of a vmap batch costs about a millisecond before any arithmetic, however few its clients, and loses
 # if the arithmetic takes longer than the calls.
@@ -82,7 +82,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 
     def alone(task: TrainingTask) -> list[TrainingResult]:
         with naming_client(task.client, "training"):
-            return [network.memory.alone(task, lambda one: next(sequential.train(network, [one])))]
+            return [train_alone(network.memory, task, lambda one: next(sequential.train(network, [one])))]
 
     def together(batch: list[TrainingTask]) -> list[TrainingResult]:
         return alone(batch[0]) if len(batch) == 1 else train_batch(network, batch)

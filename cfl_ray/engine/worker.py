@@ -24,12 +24,12 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine import describing, evaluating, training
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import mixes_chunks
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.open_chunk import Arrays, KeptByClients, OpenChunk, Stored, Trainer
 from cfl_ray.engine.reduce import HostSums, combine_columns
 from cfl_ray.engine.rows import DeviceRows, RowLookup
 from cfl_ray.engine.samples import SampleCache
 from cfl_ray.engine.task import TrainingResult, TrainingTask
+from cfl_ray.nn.network import Network
 
 Cut = tuple[Work, np.ndarray, Stored]  # the work of a chunk, its positions in the exchange, and its stored values
 

@@ -34,11 +34,11 @@ from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import UPLOAD, Attack, check_own
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
+from cfl_ray.nn.network import Network
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics

@@ -24,9 +24,9 @@ from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Backend
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunStopped, UserError
+from cfl_ray.nn.network import Network
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership

@@ -12,8 +12,8 @@ from cfl_ray.config import BuiltinKind, RuntimeConfig
 from cfl_ray.core.work import Backend
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.in_process import InProcessBackend
-from cfl_ray.engine.precision import products_in
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.precision import products_in
 from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.trained import TrainedMethod

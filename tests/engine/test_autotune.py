@@ -14,8 +14,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import autotune
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 
 def mlp(rest=nn.ReLU):

@@ -13,8 +13,8 @@ from cfl_ray.config import RuntimeConfig
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 FLAT = (36,)
 

@@ -13,8 +13,8 @@ from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.tasks import Task, mse, token_cross_entropy
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 SGD = LocalSGD(epochs=2, batch_size=4, lr=0.05, momentum=0.9, weight_decay=0.01)
 GREY, SMALL, COLOUR, FLAT, TOKENS = (1, 28, 28), (1, 16, 16), (3, 16, 16), (6,), (7,)

@@ -14,8 +14,8 @@ from cfl_ray.core.optimizers import OPTIMIZERS, LocalOptimizer, resolve_optimize
 from cfl_ray.core.schedules import RateSchedule, cosine, resolve_schedule
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.nn.network import Network
 
 NAMES = [name for name in OPTIMIZERS.names() if name != "sgd"]
 ADDRESS = Address(0, 3, 1)

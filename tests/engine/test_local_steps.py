@@ -22,9 +22,9 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.work import Address, SavedState
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 from cfl_ray.engine.worker import Worker
+from cfl_ray.nn.network import Network
 from cfl_ray.runtime.evaluation import Evaluator
 
 SEED, ROUND, EXCHANGE = 0, 3, 1

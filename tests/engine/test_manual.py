@@ -13,11 +13,11 @@ from torch.nn.functional import max_pool2d
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.graph_passes import passes_of
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.operations import MaxPool
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 from cfl_ray.models import REGISTRY, recipe
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.operations import MaxPool
+from cfl_ray.nn.passes import passes_of
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
 IMAGE, COLOUR, FLAT = (1, 16, 16), (3, 17, 16), (6,)

@@ -8,9 +8,9 @@ from torch import nn
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.precision import products_in
 
 LOCAL = LocalSGD(epochs=3, lr=0.2, momentum=0.5)
 

@@ -9,8 +9,8 @@ from torch.nn.functional import dropout
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 
 class Functional(nn.Module):

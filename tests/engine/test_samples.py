@@ -13,8 +13,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.samples import SampleCache
+from cfl_ray.nn.network import Network
 
 SIZE = 200 * (16 * 4 + 8)  # bytes of a planted client
 

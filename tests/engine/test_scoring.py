@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.core import work
 from cfl_ray.core.work import Address, Rows
 from cfl_ray.data import federation_from_arrays
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.scoring import confusion, scores
+from cfl_ray.nn.network import Network
 
 
 def linear():

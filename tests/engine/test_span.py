@@ -13,9 +13,9 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER
+from cfl_ray.nn.network import Network
 
 FLAT, SIZES = (36,), [10, 3, 18, 7]
 LOCALS = {
@@ -104,7 +104,7 @@ class TestStack:
 
     def test_holds_a_limited_number_of_samples(self, steps, monkeypatch):
         if steps == "together":
-            pytest.skip("limited by the memory: tests/engine/test_device_memory.py")
+            pytest.skip("limited by the memory: tests/engine/test_vmap_batches.py")
         network = Network(mlp, FLAT)
         tasks = tasks_of(network)
         monkeypatch.setattr(span, "_BATCH_SAMPLES", 14)

@@ -13,8 +13,8 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, vectorised
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.nn.network import Network
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from cfl_ray.core.work import ChunkResult, CombineColumns, Work
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
-from cfl_ray.engine.precision import products_in
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.errors import UserError
+from cfl_ray.nn.precision import products_in
 from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of

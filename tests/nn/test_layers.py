@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cfl_ray.engine.layers import HalvingMaxPool, replace_layers
+from cfl_ray.nn.layers import HalvingMaxPool, replace_layers
 
 SHAPES = [(4, 3, 8, 8), (4, 3, 7, 9), (1, 1, 2, 2), (0, 3, 8, 8), (3, 8, 8)]
 

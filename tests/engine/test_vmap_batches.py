@@ -15,10 +15,11 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.device_memory import DeviceMemory, DeviceMemoryError, kind_of
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
+from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.network import Network
 
 FLAT = (36,)
 HONEST = Attack()

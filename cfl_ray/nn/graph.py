@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from cfl_ray.engine.network import Network
+from cfl_ray.nn.network import Network
 
 _BATCHES = (2, 3)
 # functions of an activation that return no tensor, and depend on no number in it
@@ -46,17 +46,20 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Value:
+class _Numbered:
+    index: int
+
+
+class Value(_Numbered):
     """An activation. Number 0 is the input."""
 
-    index: int
 
-
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(_Numbered):
     """A trained tensor, by its number in `Network.params`."""
 
-    index: int
+
+class Mask(_Numbered):
+    """The mask of a dropout layer, by its number in `Network.dropouts`."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,6 @@ class Buffer:
     """A float buffer of the network's row, such as a running mean."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The mask of a dropout layer, by its number in `Network.dropouts`."""
-
-    index: int
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
-from cfl_ray.engine import precision as precisions
-from cfl_ray.engine.device_memory import DeviceMemory
-from cfl_ray.engine.layers import AddressedDropout, replace_layers
+from cfl_ray.nn import precision as precisions
+from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.layers import AddressedDropout, replace_layers
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 _TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch

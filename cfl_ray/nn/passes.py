@@ -1,6 +1,6 @@
 """Forward and backward passes over a network's graph.
 
-Operations that have them written out (`engine.operations`) use these; any other function is differentiated by autograd,
+Operations that have them written out (`nn.operations`) use these; any other function is differentiated by autograd,
 for itself. Gradients are added up at activations with several users. Biases and activation functions are applied after
 a max pooling that follows them, to a quarter of the values: they are monotone, so both orders select the same values.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.engine.graph import (
+from cfl_ray.nn.graph import (
     RESHAPES,
     Buffer,
     Call,
@@ -27,8 +27,8 @@ from cfl_ray.engine.graph import (
     graph_of,
     replaced,
 )
-from cfl_ray.engine.network import Network
-from cfl_ray.engine.operations import (
+from cfl_ray.nn.network import Network
+from cfl_ray.nn.operations import (
     Activation,
     Add,
     Array,

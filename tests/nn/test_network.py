@@ -7,8 +7,8 @@ from torch import nn
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, vectorised
-from cfl_ray.engine.network import Network
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.network import Network
 
 ENGINES = {"sequential": sequential.train, "vectorised": vectorised.train}
 

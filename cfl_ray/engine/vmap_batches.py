@@ -1,0 +1,101 @@
+"""Training in vmap batches: as many clients in one go as the memory of the device holds.
+
+A vmap batch is not the unit of the sums: these are formed chunk by chunk (`engine.chunks`), client after client,
+whatever the vmap batches were.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from cfl_ray.engine.failure import ClientFailure
+from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.device_memory import PROBE, DeviceMemory
+
+Result = TypeVar("Result")
+
+
+class DeviceMemoryError(ClientFailure):
+    """The device has too little memory for a single client."""
+
+    may_be_machine = True  # another device may have more
+
+
+def train_alone(memory: DeviceMemory, task: TrainingTask, train: Callable[[TrainingTask], Result]) -> Result:
+    """Trains one client; if the memory is too small, again without what is kept there for other clients.
+
+    Raises DeviceMemoryError if the client does not fit even then.
+    """
+    with suppress(torch.OutOfMemoryError):
+        return train(task)
+    memory.drop_caches()
+    free = memory.free()
+    memory.begin_peak()
+    try:
+        return train(task)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"client {task.client} does not fit into the memory of {memory.device}: training this one client, with "
+            f"{len(task.y)} samples and a model of {task.start_P.nbytes / 2**20:.1f} MiB, needs more than the "
+            f"{memory.peak() / 2**20:.1f} MiB that it had reached, and {free / 2**20:.1f} MiB were free for this "
+            f"process ({str(error).splitlines()[0]}). Use smaller batches (local.batch_size), a smaller model, fewer "
+            "hosts on the GPU (runtime.gpus_per_host), or runtime.device: cpu"
+        ) from error
+
+
+def kind_of(tasks: Sequence[TrainingTask]) -> Hashable:
+    """Key of the memory that one of these clients needs, with its samples rounded up to a power of two."""
+    first = tasks[0]
+    samples = max(len(task.y) for task in tasks)
+    batch = max(int(first.local.batch_of(len(task.y), first.batches_per_step)) for task in tasks)
+    local = first.local
+    moments = (bool(local.momentum), local.optimizer is not None)
+    extras = (first.batches_per_step, *moments, len(first.proximal), first.frozen_P is not None)
+    return (1 << (samples - 1).bit_length(), 1 << (min(batch, samples) - 1).bit_length(), *extras)
+
+
+def in_batches(
+    memory: DeviceMemory,
+    tasks: Iterable[TrainingTask],
+    train: Callable[[list[TrainingTask]], Result],
+    alone: Callable[[TrainingTask], Result],
+    engine: str,
+) -> Iterator[tuple[list[TrainingTask], Result]]:
+    """Trains all tasks, as many in one go as the memory allows. Yields each vmap batch with its result, in order.
+
+    A batch that runs out of memory is trained again in halves: every random draw has its key, so nothing changes.
+    alone: trains a client that does not fit as a batch of one.
+    engine: engines need different amounts of memory.
+    """
+    source, waiting = iter(tasks), list[TrainingTask]()
+    while True:
+        waiting += itertools.islice(source, max(PROBE - len(waiting), 0))
+        if not waiting:
+            return
+        kind = (engine, kind_of(waiting[:PROBE]))
+        size = memory.batch_size(kind)
+        waiting += itertools.islice(source, None if size is None else max(size - len(waiting), 0))
+        batch = waiting[:size]
+        measured = memory.measurable and not memory.is_known(kind) and len(batch) > 1
+        if measured:
+            memory.begin_peak()
+        try:
+            result = train(batch)
+        except torch.OutOfMemoryError:
+            fits = False
+        else:
+            fits = True
+        if not fits:  # outside the handler: the error holds the tensors of the batch
+            memory.did_not_fit(kind, len(batch))
+            if len(batch) > 1:
+                continue
+            result = alone(batch[0])
+        elif measured:
+            memory.fitted(kind, len(batch))
+        memory.largest = max(memory.largest, len(batch))
+        del waiting[: len(batch)]
+        yield batch, result
+        del batch, result  # before the next batch is trained

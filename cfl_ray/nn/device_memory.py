@@ -1,0 +1,94 @@
+"""Memory of a device: what is free, and how many clients fit into a vmap batch."""
+
+import gc
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+PROBE = 4  # clients of the vmap batch in which the need of one client is measured
+_USED = 0.7  # share of the free memory that a vmap batch fills; the rest is for unequal clients and fragments
+
+
+@dataclass
+class _Known:
+    """Memory that vmap batches of one kind of client need."""
+
+    need: int  # bytes of one client
+    limit: int | None = None  # most clients, once a larger vmap batch did not fit
+
+
+class DeviceMemory:
+    """Memory of one device, as this process may use it.
+
+    share: of the device's memory, at most 1; the other client hosts on the device have the rest.
+    most: clients of a vmap batch; None: as many as fit.
+    """
+
+    def __init__(self, device: torch.device, share: float = 1.0, most: int | None = None):
+        self.device, self.share, self.most = device, share, most
+        self.known: dict[Hashable, _Known] = {}
+        self._before = 0
+        self.largest = 0  # clients of the largest vmap batch that was trained
+        self.caches: list[Callable[[], None]] = []  # each call drops what is kept on the device to save time
+
+    @property
+    def measurable(self) -> bool:
+        """Whether vmap batches are as large as the memory allows; otherwise an engine gets one chunk at a time."""
+        return self.device.type == "cuda"
+
+    def free(self) -> int:
+        """Bytes that this process can still use, with those that PyTorch's allocator reuses; 0 if not measurable."""
+        if not self.measurable:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        used = torch.cuda.memory_allocated(self.device)
+        reusable = torch.cuda.memory_reserved(self.device) - used
+        return max(min(free + reusable, int(self.share * total) - used), 0)
+
+    def begin_peak(self) -> None:
+        """Begins a measurement of the peak."""
+        if not self.measurable:
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._before = torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """Most bytes in use since the measurement began, beyond those in use then; 0 if not measurable."""
+        if not self.measurable:
+            return 0
+        return torch.cuda.max_memory_allocated(self.device) - self._before
+
+    def drop_caches(self) -> None:
+        """Drops what is kept on the device to save time."""
+        for drop in self.caches:
+            drop()
+        self.release()
+
+    def release(self) -> None:
+        """Gives back what PyTorch's allocator holds for reuse, and what an error left behind."""
+        if self.measurable:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def batch_size(self, kind: Hashable) -> int | None:
+        """Most clients of the next vmap batch of this kind; None if there is no limit."""
+        if not self.measurable:
+            return None
+        known = self.known.get(kind)
+        size = PROBE if known is None else max(int(_USED * self.free()) // known.need, 1)
+        limits = (self.most, None if known is None else known.limit)
+        return min([size, *(limit for limit in limits if limit is not None)])
+
+    def is_known(self, kind: Hashable) -> bool:
+        """Whether the need of one client of this kind was measured."""
+        return kind in self.known
+
+    def fitted(self, kind: Hashable, size: int) -> None:
+        """Notes the peak of a vmap batch of `size` clients as the need of such clients."""
+        self.known[kind] = _Known(max(self.peak() // size, 1))
+
+    def did_not_fit(self, kind: Hashable, size: int) -> None:
+        """Notes that a vmap batch of `size` clients ran out of memory: half of them is the most from now on."""
+        self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
+        self.release()
