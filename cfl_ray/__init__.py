@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from cfl_ray.data import Federation, federation_from_arrays, federation_from_dataset
     from cfl_ray.errors import ConfigError, UserError
     from cfl_ray.results.comparison import compare_runs
-    from cfl_ray.results.load import load_run
     from cfl_ray.runtime.launch import resume, run, simulate
+    from cfl_ray.runtime.load import load_run
     from cfl_ray.study.run import run_study
 
 __all__ = [
@@ -69,7 +69,7 @@ _MODULES = {  # the modules of the names above, imported on first use: `cfl-ray 
     "cfl_ray.data": ("Federation", "federation_from_arrays", "federation_from_dataset"),
     "cfl_ray.results.comparison": ("compare_runs",),
     "cfl_ray.runtime.launch": ("resume", "run", "simulate"),
-    "cfl_ray.results.load": ("load_run",),
+    "cfl_ray.runtime.load": ("load_run",),
     "cfl_ray.study.run": ("run_study",),
 }
 

@@ -23,9 +23,11 @@ from cfl_ray.checkpoint.writer import Writer
 from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
-from cfl_ray.results.results import ClientMetrics, ClusterMoves
+from cfl_ray.results import trust
+from cfl_ray.results.client_metrics import ClientMetrics
+from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime import live_client, session_file, trust
+from cfl_ray.runtime import live_client, session_file
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.prepare import engine_choice, prepare
 from cfl_ray.runtime.run_record import recorded_hash
@@ -160,7 +162,7 @@ def _read_results(folder: Path) -> None:
 
 def _append_to_records(folder: Path) -> None:
     """As a driver does that goes on: torn ends are cut off."""
-    assert ClusterMoves(folder / "run/ditto").rounds is not None
+    assert Reassignments(folder / "run/ditto").rounds is not None
     ClientMetrics(folder / "run/ditto")
     FileTracker(folder / "run/ditto").start(read_info(folder / "run/ditto"))
 

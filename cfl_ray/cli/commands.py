@@ -129,12 +129,12 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
     """
     from cfl_ray.cli.progress import Display
+    from cfl_ray.results.load import finished_results
+    from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime import launch
-    from cfl_ray.runtime.trust import load_record, load_study_record
-    from cfl_ray.study.folder import is_study
 
-    if is_study(run_dir):
+    if RunDirectory(run_dir).is_study:
         _is_trusted(lambda: load_study_record(run_dir), trust)
         _run_study(_study(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
         return
@@ -142,7 +142,7 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     trust = _is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
     display = Display(out, experiment.rounds)
-    results = launch.finished_results(run_dir, experiment)
+    results = finished_results(run_dir, experiment)
     if results is not None:
         _print(f"{run_dir} is finished: nothing is left to do.")
         _deliver_earlier_results(experiment)
@@ -166,10 +166,11 @@ def status(
     import json
 
     from cfl_ray.cli import tables
+    from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime import live_client
-    from cfl_ray.study.folder import is_study, study_status
+    from cfl_ray.study.status import study_status
 
-    found = study_status(run_dir) if is_study(run_dir) else live_client.status(run_dir)
+    found = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
     if as_json:
         _print(json.dumps(dataclasses.asdict(found), indent=1))
     elif isinstance(found, live_client.RunStatus):
@@ -271,7 +272,7 @@ def _check_study(
     study: "Study", file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool
 ) -> None:
     from cfl_ray.cli import estimate
-    from cfl_ray.runtime.trust import check_owners
+    from cfl_ray.results.trust import check_owners
     from cfl_ray.study.run import plan_study
     from cfl_ray.tracking import redact
 
@@ -476,13 +477,14 @@ def table(
     --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
     seeds or more.
     """
-    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table, is_study
+    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.run_directory import RunDirectory
     from cfl_ray.run_directory.lock import command
 
     if style not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
     for run_dir in run_dirs:
-        if not is_study(run_dir):
+        if not RunDirectory(run_dir).is_study:
             trust = _may_import(run_dir, trust)
     frame = compare_runs(run_dirs, metric or (), trust)
     if frame.empty:
@@ -552,7 +554,7 @@ def export(
 ) -> None:
     """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
     from cfl_ray.results.export import export_model
-    from cfl_ray.results.load import load_run
+    from cfl_ray.runtime.load import load_run
 
     if output == _STDOUT:
         raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
@@ -589,7 +591,7 @@ def _load(file: str | None, overrides: list[str] | None, asks: bool = False) -> 
     """
     from cfl_ray import config
     from cfl_ray.methods import resolve
-    from cfl_ray.runtime.trust import check_owners
+    from cfl_ray.results.trust import check_owners
 
     changes = list(overrides or ())
     if file is not None and "=" in file and not _is_file(file):
@@ -615,8 +617,8 @@ def _is_file(argument: str) -> bool:
 
 def _may_import(run_dir: Path, trust: bool) -> bool:
     """Whether the user trusts the files that a run names; False where there is nothing to ask."""
+    from cfl_ray.results.trust import load_record
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.runtime.trust import load_record
 
     RunDirectory(run_dir).require_run()
     return _is_trusted(lambda: load_record(run_dir, connects=False), trust)
@@ -624,7 +626,7 @@ def _may_import(run_dir: Path, trust: bool) -> bool:
 
 def _is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
     """Whether the user trusts what `check` refuses: by the option, or asked on a terminal."""
-    from cfl_ray.runtime.trust import UntrustedError
+    from cfl_ray.results.trust import UntrustedError
 
     if not trust:
         try:

@@ -32,12 +32,12 @@ from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
-from cfl_ray.runtime.machine import usable_cpus
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.study.cells import Cell
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.resources import resources_for
+from cfl_ray.system.machine import usable_cpus
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 

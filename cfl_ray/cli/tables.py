@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.core.method import Method
     from cfl_ray.results.results import Results
     from cfl_ray.runtime.live_client import RunStatus
-    from cfl_ray.study.folder import StudyStatus
+    from cfl_ray.study.status import StudyStatus
     from cfl_ray.tracking import RoundRecord
 
 _CLUSTERS = {"ari": "ARI", "num_clusters": "clusters"}

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.report.drawing import LEAST_SHOWN
-from cfl_ray.results.load import load_run, recorded_result
+from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import MethodResult
+from cfl_ray.results.study_folder import run_folders, seed_of
+from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.tracking import read_end
 from cfl_ray.tracking.record import primary_of
 
@@ -57,15 +57,16 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     """
     found: Found = {}
     names: dict[str, str] = {}  # of experiments, by their settings without seed
-    studies = _names_of_studies([Path(run) for run in runs if is_study(run)])
+    studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
         for (setting, label), of_seeds in read_study(study).found.items():
             found[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
     for run in runs:
         if Path(run) in studies:
             continue
-        results = load_run(run, trust=trust)
-        experiment = config.load(RunDirectory(run).config)
+        RunDirectory(run).require_run()
+        experiment = load_record(directory := Path(run).absolute(), trust, connects=False)
+        results = recorded_run(directory, experiment)
         name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
         for label, result in results.methods.items():
             if result.final:

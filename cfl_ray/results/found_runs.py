@@ -7,11 +7,11 @@ from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError
-from cfl_ray.results.load import load_run
+from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import MethodResult, Results
+from cfl_ray.results.study_folder import run_folders
+from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.trust import load_record
-from cfl_ray.study.folder import is_study, run_folders
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
 def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
         directory = Path(os.path.abspath(folder))  # the same for all runs of a study, however they are named
-        if is_study(directory):
+        if RunDirectory(directory).is_study:
             inner.clear()
             for setting, method, run in run_folders(directory):
                 if RunDirectory(run).info.is_file():
@@ -68,9 +68,10 @@ def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None
     """Study, setting and method of a run that is named by itself; None for one that is in no study."""
     parents = directory.parents
     study = parents[2] if len(parents) > 2 else None
-    return (study, parents[1].name, parents[0].name) if study and is_study(study) else (None, None, None)
+    return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)
 
 
 def _open(directory: Path, trust: bool, study: Path | None, setting: str | None, method: str | None) -> FoundRun:
+    RunDirectory(directory).require_run()
     experiment = load_record(directory, trust, connects=False)
-    return FoundRun(directory, experiment, load_run(directory, experiment), study, setting, method)
+    return FoundRun(directory, experiment, recorded_run(directory, experiment), study, setting, method)

@@ -1,52 +1,41 @@
-"""The results of a run from its files: finished, stopped, or live."""
+"""The recorded results of a run: finished, stopped, or live."""
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cfl_ray.config import Experiment
 from cfl_ray.errors import DataError
 from cfl_ray.methods import resolve
 from cfl_ray.results.results import MethodResult, Results
-from cfl_ray.results.trained import TrainedMethod, load_trained
+from cfl_ray.results.study_folder import is_finished
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.trust import load_record
-from cfl_ray.tracking import read_end, read_records
+from cfl_ray.tracking import read_end, read_records, redact, resolve_uri
 
 
-def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
-    """The recorded results of a run; for a live or stopped run, models are those of the last checkpoint.
-
-    experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
-    trust: True imports the Python files that the run names, even if this user did not start it on this machine; False
-        raises ConfigError for such files.
-    Raises ConfigError if `run_dir` holds no run. Data are read when a model is requested.
-    """
-    directory = Path(run_dir).absolute()
-    RunDirectory(run_dir).require_run()
-    is_given = experiment is not None
-    experiment = experiment or load_record(directory, trust, connects=False)
-
-    @cache
-    def setup() -> Setup:
-        if not is_given:
-            load_record(directory, trust)  # the data are read, wherever the record says that they are
-        return prepare(experiment)
-
-    methods = {label: _method(setup, label, directory) for label in resolve(experiment.methods)}
-    return Results(methods, directory)
+def recorded_run(
+    run_dir: Path, experiment: Experiment, open_trained: Callable[[str], TrainedMethod] | None = None
+) -> Results:
+    """The results of a run as its files have them. open_trained: opens what a method has learned, by label."""
+    methods = {}
+    for label in resolve(experiment.methods):
+        directory = RunDirectory(run_dir).method(label).path
+        if directory.is_dir():
+            methods[label] = recorded_result(label, directory, open_trained and partial(open_trained, label))
+        else:
+            methods[label] = MethodResult(label, [], {}, directory)
+    return Results(methods, run_dir)
 
 
-def _method(setup: Callable[[], Setup], label: str, run_dir: Path) -> MethodResult:
-    directory = RunDirectory(run_dir).method(label).path
-    if not directory.is_dir():
-        return MethodResult(label, [], {}, directory)
-
-    def trained() -> TrainedMethod:
-        return load_trained(setup(), label, run_dir)
-
-    return recorded_result(label, directory, trained)
+def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
+    """The results of a finished run; None for a run that is live or has something left to do."""
+    run = RunDirectory(Path(run_dir).absolute())
+    if run.is_live or not all(map(is_finished, [run.path, *map(run.path.joinpath, resolve(experiment.methods))])):
+        return None
+    uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
+    return replace(recorded_run(run.path, experiment), tracking=redact(uri) if uri else None)
 
 
 def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:

@@ -1,6 +1,5 @@
 """The report of runs: reads their records and has the page drawn."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,16 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.report.report_data import Comparison, MethodRun, Moves, Report, ReportedExperiment
+from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.results.client_metrics import read_client_metrics
 from cfl_ray.results.comparison import Found, free_name, settings_of, table_of, values_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with
-from cfl_ray.results.results import MethodResult, read_client_metrics
+from cfl_ray.results.reassignments import read_reassignments
+from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.folder import is_study
 from cfl_ray.system.files import PRIVATE, SHARED
 from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 
@@ -70,7 +70,7 @@ def _compared_runs(
 
 def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
     """The published numbers that a study names beside ours, and the paper; none for other paths or without the file."""
-    if len(paths) != 1 or not is_study(paths[0]):
+    if len(paths) != 1 or not RunDirectory(paths[0]).is_study:
         return (), ""
     file = load_study(RunDirectory(paths[0]).study).published
     if file is None or not Path(file).is_file():
@@ -186,7 +186,7 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
     return MethodRun(
         seed=seed,
         records=result.records,
-        moves=_moves(RunDirectory(result.directory).reassignments),
+        moves=read_reassignments(RunDirectory(result.directory).reassignments),
         scores=_last_scores(RunDirectory(result.directory).client_metrics),
         matrices=_matrices(result) if with_matrices else {},
     )
@@ -215,17 +215,6 @@ def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.nd
         return None
     unknown_C = np.full(recorded[-1].value.shape[1], np.nan, np.float32)
     return np.array([of_client.get(client, unknown_C) for client in client_S.tolist()])
-
-
-def _moves(path: Path) -> Moves:
-    """The moves on record; a line that is being written is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    try:
-        return [(row["round"], row["moved"]) for row in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); restore it, or remove it to do without its moves") from error
 
 
 def _last_scores(path: Path) -> dict[str, np.ndarray]:

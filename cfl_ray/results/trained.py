@@ -1,25 +1,23 @@
 """Trained methods as objects: the models of their clusters, and the models that clients predict with."""
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.core.clients import Clients, RoundStats
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Address
+from cfl_ray.data.federation import Federation
 from cfl_ray.engine.client_state import with_client_state
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
-from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_loop import RoundLoop
+from cfl_ray.models import ModelRecipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,25 +49,23 @@ class VotingModel(nn.Module):
         return log_p.logsumexp(0) - float(np.log(len(self.models)))
 
 
+@dataclass(frozen=True)
 class TrainedMethod:
     """A method after its last round, or after the last one that was saved.
 
     Inputs are normalised as the federation normalises its samples: `federation.test(client)` returns such inputs.
     """
 
-    def __init__(self, setup: Setup, loop: RoundLoop, states: InProcessBackend):
-        self.label, self.federation = loop.label, loop.membership.federation
-        self._setup, self._loop, self._states = setup, loop, states
-
-    @property
-    def round(self) -> int:
-        """The last round that it has learned from."""
-        return self._loop.saved if self._loop.store else self._loop.round
-
-    @property
-    def state(self) -> State:
-        """The state of the method: cluster models, assignments and what else it keeps."""
-        return self._loop.state
+    label: str
+    federation: Federation
+    state: State  # cluster models, assignments and what else the method keeps
+    round: int  # the last round that it has learned from
+    seed: int
+    recipe: ModelRecipe
+    spec: ParamSpec
+    serve: Callable[[np.ndarray], Serving]  # the models that these clients predict with
+    online: np.ndarray  # ids of the clients online
+    backend: InProcessBackend  # with the state of the clients
 
     @property
     def num_clusters(self) -> int:
@@ -87,7 +83,7 @@ class TrainedMethod:
     def model(self, cluster: int | None = None) -> nn.Module:
         """A cluster's model, in evaluation mode. For additive methods (CAM) it includes the frozen global model."""
         models_KP, row = self.state.models_KP, self._row(cluster)
-        serving = self._serving(self._loop.membership.population.online[:1])
+        serving = self.serve(self.online[:1])
         return self._module(models_KP[row], serving.frozen_P)
 
     def _row(self, cluster: int | None) -> int:
@@ -109,7 +105,7 @@ class TrainedMethod:
         method prescribes some, or the vote of all models.
         Raises ConfigError for a client that does not exist or has no model yet.
         """
-        serving = self._serving(np.array([self._known(client)]))
+        serving = self.serve(np.array([self._known(client)]))
         if serving.vote:
             return VotingModel([self._module(row_P) for row_P in serving.models_KP]).eval()
         row = int(serving.row_M[0])
@@ -117,7 +113,7 @@ class TrainedMethod:
             raise ConfigError(f"{self.label} has no model for client {client} yet")
         value = None
         if serving.client_state is not None:
-            value = self._states.client_state(serving.client_state.name, client)
+            value = self.backend.client_state(serving.client_state.name, client)
         row_P = with_client_state(serving.models_KP[row], serving.client_state, value)
         if serving.tune is not None:
             row_P = self._tuned(client, row_P, serving)
@@ -171,43 +167,22 @@ class TrainedMethod:
             )
         return client
 
-    def _clients(self, ids: np.ndarray) -> Clients:
-        return self._loop.clients_of(ids, max(self.round, 1), RoundStats())
-
-    def _serving(self, ids: np.ndarray) -> Serving:
-        serving = self._loop.steps.serve(self.state, self._clients(ids))
-        return replace(serving, row_M=np.asarray(serving.row_M))
-
     def _tuned(self, client: int, row_P: Tensor, serving: Serving) -> Tensor:
         """The row after the local training that the method prescribes before a client predicts."""
         assert serving.tune is not None
         x, y = self.federation.at(max(self.round, 1)).train(client)
         steps = int(serving.tune.steps_of(np.array([len(y)]))[0])
-        address = Address(self._setup.experiment.seed, max(self.round, 1), _EXCHANGE)
+        address = Address(self.seed, max(self.round, 1), _EXCHANGE)
         task = TrainingTask(
             client, row_P, x, y, steps=steps, local=serving.tune, address=address, frozen_P=serving.frozen_P
         )
-        return self._states.worker.train_one(task).row_P.cpu().clone()
+        return self.backend.worker.train_one(task).row_P.cpu().clone()
 
     def _named(self, row_P: Tensor) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._loop.network.spec.tensors(row_P).items()}
+        return {name: tensor.clone() for name, tensor in self.spec.tensors(row_P).items()}
 
     def _module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
-        module = self._setup.recipe()
+        module = self.recipe()
         module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
         module.eval()
         return module if frozen_P is None else AdditiveModel(module, self._module(frozen_P)).eval()
-
-
-def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
-    """A method of a run as of its newest checkpoint, also while the run is live.
-
-    Raises ConfigError where there is no checkpoint yet.
-    """
-    directory = RunDirectory(run_dir).method(label).path
-    store = CheckpointStore(directory, setup.experiment.config_hash, setup.experiment.runtime.keep_last)
-    if not store.rounds():
-        raise ConfigError(f"{directory} has no checkpoint yet; see `cfl-ray status {run_dir}`")
-    backend = InProcessBackend(setup.worker())
-    loop = RoundLoop(setup, label, backend.worker.network, backend, store)
-    return TrainedMethod(setup, loop, backend)

@@ -17,14 +17,16 @@ from typing import Any
 from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
+from cfl_ray.results.client_metrics import ClientMetrics
+from cfl_ray.results.diagnostics_log import DiagnosticsLog
 from cfl_ray.results.export import save_models
 from cfl_ray.results.found_runs import FoundRun
+from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.results.reporting import write_report_of
-from cfl_ray.results.results import ClientMetrics, ClusterMoves, MethodResult, Results
-from cfl_ray.results.trained import load_trained
+from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.journal import Journal, grown_by
+from cfl_ray.runtime.load import load_trained
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
@@ -136,7 +138,7 @@ class Driver:
             return self._result(label, records, dict(end.summary.metrics))
         tracker, moves, clients, diagnostics = (
             self._tracker(label),
-            ClusterMoves(directory),
+            Reassignments(directory),
             ClientMetrics(directory, self.setup.task.score_names),
             DiagnosticsLog(directory),
         )
@@ -173,7 +175,7 @@ class Driver:
         directory: Path | None,
         label: str,
         records: list[RoundRecord],
-        moves: ClusterMoves,
+        moves: Reassignments,
         tracker: Tracker | None,
         summary: dict[str, float],
     ) -> None:
@@ -208,7 +210,7 @@ class Driver:
         self,
         label: str,
         records: list[RoundRecord],
-        moves: ClusterMoves,
+        moves: Reassignments,
         clients: ClientMetrics,
         diagnostics: DiagnosticsLog,
         tracker: Tracker | None,
@@ -229,7 +231,7 @@ class Driver:
         self,
         report: RoundReport,
         records: list[RoundRecord],
-        moves: ClusterMoves,
+        moves: Reassignments,
         clients: ClientMetrics,
         diagnostics: DiagnosticsLog,
         tracker: Tracker | None,
@@ -239,9 +241,10 @@ class Driver:
         """
         if not report.metrics:
             return
-        moves.add(report)
-        clients.add(report)
-        diagnostics.add(report)
+        moves.add(report.round, report.moved)
+        if report.scores_MV is not None:
+            clients.add(report.round, report.scores_MV)
+        diagnostics.add(report.round, {name: report.metrics[name] for name in report.numbers}, report.diagnostics)
         if records and report.round <= records[-1].round:
             return
         run_only = RUN_METRICS.keys() | {f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned"}
@@ -252,7 +255,7 @@ class Driver:
         if tracker is not None:
             tracker.log(record)
 
-    def _summary(self, records: list[RoundRecord], moves: ClusterMoves, report: RoundReport) -> dict[str, float]:
+    def _summary(self, records: list[RoundRecord], moves: Reassignments, report: RoundReport) -> dict[str, float]:
         clustered = any("num_clusters" in record.metrics for record in records)
         summary = summarise(
             records,
@@ -264,7 +267,7 @@ class Driver:
         newcomers = (f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned")
         return summary | {name: value for name, value in report.metrics.items() if name in newcomers}
 
-    def _write_artifacts(self, directory: Path, label: str, records: list[RoundRecord], moves: ClusterMoves) -> None:
+    def _write_artifacts(self, directory: Path, label: str, records: list[RoundRecord], moves: Reassignments) -> None:
         federation = grown_by(self.setup.federation, Journal(directory).until(self.experiment.rounds))
         files = RunDirectory(directory)
         moves.write(files.assignments, federation)

@@ -11,9 +11,9 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
-from cfl_ray.methods import resolve
-from cfl_ray.results.load import recorded_result
+from cfl_ray.results.load import finished_results
 from cfl_ray.results.results import Results
+from cfl_ray.results.trust import load_record, refuse_links, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
@@ -24,9 +24,6 @@ from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
-from cfl_ray.runtime.trust import load_record, refuse_links, sign_record
-from cfl_ray.study.folder import is_finished, is_study
-from cfl_ray.tracking import redact, resolve_uri
 
 
 def run(
@@ -148,21 +145,6 @@ def run_cell(
     ).run()
 
 
-def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
-    """The results of a finished run, read from its files; None for a run that is live or has something left to do."""
-    run = RunDirectory(Path(run_dir).absolute())
-    if run.is_live or not is_finished(run.path):
-        return None
-    methods = {}
-    for label in resolve(experiment.methods):
-        directory = run.method(label).path
-        if not is_finished(directory):
-            return None
-        methods[label] = recorded_result(label, directory)
-    uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
-    return Results(methods, run.path, redact(uri) if uri else None)
-
-
 def new_run_dir(experiment: Experiment) -> Path:
     """A folder below `output` that does not exist yet."""
     first = Path(experiment.output) / f"{experiment.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -261,7 +243,7 @@ class _Launch:
     def _new_directory(self) -> Path:
         """The run directory, not yet made. Raises ConfigError where it holds a run or a study."""
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
-        if is_study(directory):
+        if RunDirectory(directory).is_study:
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
         refuse_links(directory)
         run = RunDirectory(directory)

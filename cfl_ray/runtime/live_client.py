@@ -15,10 +15,10 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
+from cfl_ray.results.trust import refuse_links
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
-from cfl_ray.runtime.trust import refuse_links
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
 

@@ -24,9 +24,11 @@ from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Backend
+from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunStopped, UserError
 from cfl_ray.nn.network import Network
+from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
@@ -38,8 +40,6 @@ from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.tracking import read_records
-
-_NO_LIMIT = 2**62  # test samples of a client that has its own
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RoundLoop:
         store: CheckpointStore | None,
         session: str = "",
     ):
-        experiment = self.experiment = setup.experiment
+        self.setup, self.experiment = setup, (experiment := setup.experiment)
         self.label, self.network, self.store, self.method = label, network, store, setup.methods[label]
         self.steps = CheckedMethod(self.method, network.spec.size)
         self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
@@ -158,6 +158,22 @@ class RoundLoop:
         if draft.scores_MV is not None:
             self.diagnostics = RoundDiagnostics()  # they go out with this round
         return draft.report(self.status, stop, reported)
+
+    def trained(self, backend: InProcessBackend) -> TrainedMethod:
+        """The trained method: after its last round, or after the last one that was saved."""
+        round = self.saved if self.store else self.round
+        return TrainedMethod(
+            self.label,
+            self.membership.federation,
+            self.state,
+            round,
+            self.experiment.seed,
+            self.setup.recipe,
+            self.network.spec,
+            lambda ids: self.steps.serve(self.state, self.clients_of(ids, max(round, 1), RoundStats())),
+            self.membership.population.online,
+            backend,
+        )
 
     # ---- before the first round
 

@@ -6,9 +6,9 @@ from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.errors import ConfigError
+from cfl_ray.results.trust import sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
-from cfl_ray.runtime.trust import sign_record
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.system.files import read_text, write_text
 

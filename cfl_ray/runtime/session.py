@@ -119,7 +119,7 @@ class InProcessSession:
         return backend
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
-        method = TrainedMethod(self.setup, self.loop, self.backend)
+        method = self.loop.trained(self.backend)
         return lambda: method
 
     def facts(self) -> dict[str, str]:

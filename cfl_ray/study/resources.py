@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.runtime.machine import available_memory, usable_cpus
 from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.system.machine import available_memory, usable_cpus
 
 _MOST_AT_ONCE = 64
 _CELL_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB for torch before any data

@@ -24,14 +24,14 @@ from cfl_ray.results.comparison import StudyFigures, format_table, measured, met
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.reporting import write_report_of
+from cfl_ray.results.study_folder import run_folders, seed_of
+from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
 from cfl_ray.runtime.extension import check_extension
 from cfl_ray.runtime.run_record import check_hash_of_cell
-from cfl_ray.runtime.trust import sign_study
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.cells import ALL, Cell, Selection, plan
-from cfl_ray.study.folder import is_study, run_folders, seed_of
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.study.resources import Resources, resources_for
@@ -196,7 +196,7 @@ class _Launch:
             return self._run()
         except OSError as error:  # a full disk, or a folder that is gone
             file = error.filename or self.root
-            again = f"; go on with: {self._again()}" if is_study(self.root) else ""
+            again = f"; go on with: {self._again()}" if RunDirectory(self.root).is_study else ""
             raise RunError(f"{file}: {error.strerror or error}{again}") from error
 
     def _run(self) -> StudyResults:
@@ -268,9 +268,10 @@ class _Launch:
 
     def _check_folder(self) -> None:
         """Raises ConfigError where the folder has something else."""
-        if RunDirectory(self.root).is_run:
+        directory = RunDirectory(self.root)
+        if directory.is_run:
             raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
-        if is_study(self.root) and (there := load_study(RunDirectory(self.root).study).name) != self.study.name:
+        if directory.is_study and (there := load_study(directory.study).name) != self.study.name:
             raise ConfigError(
                 f"{self.root} is the folder of study {there!r}, this one is {self.study.name!r}; choose another folder"
             )
@@ -279,7 +280,7 @@ class _Launch:
         """Raises ConfigError unless `earlier` is another folder of this study, with runs of fewer rounds."""
         if earlier.resolve() == self.root.resolve():
             raise ConfigError(f"extend: {earlier} is this study's own folder; give the longer one another")
-        if not is_study(earlier):
+        if not RunDirectory(earlier).is_study:
             raise ConfigError(f"extend: {earlier} holds no study: there is no {RunDirectory(earlier).study}")
         begun = [cell for cell in self.cells if RunDirectory(cell.folder(earlier)).is_run]
         if not begun and not self._learns:

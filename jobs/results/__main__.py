@@ -28,7 +28,8 @@ from cfl_ray import Experiment, UserError, data, load, models
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
-from cfl_ray.results.comparison import read_study, run_folders
+from cfl_ray.results.comparison import read_study
+from cfl_ray.results.study_folder import run_folders
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
 from jobs.results.page import FIGURE, page, scatter

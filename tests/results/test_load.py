@@ -7,10 +7,9 @@ import torch
 import cfl_ray
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.export import export_model
-from cfl_ray.results.results import ClientMetrics
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.round_report import RoundReport
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 
@@ -125,22 +124,21 @@ def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
 
 class TestClientMetrics:
     @staticmethod
-    def report(round, scores=((4, 0.5, 0.25, 2.0), (7, 1.0, 1.0, 0.0))) -> RoundReport:
-        return RoundReport(None, round, scores_MV=None if scores is None else np.array(scores))
+    def add(writer, round):
+        writer.add(round, np.array([(4, 0.5, 0.25, 2.0), (7, 1.0, 1.0, 0.0)]))
 
     def test_rounds_are_kept_once_also_after_a_crash_in_the_middle_of_a_write(self, tmp_path):
         writer = ClientMetrics(tmp_path)
         for round in (1, 2, 2):
-            writer.add(self.report(round))
-        writer.add(self.report(3, None))  # not evaluated
+            self.add(writer, round)
         file = tmp_path / CLIENT_METRICS
         whole = file.read_bytes()
         for torn in (whole[:-1], whole[: len(whole) - 40]):
             file.write_bytes(torn)
             again = ClientMetrics(tmp_path)
             assert again.last == 1
-            again.add(self.report(1))
-            again.add(self.report(2))
+            self.add(again, 1)
+            self.add(again, 2)
             assert file.read_bytes() == whole
 
     def test_a_file_of_another_form_is_named(self, tmp_path):

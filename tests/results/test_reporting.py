@@ -14,14 +14,13 @@ from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.results.comparison import compare_runs
+from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.published import compare_with
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import driver
-from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.round_report import RoundReport
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
 
@@ -99,7 +98,7 @@ def test_labels_of_compared_clients_are_on_record(runs, tmp_path):
     folder = tmp_path / "run" / "fedclust"
     reported = [one for one in read_diagnostics(folder / DIAGNOSTICS) if one.name != "label_counts"]
     (folder / DIAGNOSTICS).unlink()
-    DiagnosticsLog(folder).add(RoundReport(None, 3, diagnostics=tuple(reported)))
+    DiagnosticsLog(folder).add(3, {}, reported)
     text = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
     assert "against their labels" not in text and "fedclust: distance of the clients, ordered by cluster" in text
 

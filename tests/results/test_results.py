@@ -4,12 +4,12 @@ import pyarrow as pa
 import pytest
 
 from cfl_ray.errors import DataError
-from cfl_ray.results.results import ClientMetrics, ClusterMoves, read_client_metrics
-from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
+from cfl_ray.results.reassignments import Reassignments
 
 
 def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
-    moves = ClusterMoves(None)
+    moves = Reassignments(None)
     for round, moved in (
         (1, ((0, 0), (1, 1))),  # both appear
         (2, ((2, 0),)),  # another one
@@ -17,15 +17,15 @@ def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
         (4, ((0, -1),)),  # leaves
         (5, ((0, 1),)),  # comes again
     ):
-        moves.add(RoundReport(None, round, moved=moved))
+        moves.add(round, moved)
     assert moves.rounds == [3]
 
 
 def test_clusters_that_are_formed_after_rounds_without_any_are_a_change():
     """AutoCFL and FL+HC train one model first: the round of their clustering counts, those of newcomers do not."""
-    moves = ClusterMoves(None)
+    moves = Reassignments(None)
     for round, moved in ((5, ((0, 0), (1, 1))), (8, ((2, 1),))):
-        moves.add(RoundReport(None, round, moved=moved))
+        moves.add(round, moved)
     assert moves.rounds == [5]
 
 
@@ -33,7 +33,7 @@ def test_moves_of_other_types_are_damage(tmp_path):
     for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
         (tmp_path / "reassignments.jsonl").write_text(line + "\n")
         with pytest.raises(DataError, match="reassignments.jsonl is damaged"):
-            ClusterMoves(tmp_path)
+            Reassignments(tmp_path)
 
 
 def test_client_metrics_of_a_type_that_does_not_exist_are_damage_and_are_not_cut_off(tmp_path):

@@ -15,8 +15,8 @@ from cfl_ray.core.method import Method
 from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.comparison import compare_runs, format_table
+from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.runtime.round_report import RoundReport
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
@@ -159,13 +159,13 @@ def test_a_name_of_a_metric_ends_the_run_with_a_clear_error(experiment):
 
 
 def test_replays_and_equal_values_are_ignored(tmp_path):
-    def report(round, value, name="x"):
-        one = Diagnostic(np.array(value, np.float32), ("clients",), (np.arange(len(value)),))
-        return RoundReport(None, round, {"y": 1.0}, numbers=("y",), diagnostics=(ReportedDiagnostic(name, round, one),))
+    def add(log, round, value):
+        diagnostic = Diagnostic(np.array(value, np.float32), ("clients",), (np.arange(len(value)),))
+        log.add(round, {"y": 1.0}, [ReportedDiagnostic("x", round, diagnostic)])
 
     log, file = DiagnosticsLog(tmp_path), tmp_path / DIAGNOSTICS
     for round, value in ((1, [1]), (2, [1]), (3, [2, np.nan]), (3, [5]), (2, [7]), (4, [2, np.nan])):
-        log.add(report(round, value))
+        add(log, round, value)
     whole = file.read_bytes()
     found = [(one.name, one.round, one.diagnostic.value.tolist()) for one in read_diagnostics(file)]
     assert found[:2] == [("y", 1, 1.0), ("x", 1, [1.0])] and found[2][:2] == ("x", 3) and len(found) == 3
@@ -173,7 +173,7 @@ def test_replays_and_equal_values_are_ignored(tmp_path):
         file.write_bytes(torn)
         again = DiagnosticsLog(tmp_path)
         assert again.last["x"].round == 1
-        again.add(report(3, [2, np.nan]))
+        add(again, 3, [2, np.nan])
         assert file.read_bytes() == whole
 
 

@@ -11,10 +11,11 @@ from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.errors import Interrupted
-from cfl_ray.results.results import ClientMetrics, ClusterMoves
+from cfl_ray.results.arrow_log import whole_batches
+from cfl_ray.results.client_metrics import ClientMetrics
+from cfl_ray.results.diagnostics_log import DiagnosticsLog
+from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.arrow_log import whole_batches
-from cfl_ray.runtime.diagnostics_log import DiagnosticsLog
 from cfl_ray.runtime.driver import Driver
 from cfl_ray.tracking import FileTracker, read_info, read_records
 
@@ -93,7 +94,7 @@ def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
     assert len(whole) - first > 20
     for cut in range(first, len(whole)):
         os.truncate(folder / name, cut)
-        moves, clients, tracker = ClusterMoves(folder), ClientMetrics(folder), FileTracker(folder)
+        moves, clients, tracker = Reassignments(folder), ClientMetrics(folder), FileTracker(folder)
         diagnostics = DiagnosticsLog(folder)
         records = list(read_records(folder))
         tracker.start(read_info(folder))

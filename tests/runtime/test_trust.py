@@ -11,8 +11,9 @@ from cfl_ray.cli import main
 from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime import live_client, trust
-from cfl_ray.runtime.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
+from cfl_ray.results import trust
+from cfl_ray.results.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
+from cfl_ray.runtime import live_client
 from cfl_ray.security.credentials import remember_credentials
 
 CODE = """

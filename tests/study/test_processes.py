@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from cfl_ray.study import worker_pool
-from cfl_ray.study.folder import study_status
 from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import run_study
+from cfl_ray.study.status import study_status
 
 pytestmark = pytest.mark.slow
 SLOW = "import time\n\ndef pause(outputs, targets):\n    time.sleep(0.01)\n    return float(len(targets))\n"

@@ -11,12 +11,13 @@ from studies import InlinePool
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
+from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
 from cfl_ray.study.cells import Selection, plan
-from cfl_ray.study.folder import run_folders, study_status
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.run import StudyWatcher, run_study
+from cfl_ray.study.status import study_status
 from cfl_ray.tracking import read_end, read_info, read_records
 
 STUDY = RunDirectory.study.name

@@ -10,9 +10,9 @@ from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results.comparison import StudyFigures
 from cfl_ray.study import run
 from cfl_ray.study.cells import plan
-from cfl_ray.study.folder import study_status
 from cfl_ray.study.ranking import best_of, rank, to_frame
 from cfl_ray.study.run import StudyWatcher, run_study
+from cfl_ray.study.status import study_status
 from cfl_ray.study.sweep import LearningTrials, goal_of, trials_of
 
 RANGES = {"local.lr": {"low": 0.01, "high": 1, "log": True}, "methods.fedavg.weights": ["samples", "uniform"]}

@@ -1,4 +1,4 @@
-"""The folder of a study, whose runs are in SETTING/METHOD/seed-SEED; read without importing torch."""
+"""The progress of a study, read from its folder without importing torch."""
 
 import itertools
 import pkgutil
@@ -9,61 +9,9 @@ from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.errors import ConfigError
-from cfl_ray.run_directory import File, RunDirectory
+from cfl_ray.results.study_folder import folders_with, is_finished, methods_in, run_folders, seed_of
+from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
-from cfl_ray.tracking import read_end
-
-
-def is_study(folder: str | Path) -> bool:
-    """Whether a folder is that of a study."""
-    return RunDirectory(folder).is_study
-
-
-def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
-    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
-    return _folders(RunDirectory(study), RunDirectory.config)
-
-
-def _folders(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
-    """The same for the folders of runs that hold a file."""
-    settings, methods = _names_in(study.study)
-
-    def place(run: Path) -> tuple[Any, ...]:
-        setting, method = run.parts[-3], run.parts[-2]
-        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(run))
-
-    return [(run.parts[-3], run.parts[-2], run) for run in sorted(study.run_folders(containing), key=place)]
-
-
-def seed_of(run: Path) -> int:
-    """The seed of a run by the name of its folder; -1 where it has none."""
-    number = run.name.removeprefix("seed-")
-    return int(number) if number.isdigit() else -1
-
-
-def _names_in(file: Path) -> tuple[list[str], list[str]]:
-    """The settings and methods that a study names, in its order."""
-    study = load_study(file) if file.is_file() else None
-    if study is None:
-        return [], []
-    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in _methods_of(values)]
-    pairs = [next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {}) for entry in entries]
-    labels = [options.get("label") if isinstance(options, dict) else None for _, options in pairs]
-    return list(study.settings), [str(label or name) for (name, _), label in zip(pairs, labels, strict=True)]
-
-
-def _methods_of(values: dict[str, Any]) -> list[Any]:
-    methods = values.get("methods", [])
-    return methods if isinstance(methods, list) else []
-
-
-def _position(name: str, names: list[str]) -> int:
-    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
-    known = [one for one in (name, name.partition(",")[0]) if one in names]
-    return names.index(known[0]) if known else len(names)
-
-
-# ---- progress
 
 
 @dataclass(frozen=True)
@@ -88,7 +36,7 @@ class StudyStatus:
 def study_status(folder: str | Path) -> StudyStatus:
     """The progress of a study, read from its folder. Raises ConfigError where it holds none."""
     root = Path(folder)
-    if not is_study(root):
+    if not RunDirectory(root).is_study:
         raise ConfigError(f"{folder} holds no study: there is no {RunDirectory(root).study}")
     study = load_study(RunDirectory(root).study)
     planned = PlannedRuns(study)
@@ -104,19 +52,13 @@ def study_status(folder: str | Path) -> StudyStatus:
             stopped.append(_in_words(setting, method, run))
     failed = {
         _in_words(setting, method, run): RunDirectory(run).failure.read_text().partition("\n")[0]
-        for setting, method, run in _folders(RunDirectory(root), RunDirectory.failure)
+        for setting, method, run in folders_with(RunDirectory(root), RunDirectory.failure)
         if planned.has(setting, method, seed_of(run))
     }
     runs = planned.count
     state = "live" if RunDirectory(root).is_live else "finished" if finished >= runs else "stopped"
     again = command("resume", root) if state == "stopped" else None
     return StudyStatus(study.name, state, runs, finished, live, failed, stopped, again)
-
-
-def is_finished(run: Path) -> bool:
-    """Whether the run in this folder has come to its end."""
-    end = read_end(run)
-    return end is not None and end.status == "FINISHED"
 
 
 def _in_words(setting: str, method: str, run: Path) -> str:
@@ -167,14 +109,14 @@ def _num_methods(values: dict[str, Any]) -> int:
     """The number of methods that an experiment lists."""
     if "methods" not in values:
         return 1
-    return sum(len(_method_names()) if entry == "all" else 1 for entry in _methods_of(values))
+    return sum(len(_method_names()) if entry == "all" else 1 for entry in methods_in(values))
 
 
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:
     """The labels of the methods that an experiment lists; None where they follow from options or from files."""
     names = _method_names()
     labels: list[str] = []
-    for entry in _methods_of(values) if "methods" in values else ["fedavg"]:
+    for entry in methods_in(values) if "methods" in values else ["fedavg"]:
         name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
         label = options.get("label") if isinstance(options, dict) else None
         labels += names if entry == "all" else [str(label or name)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cfl_ray.runtime import machine
+from cfl_ray.system import machine
 
 GB = 10**9
 

@@ -6,16 +6,15 @@ A number is a metric of its round, in `metrics.jsonl`; here it has one row witho
 which says that this name is a diagnostic.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
+from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.arrow_log import ArrowLog, check_columns, whole_batches
-from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking import RoundRecord
 
 _SCHEMA = pa.schema(
@@ -42,14 +41,14 @@ class DiagnosticsLog:
         batches = self.log.open() if self.log else []
         self.last = {one.name: one for batch in batches for one in _rows_of(batch)}  # by name
 
-    def add(self, report: RoundReport) -> None:
+    def add(self, round: int, numbers: Mapping[str, float], arrays: Iterable[ReportedDiagnostic]) -> None:
         """Keeps the diagnostics of a round; they are in the file when this returns."""
-        numbers = (
-            ReportedDiagnostic(name, report.round, Diagnostic(np.array(report.metrics[name])))
-            for name in report.numbers
+        first = (
+            ReportedDiagnostic(name, round, Diagnostic(np.array(value)))
+            for name, value in numbers.items()
             if name not in self.last
         )
-        new = [*numbers, *filter(self._is_new, report.diagnostics)]
+        new = [*first, *filter(self._is_new, arrays)]
         if not new:
             return
         self.last |= {one.name: one for one in new}

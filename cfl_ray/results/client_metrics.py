@@ -1,0 +1,49 @@
+"""The metrics of each client in each evaluated round, in the folder of a method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
+from cfl_ray.run_directory import RunDirectory
+
+_SCORES = ("accuracy", "macro_f1", "loss")  # of classes
+
+
+def _schema(scores: Sequence[str]) -> pa.Schema:
+    """The columns of a client's scores."""
+    return pa.schema([("round", pa.int32()), ("client", pa.int64()), *((name, pa.float32()) for name in scores)])
+
+
+class ClientMetrics:
+    """P-server of every client and evaluated round, in an Arrow stream that grows by a batch per evaluation.
+
+    A batch that a crash has torn is cut off; rounds that are replayed are ignored.
+    """
+
+    def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
+        self.schema = _schema(scores)
+        self.log = ArrowLog(RunDirectory(directory).client_metrics, self.schema) if directory else None
+        batches = self.log.open() if self.log else []
+        self.last = max((batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0)
+
+    def add(self, round: int, scores_MV: np.ndarray) -> None:
+        """Keeps the scores of a round: client, then each score. They are in the file when this returns."""
+        if self.log is None or round <= self.last:
+            return
+        client, *scores = scores_MV.T
+        columns = [np.full(len(client), round, np.int32), client.astype(np.int64)]
+        columns += [values.astype(np.float32) for values in scores]
+        self.log.append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))
+        self.last = round
+
+
+def read_client_metrics(path: Path) -> pa.Table:
+    """The whole batches of the file; an empty table where there is none. Raises DataError for a damaged one."""
+    batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
+    schema = schema or _schema(_SCORES)
+    if schema != _schema(schema.names[2:]):
+        check_columns(path, schema, _schema(_SCORES))
+    return pa.Table.from_batches(batches, schema)

@@ -1,0 +1,59 @@
+"""The folder of a study, whose runs are in SETTING/METHOD/seed-SEED; read without importing torch."""
+
+from pathlib import Path
+from typing import Any
+
+from cfl_ray.config.study import load_study
+from cfl_ray.run_directory import File, RunDirectory
+from cfl_ray.tracking import read_end
+
+
+def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
+    """Setting, method and folder of every run of a study, in the order of the study's settings, methods and seeds."""
+    return folders_with(RunDirectory(study), RunDirectory.config)
+
+
+def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
+    """The same for the folders of runs that hold a file."""
+    settings, methods = _names_in(study.study)
+
+    def place(run: Path) -> tuple[Any, ...]:
+        setting, method = run.parts[-3], run.parts[-2]
+        return (_position(setting, settings), setting, _position(method, methods), method, seed_of(run))
+
+    return [(run.parts[-3], run.parts[-2], run) for run in sorted(study.run_folders(containing), key=place)]
+
+
+def seed_of(run: Path) -> int:
+    """The seed of a run by the name of its folder; -1 where it has none."""
+    number = run.name.removeprefix("seed-")
+    return int(number) if number.isdigit() else -1
+
+
+def _names_in(file: Path) -> tuple[list[str], list[str]]:
+    """The settings and methods that a study names, in its order."""
+    study = load_study(file) if file.is_file() else None
+    if study is None:
+        return [], []
+    entries = [entry for values in (study.experiment, *study.settings.values()) for entry in methods_in(values)]
+    pairs = [next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {}) for entry in entries]
+    labels = [options.get("label") if isinstance(options, dict) else None for _, options in pairs]
+    return list(study.settings), [str(label or name) for (name, _), label in zip(pairs, labels, strict=True)]
+
+
+def methods_in(values: dict[str, Any]) -> list[Any]:
+    """The entries of `methods` of an experiment; none if they are no list."""
+    methods = values.get("methods", [])
+    return methods if isinstance(methods, list) else []
+
+
+def _position(name: str, names: list[str]) -> int:
+    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
+    known = [one for one in (name, name.partition(",")[0]) if one in names]
+    return names.index(known[0]) if known else len(names)
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in this folder has come to its end."""
+    end = read_end(run)
+    return end is not None and end.status == "FINISHED"

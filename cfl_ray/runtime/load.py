@@ -1,0 +1,51 @@
+"""A run from its files, with what its methods have learned: finished, stopped, or live."""
+
+from functools import cache
+from pathlib import Path
+
+from cfl_ray.config import Experiment
+from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.errors import ConfigError
+from cfl_ray.results.load import recorded_run
+from cfl_ray.results.results import Results
+from cfl_ray.results.trained import TrainedMethod
+from cfl_ray.results.trust import load_record
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.prepare import Setup, prepare
+from cfl_ray.runtime.round_loop import RoundLoop
+from cfl_ray.runtime.session import checkpoint_store
+
+
+def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:
+    """The recorded results of a run; for a live or stopped run, models are those of the last checkpoint.
+
+    experiment: the experiment of the run, required if it has objects made in Python (a Federation, a model, a method).
+    trust: True imports the Python files that the run names, even if this user did not start it on this machine; False
+        raises ConfigError for such files.
+    Raises ConfigError if `run_dir` holds no run. Data are read when a model is requested.
+    """
+    directory = Path(run_dir).absolute()
+    RunDirectory(run_dir).require_run()
+    of_run = experiment or load_record(directory, trust, connects=False)
+
+    @cache
+    def setup() -> Setup:
+        if experiment is None:
+            load_record(directory, trust)  # the data are read, wherever the record says that they are
+        return prepare(of_run)
+
+    return recorded_run(directory, of_run, lambda label: load_trained(setup(), label, directory))
+
+
+def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:
+    """A method of a run as of its newest checkpoint, also while the run is live.
+
+    Raises ConfigError if there is no checkpoint yet.
+    """
+    store = checkpoint_store(setup, run_dir, label)
+    if store is None or not store.rounds():
+        raise ConfigError(
+            f"{RunDirectory(run_dir).method(label).path} has no checkpoint yet; see `cfl-ray status {run_dir}`"
+        )
+    backend = InProcessBackend(setup.worker())
+    return RoundLoop(setup, label, backend.worker.network, backend, store).trained(backend)
