@@ -33,9 +33,8 @@ from cfl_ray.runtime.prepare import engine_choice, prepare
 from cfl_ray.runtime.run_record import recorded_hash
 from cfl_ray.runtime.session_file import ServerAddress, publish_server
 from cfl_ray.security import credentials
-from cfl_ray.tracking import FileTracker, delivery, read_end, read_info, read_records
+from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
-from cfl_ray.tracking.delivery import set_destination
 
 CONFIG = RunDirectory.config.name
 
@@ -70,8 +69,8 @@ def pristine(tmp_path_factory) -> Path:
     simulate(experiment, folder / "run")
     for method in ("ifca", "ditto"):
         Journal(folder / "run" / method).add(JournalEvent(2, leave=(3,)), JournalEvent(2, join=(3,)))
-        set_destination(folder / "run" / method, "http://127.0.0.1:9", "fuzz", folder / "run")
-    set_destination(folder / "run", "http://127.0.0.1:9", "fuzz", None)
+        Mlflow("http://127.0.0.1:9", "fuzz", folder / "run").set_destination(folder / "run" / method)
+    Mlflow("http://127.0.0.1:9", "fuzz").set_destination(folder / "run")
     publish_server(folder / "run", ServerAddress.here("127.0.0.1:9", "server"))
     digits = config.load(None, ["data.partition.clients=4", "data.test.view=label"]).data
     shutil.move(data.build(digits, 0, folder / "made").uri, folder / "shards")
@@ -164,7 +163,7 @@ def _append_to_records(folder: Path) -> None:
     """As a driver does that goes on: torn ends are cut off."""
     assert Reassignments(folder / "run/ditto").rounds is not None
     ClientMetrics(folder / "run/ditto")
-    FileTracker(folder / "run/ditto").start(read_info(folder / "run/ditto"))
+    RunLog(folder / "run/ditto").start(read_info(folder / "run/ditto"))
 
 
 def _resume(folder: Path) -> None:
@@ -195,9 +194,9 @@ def _read_session(folder: Path) -> None:
 
 def _deliver(folder: Path) -> None:
     warnings: list[str] = []
-    assert delivery.deliver_pending(folder, "http://127.0.0.1:9", warn=warnings.append) == []
+    assert mlflow_tracker.deliver_pending(folder, "http://127.0.0.1:9", warn=warnings.append) == []
     assert all(warnings)
-    delivery.waiting_rounds(folder / "run/ditto")
+    delivery.waiting_rounds(folder / "run/ditto", "mlflow")
 
 
 def _read_csv(folder: Path) -> None:
@@ -271,7 +270,7 @@ def run_mutants(name: str, mutants: range, pristine: Path, folder: Path, monkeyp
     monkeypatch.chdir(pristine)  # `evil.py` is here
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("CFL_RAY_HOME", str(folder / "home"))
-    monkeypatch.setattr(delivery, "accepts_connection", lambda uri: False)
+    monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: False)
     shutil.copytree(pristine, folder, dirs_exist_ok=True)
     if name != "signature":
         trust.sign_record(folder / "run", config.load(folder / "run" / CONFIG))

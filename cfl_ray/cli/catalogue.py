@@ -33,7 +33,7 @@ from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.prepare import ATTACKS, AVAILABILITY
 from cfl_ray.runtime.session import BACKENDS
-from cfl_ray.tracking import TRACKERS, MlflowTracker
+from cfl_ray.tracking import TRACKERS, Mlflow
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ KINDS: Mapping[str, PartKind] = {
         "a class with open, log and close",
         "tracking: {trackers: [csv, my.py:Tracker]}",
         "docs/extend/tracker.md",
-        given=tuple(inspect.signature(MlflowTracker).parameters),
+        given=tuple(inspect.signature(Mlflow).parameters),
     ),
     "backends": PartKind(
         BACKENDS,

@@ -33,19 +33,15 @@ from cfl_ray.runtime.session import Session
 from cfl_ray.system.files import drafted, write_text
 from cfl_ray.tracking import (
     RUN_METRICS,
-    FileTracker,
-    MlflowTracker,
-    Relay,
-    RelayingTracker,
     RoundRecord,
     RunInfo,
-    Tracker,
+    RunLog,
     flatten,
+    new_trackers,
     read_end,
     read_records,
     redact,
     resolve_uri,
-    sinks,
     summarise,
 )
 from cfl_ray.tracking.record import EndStatus, primary_of, score_metrics_of
@@ -106,7 +102,7 @@ class Driver:
 
     def all_methods(self) -> Results:
         """The results of every method. Raises RunStopped when a request ended the run."""
-        parent = self._tracker(None)
+        parent = self._run_log(None)
         status: EndStatus = "FAILED"
         results: dict[str, MethodResult] = {}
         try:
@@ -136,14 +132,14 @@ class Driver:
         records = list(read_records(directory)) if directory else []
         if directory is not None and (end := read_end(directory)) is not None and end.status == "FINISHED":
             return self._result(label, records, dict(end.summary.metrics))
-        tracker, moves, clients, diagnostics = (
-            self._tracker(label),
+        run_log, moves, clients, diagnostics = (
+            self._run_log(label),
             Reassignments(directory),
             ClientMetrics(directory, self.setup.task.score_names),
             DiagnosticsLog(directory),
         )
         try:
-            report = self._rounds(label, records, moves, clients, diagnostics, tracker)
+            report = self._rounds(label, records, moves, clients, diagnostics, run_log)
             summary = self._summary(records, moves, report)
             self._check_ending(wait=True)
             if self.uri is not None and directory is not None and self.experiment.tracking.log_models:
@@ -152,10 +148,10 @@ class Driver:
                 save_models(trained, RunDirectory(directory).models, self.watcher.warn)
         except BaseException as error:
             status: EndStatus = "KILLED" if isinstance(error, (KeyboardInterrupt, RunStopped)) else "FAILED"
-            if tracker is not None:
-                self._finish(tracker, status, {})
+            if run_log is not None:
+                self._finish(run_log, status, {})
             raise
-        self.ending = self.writer.submit(self._end, directory, label, records, moves, tracker, summary)
+        self.ending = self.writer.submit(self._end, directory, label, records, moves, run_log, summary)
         return self._result(label, records, summary, diagnostics.kept)
 
     def _result(
@@ -176,7 +172,7 @@ class Driver:
         label: str,
         records: list[RoundRecord],
         moves: Reassignments,
-        tracker: Tracker | None,
+        run_log: RunLog | None,
         summary: dict[str, float],
     ) -> None:
         """Writes what belongs to a method that is finished. A run that is killed before finds it to do when resumed."""
@@ -186,8 +182,8 @@ class Driver:
                 self._write_artifacts(directory, label, records, moves)
             status = "FINISHED"
         finally:
-            if tracker is not None:
-                self._finish(tracker, status, summary)
+            if run_log is not None:
+                self._finish(run_log, status, summary)
 
     def _write_report(self, directory: Path, results: dict[str, MethodResult]) -> None:
         """Writes the page of the run. A failure to draw it ends no run."""
@@ -213,12 +209,12 @@ class Driver:
         moves: Reassignments,
         clients: ClientMetrics,
         diagnostics: DiagnosticsLog,
-        tracker: Tracker | None,
+        run_log: RunLog | None,
     ) -> RoundReport:
         """Records the rounds of the method. Raises RunStopped when a request ended the run before the last one."""
         tell = self.watcher.method
         for report in self.session.rounds(label):  # first the restored one, which may not be recorded yet
-            self._record(report, records, moves, clients, diagnostics, tracker)
+            self._record(report, records, moves, clients, diagnostics, run_log)
             tell(label, report)
             tell = self.watcher.round
             self._check_ending()
@@ -234,7 +230,7 @@ class Driver:
         moves: Reassignments,
         clients: ClientMetrics,
         diagnostics: DiagnosticsLog,
-        tracker: Tracker | None,
+        run_log: RunLog | None,
     ) -> None:
         """Records a round, in each file that does not have it: one that was replayed after a fault may be in all, or
         in some where a power failure has cut the others.
@@ -252,8 +248,8 @@ class Driver:
         of_task = self.of_task.union(report.numbers)
         record = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
         records.append(record)
-        if tracker is not None:
-            tracker.log(record)
+        if run_log is not None:
+            run_log.log(record)
 
     def _summary(self, records: list[RoundRecord], moves: Reassignments, report: RoundReport) -> dict[str, float]:
         clustered = any("num_clusters" in record.metrics for record in records)
@@ -283,35 +279,26 @@ class Driver:
 
     # ---- tracking
 
-    def _finish(self, tracker: Tracker, status: EndStatus, summary: dict[str, float]) -> None:
+    def _finish(self, run_log: RunLog, status: EndStatus, summary: dict[str, float]) -> None:
         """Records the end. A failure to do so hides no other failure."""
         try:
-            tracker.finish(status, summary)
+            run_log.finish(status, summary)
         except (OSError, DataError) as error:
             if status == "FINISHED":
                 raise
-            self.watcher.warn(f"the end of {tracker.run_dir} was not recorded: {error}")
+            self.watcher.warn(f"the end of {run_log.run_dir} was not recorded: {error}")
 
-    def _tracker(self, label: str | None) -> Tracker | None:
-        """The tracker of one method, or of the comparison of all (None), started; None where no files are kept."""
+    def _run_log(self, label: str | None) -> RunLog | None:
+        """The log of one method, or of the comparison of all (None), started; None where no files are kept."""
         if self.directory is None:
             return None
         directory = RunDirectory(self.directory).method(label).path if label else self.directory
-        tracker: Tracker
-        if self.uri is None or (self.study is not None and label is None):  # a study compares, not each of its cells
-            tracker = FileTracker(directory, self.of_task)
-        else:
-            parent = None if label is None else self.study.root if self.study is not None else self.directory
-            experiment = self.experiment.tracking.experiment
-            tracker = MlflowTracker(
-                directory, self.uri, experiment, parent, warn=self.watcher.warn, of_task=self.of_task
-            )
-        relays = [
-            Relay(name, sink, directory, self.watcher.warn) for name, sink in sinks(self.experiment.tracking).items()
-        ]
-        tracker = RelayingTracker(tracker, relays) if relays else tracker
-        tracker.start(self._run_info(label))
-        return tracker
+        parent = None if label is None else self.study.root if self.study is not None else self.directory
+        uri = None if self.study is not None and label is None else self.uri  # a study compares, not each of its cells
+        trackers = new_trackers(self.experiment.tracking, uri, parent)
+        run_log = RunLog(directory, trackers, self.watcher.warn, self.of_task)
+        run_log.start(self._run_info(label))
+        return run_log
 
     def _run_info(self, label: str | None) -> RunInfo:
         data, experiment = self.experiment.data, self.experiment

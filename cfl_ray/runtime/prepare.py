@@ -43,7 +43,7 @@ from cfl_ray.plugins.calling import with_options
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.system.files import SHARED, read_json, write_json
-from cfl_ray.tracking import check_mlflow, sinks
+from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
 
 _MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
@@ -162,7 +162,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     methods = resolve(experiment.methods)
     task, learning, own_learning = resolve_learning(experiment, methods)
     _check_targets(task, federation)
-    sinks(experiment.tracking)  # made anew for every method; here, only what they refuse is found
+    new_trackers(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     if experiment.tracking.log_models and experiment.tracking.enabled:
         check_mlflow()
     _check_schedule(experiment, federation.num_clients)

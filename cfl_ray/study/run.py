@@ -39,10 +39,9 @@ from cfl_ray.study.sweep import Trials, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, CellOutcome, WorkerPool, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
-    FileTracker,
-    MlflowTracker,
+    Mlflow,
     RunInfo,
-    Tracker,
+    RunLog,
     deliver_pending,
     flatten,
     redact,
@@ -213,8 +212,8 @@ class _Launch:
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
             write_text(RunDirectory(self.root).study, self.study.to_record())
-            tracker = self._tracker()
-            tracker.start(self._info())
+            run_log = self._run_log()
+            run_log.start(self._info())
             status: EndStatus = "FAILED"
             try:
                 self.trials.open(self.root)
@@ -224,25 +223,25 @@ class _Launch:
                 status = "KILLED"
                 raise Interrupted(f"stopped. Every saved round is kept; go on with: {self._again()}") from None
             finally:
-                self._end(tracker, status)
+                self._end(run_log, status)
             if self.uri is not None:  # what the runs could not deliver while they were live
                 deliver_pending(self.root.parent, self.uri, warn=self.watcher.warn)
         return StudyResults(
             self.study, self.root, self.failed, redact(self.uri) if self.uri else None, self._ranked(self.results())
         )
 
-    def _end(self, tracker: Tracker, status: EndStatus) -> None:
+    def _end(self, run_log: RunLog, status: EndStatus) -> None:
         """Writes the tables of what is finished, and in any case the end: FAILED where a table cannot be written."""
         try:
             figures = self.results()
             count = sum(map(len, figures.found.values()))  # the step of the parent's metrics: a later start has others
             if summary := self._write_tables(figures):
-                tracker.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
+                run_log.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
         except BaseException:
             status = "FAILED"
             raise
         finally:
-            tracker.finish(status, {})
+            run_log.finish(status, {})
 
     def results(self) -> StudyFigures:
         """The figures of what is finished."""
@@ -411,11 +410,11 @@ class _Launch:
         except ConfigError:  # a part of the study that no table has
             return (), ""
 
-    def _tracker(self) -> Tracker:
-        if self.uri is None:
-            return FileTracker(self.root, self.of_task)
+    def _run_log(self) -> RunLog:
+        """The log of the parent run."""
         experiment = self.experiment.tracking.experiment
-        return MlflowTracker(self.root, self.uri, experiment, warn=self.watcher.warn, of_task=self.of_task)
+        trackers = {} if self.uri is None else {"mlflow": Mlflow(self.uri, experiment)}
+        return RunLog(self.root, trackers, self.watcher.warn, self.of_task)
 
     def _info(self) -> RunInfo:
         tags = {"study": self.study.name, "seeds": str(self.study.seeds)}

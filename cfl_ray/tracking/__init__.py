@@ -1,13 +1,14 @@
-"""Tracking of runs: records are written to the run directory first and delivered to MLflow from there.
+"""Tracking of runs: records are written to the run directory first and delivered to trackers from there.
 
 Importing this package does not import mlflow.
 """
 
 from cfl_ray.errors.redaction import redact
-from cfl_ray.tracking.chosen import TRACKERS, sinks
-from cfl_ray.tracking.delivery import Delivered, deliver_pending
+from cfl_ray.tracking.chosen import TRACKERS, new_trackers
+from cfl_ray.tracking.delivery import Delivery, Tracker
 from cfl_ray.tracking.mlflow_models import check_mlflow, save_model
-from cfl_ray.tracking.mlflow_tracker import MlflowTracker
+from cfl_ray.tracking.mlflow_tracker import Delivered, Mlflow, deliver_pending
+from cfl_ray.tracking.reading import read_end, read_info, read_records
 from cfl_ray.tracking.record import (
     METRICS,
     ROUND_METRICS,
@@ -18,9 +19,8 @@ from cfl_ray.tracking.record import (
     check_metrics,
     flatten,
 )
-from cfl_ray.tracking.sink import Relay, RelayingTracker, Sink
+from cfl_ray.tracking.run_log import RunLog
 from cfl_ray.tracking.summary import summarise
-from cfl_ray.tracking.tracker import FileTracker, Tracker, read_end, read_info, read_records
 from cfl_ray.tracking.uri import resolve_uri
 
 __all__ = [
@@ -29,25 +29,23 @@ __all__ = [
     "RUN_METRICS",
     "TRACKERS",
     "Delivered",
-    "FileTracker",
-    "MlflowTracker",
-    "Relay",
-    "RelayingTracker",
+    "Delivery",
+    "Mlflow",
     "RoundRecord",
     "RunEnd",
     "RunInfo",
-    "Sink",
+    "RunLog",
     "Tracker",
     "check_metrics",
     "check_mlflow",
     "deliver_pending",
     "flatten",
+    "new_trackers",
     "read_end",
     "read_info",
     "read_records",
     "redact",
     "resolve_uri",
     "save_model",
-    "sinks",
     "summarise",
 ]

@@ -1,279 +1,220 @@
-"""Delivery of run directories to MLflow: during a run, at its end, and, if that failed, by a later command.
+"""Delivery of a run directory to one tracker: during the run, at its end, when it is resumed, or by a later command.
 
-The cursor `mlflow.json` in the run directory says how much of the run MLflow has. A delivery first acquires the lock
-`mlflow.lock` and then reads the cursor, so a live run and a later `cfl-ray` command can both try.
+Records are in `metrics.jsonl` before any tracker receives them. The cursor, a file of the run directory for each
+tracker, says how much of the log the tracker has, so that each record reaches it once, whatever failed or was killed.
 """
 
-import os
-import shlex
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
-from os.path import relpath
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from cfl_ray.errors import DataError, UserError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.plugins.calling import place_of
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.security.credentials import hides, with_credentials
-from cfl_ray.security.signing import is_signed, sign
-from cfl_ray.system.files import PRIVATE, read_record, sync, write_json
-from cfl_ray.tracking.mlflow import MlflowRun
-from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.tracker import read_end, read_from, read_info
-from cfl_ray.tracking.uri import accepts_connection
+from cfl_ray.system.files import PRIVATE, private_umask, read_json, read_record, sync, write_json
+from cfl_ray.tracking.reading import read_end, read_from, read_info
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
-_PURPOSE = "destination of a run's results"
+MLFLOW = "mlflow"  # the tracker to which a later command can deliver
 BATCH_ROUNDS = 40
 BATCH_METRICS = 900  # with phases and tags MLflow accepts 1,000 in a request, so a batch arrives whole or not at all
-_LINE_BYTES = 1 << 20  # more than a line of the metrics log has
 LOCK_SECONDS = 5.0
-MOVE_SECONDS = 60.0  # a delivery to the previous destination may be in progress
+# Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
+PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)  # after the first failure since the end, the second, ...
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Receives the records of a run, in a thread of its own: open, log ..., close.
+
+    A resumed run does all of it again with a new object. Optional: `log_batch(records)`, which is called instead of
+    `log` with up to 40 rounds that wait, and `needs_open`: while it is true, the tracker is opened again.
+    """
+
+    def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
+        """Begins. after: the last round that was delivered; 0: none. `run_dir` is the directory of one method."""
+
+    def log(self, record: RoundRecord) -> None:
+        """Receives the metrics of a round, in the order of rounds."""
+
+    def close(self, end: RunEnd | None) -> None:
+        """Ends. end: status and summary of the run; None if it has no end, or the tracker lacks records."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How much of one run MLflow has."""
+    """How much of one run a tracker has."""
 
-    uri: str  # destination, without credentials
-    experiment: str
-    parent: str | None = None  # directory of the parent run, relative to that of this run
-    run_id: str | None = None  # None: the run does not exist in MLflow yet
-    delivered: int = 0  # bytes of the metrics log that are delivered
+    delivered: int = 0  # bytes of the metrics log
     round: int | None = None  # of the last record in them; None: not known
-    ended_ms: int | None = None  # time of the end that is delivered; None: the run is RUNNING in MLflow
-    signature: str | None = None  # of the destination for this directory, by the user who chose it
+    ended_ms: int | None = None  # time of the end that is delivered; None: the run is live for the tracker
 
 
-@dataclass(frozen=True)
-class Delivered:
-    """Rounds of one run that `deliver_pending` delivered."""
+def update_cursor(run_dir: Path, name: str, **values: Any) -> None:
+    """Changes values of the cursor file of a tracker; MLflow's has those of its `Destination` beside the cursor."""
+    file = RunDirectory(run_dir).cursor(name)
+    write_json(file, (read_json(file) or {}) | values)
 
-    run_dir: Path
-    rounds: int
+
+def read_cursor(run_dir: Path, name: str) -> Cursor:
+    """The cursor of a tracker; one without records if it has received nothing."""
+    return read_record(RunDirectory(run_dir).cursor(name), Cursor) or Cursor()
+
+
+def lock(run_dir: Path, seconds: float = LOCK_SECONDS) -> AbstractContextManager[Any]:
+    """Context in which no other process delivers the run to MLflow. Raises filelock.Timeout."""
+    return FileLock(RunDirectory(run_dir).mlflow_lock, timeout=seconds, mode=PRIVATE)
 
 
 class Delivery:
-    """Delivers one run directory to one URI. Can be called again after an exception."""
+    """Delivers one run directory to one tracker. Can be called again after an exception."""
 
-    def __init__(self, run_dir: Path, uri: str) -> None:
-        self.run_dir = run_dir
-        self.uri = uri
-        self._run: MlflowRun | None = None
+    def __init__(self, run_dir: Path, name: str, tracker: Tracker) -> None:
+        """name: of the tracker, unique in the run."""
+        self.run_dir, self.name, self.tracker = run_dir, name, tracker
+        self.was_opened = self.is_closed = False
+        self.progress = 0  # grows with everything that succeeds
 
     def bring_up_to_date(self, lock_seconds: float = LOCK_SECONDS) -> int:
-        """Delivers everything that MLflow lacks and returns the number of rounds delivered.
+        """Delivers everything that the tracker lacks and returns the number of rounds delivered.
 
-        Raises filelock.Timeout if another process is delivering this run, ConnectionError, or any error of MLflow.
+        Raises filelock.Timeout if another process is delivering this run, and any error of the tracker.
         """
-        with FileLock(RunDirectory(self.run_dir).mlflow_lock, timeout=lock_seconds, mode=PRIVATE):
-            try:
-                run, cursor = self._open()
-                return self._deliver(run, cursor)
-            except BaseException:
-                self._run = None  # the next call opens the run again, which finds out what the last request did
-                raise
+        with self._alone(lock_seconds):
+            end = read_end(self.run_dir)  # before the records, so that all records logged before the end are delivered
+            is_new = self._open()
+            before, rounds = read_cursor(self.run_dir, self.name), 0
+            cursor = replace(before, ended_ms=before.ended_ms if end else None)
+            if is_new:  # a power failure may have cut the log: the numbers of the rounds say what is delivered
+                cursor = replace(cursor, delivered=0)
+            log_batch = getattr(self.tracker, "log_batch", None)
+            for records, offset in batches(self.run_dir, cursor, BATCH_ROUNDS if log_batch else 1):
+                if records and log_batch:
+                    log_batch(records)
+                elif records:
+                    self.tracker.log(records[0])
+                sync(RunDirectory(self.run_dir).metrics)  # a power failure must not take what the cursor counts
+                cursor = replace(cursor, delivered=offset, round=records[-1].round if records else cursor.round)
+                before = self._save(before, cursor)
+                rounds += len(records)
+            if end and cursor.ended_ms != end.time_ms:
+                self.tracker.close(end)
+                self.is_closed = True
+                cursor = replace(cursor, ended_ms=end.time_ms)
+            self._save(before, cursor)
+            return rounds
 
-    def ensure(self) -> str:
-        """Creates the run in MLflow if it does not exist, and returns its id."""
-        with FileLock(RunDirectory(self.run_dir).mlflow_lock, timeout=LOCK_SECONDS, mode=PRIVATE):
-            run, _ = self._open()
-            return run.run_id
+    def give_up(self) -> None:
+        """Closes a tracker that lacks records, or whose run has no end."""
+        if self.was_opened and not self.is_closed:
+            with self._alone(0):
+                self.tracker.close(None)
 
-    def _open(self) -> tuple[MlflowRun, Cursor]:
-        cursor = read_cursor(self.run_dir)
-        if not _fits(self.run_dir, cursor):  # opened again, the run finds out which rounds MLflow has
-            self._run, cursor = None, self._save(replace(cursor, delivered=0, round=None))
-        if self._run and self._run.run_id == cursor.run_id:
-            return self._run, cursor
-        if hides(self.uri):
-            raise ConnectionError("its credentials are not known here; set MLFLOW_TRACKING_URI to it, with them")
-        if not accepts_connection(self.uri):
-            raise ConnectionError("no connection")
-        parent_id = Delivery(_parent(self.run_dir, cursor), self.uri).ensure() if cursor.parent else None
-        run = MlflowRun.open(self.uri, cursor.experiment, read_info(self.run_dir), cursor.run_id, parent_id)
-        self._run = run
-        if run.run_id != cursor.run_id:
-            cursor = self._save(replace(cursor, run_id=run.run_id, delivered=0, round=None, ended_ms=None))
-        return run, cursor
+    def _open(self) -> bool:
+        """Opens the tracker if it is not open, and returns whether it was not."""
+        if self.was_opened and not getattr(self.tracker, "needs_open", False):
+            return False
+        cursor = read_cursor(self.run_dir, self.name)
+        self.tracker.open(self.run_dir, read_info(self.run_dir), cursor.round or 0)
+        self.was_opened = True
+        self.progress += 1
+        return True
 
-    def _deliver(self, run: MlflowRun, cursor: Cursor) -> int:
-        end = read_end(self.run_dir)  # before the records, so that all records logged before the end are delivered
-        if end is None and cursor.ended_ms is not None:
-            run.reopen()
-            cursor = self._save(replace(cursor, ended_ms=None))
-        rounds = 0
-        for records, offset in _batches(self.run_dir, cursor.delivered):
-            run.log(records)
-            sync(RunDirectory(self.run_dir).metrics)  # a power failure must not take what the cursor counts
-            cursor = self._save(replace(cursor, delivered=offset, round=records[-1].round))
-            rounds += len(records)
-        if end and cursor.ended_ms != end.time_ms:
-            run.end(end, RunDirectory(self.run_dir).artifacts)
-            if end.status == "FINISHED":
-                run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
-            self._save(replace(cursor, ended_ms=end.time_ms))
-        return rounds
-
-    def _save(self, cursor: Cursor) -> Cursor:
-        write_json(RunDirectory(self.run_dir).mlflow, asdict(cursor))
+    def _save(self, before: Cursor, cursor: Cursor) -> Cursor:
+        if cursor != before:
+            update_cursor(self.run_dir, self.name, **asdict(cursor))
+            self.progress += 1
         return cursor
 
-
-def set_destination(run_dir: Path, uri: str, experiment: str, parent: Path | None) -> None:
-    """Stores the destination of the run in `run_dir`. If it changes, the whole run is delivered to the new one."""
-    signature = sign(_PURPOSE, _signed(run_dir, redact(uri)))
-    target = Cursor(redact(uri), experiment, relpath(parent, run_dir) if parent else None, signature=signature)
-    if not RunDirectory(run_dir).mlflow.exists():  # without a cursor no delivery can be in progress
-        write_json(RunDirectory(run_dir).mlflow, asdict(target))
-        return
-    cursor = read_cursor(run_dir)
-    if replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target:
-        return
-    with FileLock(RunDirectory(run_dir).mlflow_lock, timeout=MOVE_SECONDS, mode=PRIVATE):
-        cursor = replace(read_cursor(run_dir), signature=signature)
-        is_same = replace(cursor, run_id=None, delivered=0, round=None, ended_ms=None) == target
-        write_json(RunDirectory(run_dir).mlflow, asdict(cursor if is_same else target))
+    def _alone(self, seconds: float) -> AbstractContextManager[Any]:
+        """Other processes deliver to MLflow only; other trackers, of which some write files, have a private umask."""
+        return lock(self.run_dir, seconds) if self.name == MLFLOW else private_umask()
 
 
-def _signed(run_dir: Path, uri: str) -> list[str]:
-    return [str(run_dir.resolve()), uri]
+class LiveDelivery:
+    """A daemon thread that delivers a live run to one tracker, so that training never waits for it."""
 
+    def __init__(self, delivery: Delivery, warn: Callable[[str], None], finish_seconds: float) -> None:
+        """finish_seconds: longest time without progress for which `finish` waits."""
+        self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
+        self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
+        self.ends = threading.Event()  # no record follows: only short pauses from now on
+        self._new = threading.Event()  # there may be something to deliver
+        self._done = threading.Event()  # everything is delivered, or the delivery has given up
 
-def read_cursor(run_dir: Path) -> Cursor:
-    """Returns the cursor of a run. Raises DataError for a run without a destination."""
-    cursor = read_record(RunDirectory(run_dir).mlflow, Cursor)
-    if cursor is None:
-        raise DataError(f"{run_dir} was not started with MLflow: {RunDirectory.mlflow.name} is missing")
-    return cursor
+    def start(self) -> None:
+        self._new.set()
+        name = f"{self.delivery.name}-{self.delivery.run_dir.name}"
+        threading.Thread(target=self._deliver_until_done, name=name, daemon=True).start()
 
+    def wake(self) -> None:
+        """Says that there is something to deliver."""
+        self._new.set()
 
-def _parent(run_dir: Path, cursor: Cursor) -> Path:
-    """The directory of the parent run. Raises DataError where it is not one of those that contain this run's."""
-    parent = (run_dir / str(cursor.parent)).resolve()
-    if parent not in run_dir.resolve().parents:
-        raise DataError(
-            f"{RunDirectory(run_dir).mlflow} is damaged: {cursor.parent!r} is no folder that contains {run_dir}"
-        )
-    return parent
+    def finish(self) -> None:
+        """Waits until everything is delivered, or for as long as there is progress."""
+        self.ends.set()
+        self._new.set()
+        progress = None
+        while not self._done.is_set() and progress != self.delivery.progress:
+            progress = self.delivery.progress
+            self._done.wait(self.finish_seconds)
+        self._done.set()  # ends the thread after the attempt in progress
+        run_dir, name = self.delivery.run_dir, self.delivery.name
+        if lacks(run_dir, name):
+            later = "; the next cfl-ray command delivers them" if name == MLFLOW else ""
+            rounds, log = waiting_rounds(run_dir, name), RunDirectory(run_dir).metrics
+            self.warn(f"{self._title()} lacks {rounds} rounds and the end of {run_dir}, which {log} keeps{later}")
 
-
-def _fits(run_dir: Path, cursor: Cursor) -> bool:
-    """Whether the metrics log begins with what the cursor counts as delivered.
-
-    Not where a power failure has cut it: the rounds that were done again have lines of another length.
-    """
-    if not cursor.delivered:
-        return True
-    try:
-        with open(RunDirectory(run_dir).metrics, "rb") as log:
-            log.seek(max(0, cursor.delivered - _LINE_BYTES))
-            before = log.read(cursor.delivered - log.tell())
-            if log.tell() != cursor.delivered or not before.endswith(b"\n"):
-                return False
-        last = RoundRecord.from_line(before[:-1].rpartition(b"\n")[2])
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    return cursor.round in (None, last.round)
-
-
-def waiting_rounds(run_dir: Path) -> int:
-    """Returns the number of recorded rounds that MLflow lacks."""
-    cursor = read_cursor(run_dir)
-    return sum(1 for _ in read_from(run_dir, cursor.delivered if _fits(run_dir, cursor) else 0))
-
-
-def is_pending(run_dir: Path) -> bool:
-    """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
-    cursor, end, log = read_cursor(run_dir), read_end(run_dir), RunDirectory(run_dir).metrics
-    return (
-        cursor.run_id is None
-        or (log.exists() and log.stat().st_size != cursor.delivered)
-        or (end is not None and end.time_ms != cursor.ended_ms)
-    )
-
-
-def deliver_pending(
-    output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
-) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
-
-    Returns what was delivered.
-
-    The client of MLflow sends the user's token. So results go only to `uri`, to MLFLOW_TRACKING_URI and to the store
-    below `output`, and to the destinations that this user has chosen on this machine; others are named in a warning.
-
-    uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
-    seconds: longest wait; deliveries in progress end in the background.
-    warn: receives a line for each run that could not be delivered.
-    """
-    chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
-    known = {redact(one) for one in chosen if one}
-    pending: list[tuple[Path, str]] = []
-    unknown: dict[str, list[Path]] = {}
-    for run_dir, cursor in _pending(Path(output), warn):
-        if cursor.uri in known or is_signed(_PURPOSE, _signed(run_dir, cursor.uri), cursor.signature):
-            pending.append((run_dir, cursor.uri))
-        else:
-            unknown.setdefault(cursor.uri, []).append(run_dir)
-    for there, run_dirs in unknown.items():
-        warn(_not_sent(there, run_dirs, Path(output)))
-    delivered: list[Delivered] = []
-    if pending:
-        arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
-        worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
-        worker.start()
-        worker.join(seconds)
-    return list(delivered)
-
-
-def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
-    runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
-    command = shlex.join(["cfl-ray", "check", f"tracking.uri={uri}", f"output={output}"])
-    return (
-        f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "
-        f"you did not start them here; to send their results there: {command}"
-    )
-
-
-def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Cursor]]:
-    for folders in ("*", "*/*", "*/*/*/seed-*/*"):
-        for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
+    def _deliver_until_done(self) -> None:
+        failures = failures_at_end = 0
+        while not self._done.is_set():
+            ends, progress = self.ends.is_set(), self.delivery.progress
+            self._new.clear()
             try:
-                if is_pending(path.parent):
-                    yield path.parent, read_cursor(path.parent)
-            except UserError as error:
-                warn(str(error))
+                self.delivery.bring_up_to_date()
+            except Timeout:  # another process is delivering this run
+                self._new.set()
+            except Exception as error:  # boundary to a user's code and to services: no error of it ends the training
+                self._new.set()
+                failures += 1
+                if failures == 1:
+                    self._warn_of(error)
+                failures_at_end = (0 if self.delivery.progress > progress else failures_at_end) + ends
+                if failures_at_end and (not self.delivery.was_opened or failures_at_end > len(PAUSES_AT_END_SECONDS)):
+                    break
+            else:
+                failures = 0
+                if ends:
+                    break
+            self._pause(failures, failures_at_end)
+        with suppress(Exception):  # it was warned of
+            self.delivery.give_up()
+        self._done.set()
 
+    def _pause(self, failures: int, failures_at_end: int) -> None:
+        """Waits for at least the pause after so many failures, and until there is something to deliver."""
+        if self.ends.is_set():
+            self._done.wait(PAUSES_AT_END_SECONDS[max(0, failures_at_end - 1)])
+        else:
+            self.ends.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
+        self._new.wait()
 
-def _deliver_each(
-    pending: list[tuple[Path, str]],
-    uri: str | None,
-    deadline: float,
-    delivered: list[Delivered],
-    warn: Callable[[str], None],
-) -> None:
-    unreachable: set[str] = set()
-    for run_dir, redacted_uri in pending:
-        if redacted_uri in unreachable or time.monotonic() > deadline:
-            continue
-        target = with_credentials(redacted_uri, uri)
-        try:
-            if target is None:
-                raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
-            delivered.append(Delivered(run_dir, Delivery(run_dir, target).bring_up_to_date(lock_seconds=0)))
-        except Timeout:
-            continue  # another process, such as the run itself, is delivering it
-        except Exception as error:  # boundary to MLflow: no error of it loses results or ends the command
-            reason = redacted_reason(error, target or redacted_uri)
-            warn(
-                f"MLflow at {redacted_uri} lacks results of {run_dir} ({reason}); the next cfl-ray command tries again"
-            )
-            if isinstance(error, ConnectionError):
-                unreachable.add(redacted_uri)
+    def _warn_of(self, error: Exception) -> None:
+        log = RunDirectory(self.delivery.run_dir).metrics
+        reason = f"{type(error).__name__}: {redacted_reason(error, self._uri)}"
+        self.warn(f"{self._title()} failed: {reason}; the run continues, and {log} keeps its results")
+
+    def _title(self) -> str:
+        if self.delivery.name == MLFLOW:
+            return f"MLflow at {redact(self._uri)}"
+        return f"tracker {self.delivery.name} ({place_of(self.delivery.tracker)})"
 
 
 def redacted_reason(error: BaseException, uri: str) -> str:
@@ -282,16 +223,34 @@ def redacted_reason(error: BaseException, uri: str) -> str:
     return lines[0][:400]
 
 
-def _batches(run_dir: Path, offset: int) -> Iterator[tuple[list[RoundRecord], int]]:
-    """Yields the records after byte `offset` of the log in batches, with the offset that follows each batch."""
-    records: list[RoundRecord] = []
-    end = offset
-    for record, after in read_from(run_dir, offset):
-        size = sum(len(one.metrics) for one in records) + len(record.metrics)
-        if records and (len(records) == BATCH_ROUNDS or size > BATCH_METRICS):
-            yield records, end
-            records = []
-        records.append(record)
+def lacks(run_dir: Path, name: str) -> bool:
+    """Returns whether a tracker lacks a record or the end of the run, from a few file operations."""
+    cursor, end, log = read_cursor(run_dir, name), read_end(run_dir), RunDirectory(run_dir).metrics
+    return (log.exists() and log.stat().st_size != cursor.delivered) or (
+        end is not None and end.time_ms != cursor.ended_ms
+    )
+
+
+def waiting_rounds(run_dir: Path, name: str) -> int:
+    """Returns the number of recorded rounds that a tracker lacks."""
+    cursor = replace(read_cursor(run_dir, name), delivered=0)
+    return sum(len(records) for records, _ in batches(run_dir, cursor, BATCH_ROUNDS))
+
+
+def batches(run_dir: Path, cursor: Cursor, rounds: int) -> Iterator[tuple[list[RoundRecord], int]]:
+    """Yields the records after the cursor, at most so many together, with the offset that follows them.
+
+    Rounds that are delivered already, and were done again after a power failure, are left out.
+    """
+    batch: list[RoundRecord] = []
+    end = cursor.delivered
+    for record, after in read_from(run_dir, cursor.delivered):
+        size = sum(len(one.metrics) for one in batch) + len(record.metrics)
+        if batch and (len(batch) == rounds or size > BATCH_METRICS):
+            yield batch, end
+            batch = []
+        if cursor.round is None or record.round > cursor.round:
+            batch.append(record)
         end = after
-    if records:
-        yield records, end
+    if end != cursor.delivered:
+        yield batch, end

@@ -1,109 +1,240 @@
-"""Tracker that delivers a live run to MLflow from a background thread, so that training never waits for MLflow."""
+"""Tracker that delivers to MLflow, live and by later commands.
 
-import logging
+The cursor `mlflow.json` in the run directory also says where the results go. A delivery acquires the lock `mlflow.lock`
+before it reads the cursor, so a live run and a later `cfl-ray` command can both try.
+"""
+
+import os
+import shlex
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os.path import relpath
 from pathlib import Path
 
 from filelock import Timeout
 
+from cfl_ray.errors import DataError, UserError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking.delivery import Delivery, is_pending, redacted_reason, set_destination, waiting_rounds
-from cfl_ray.tracking.record import EndStatus, RoundRecord, RunInfo
-from cfl_ray.tracking.tracker import FileTracker
+from cfl_ray.security.credentials import hides, with_credentials
+from cfl_ray.security.signing import is_signed, sign
+from cfl_ray.system.files import read_record
+from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
+from cfl_ray.tracking.mlflow import MlflowRun
+from cfl_ray.tracking.reading import read_end, read_info
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+from cfl_ray.tracking.uri import accepts_connection
 
-# Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
-PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-PAUSE_AT_FINISH_SECONDS = 0.5
-_warn_in_log = logging.getLogger(__name__).warning
+_PURPOSE = "destination of a run's results"
 
 
-class MlflowTracker:
-    """Runs of MLflow (keys tracking.uri, tracking.experiment), delivered by a daemon thread from the run directory.
+@dataclass(frozen=True)
+class Destination:
+    """Where the results of one run go."""
 
-    The files are those of `FileTracker`.
-    """
+    uri: str  # without credentials
+    experiment: str
+    parent: str | None = None  # directory of the parent run, relative to that of this run
+    run_id: str | None = None  # None: the run does not exist in MLflow yet
+    signature: str | None = None  # for this directory, by the user who chose the destination
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        uri: str,  # see `resolve_uri`
-        experiment: str,
-        parent: str | Path | None = None,  # directory of the parent run, which was started before
-        finish_seconds: float = 20.0,  # longest wait of `finish`; one attempt if no delivery has succeeded before
-        warn: Callable[[str], None] = _warn_in_log,  # also called from the thread; the text has no credentials
-        of_task: Collection[str] = (),  # as of `FileTracker`
-    ) -> None:
-        self.run_dir = Path(run_dir).absolute()
-        self.uri = uri
-        self.experiment = experiment
-        self.parent = Path(parent).absolute() if parent else None
-        self.finish_seconds = finish_seconds
-        self.warn = warn
-        self._files = FileTracker(self.run_dir, of_task)
+    @classmethod
+    def read(cls, run_dir: Path) -> "Destination":
+        """That of a run. Raises DataError for a run without one."""
+        destination = read_record(RunDirectory(run_dir).mlflow, cls)
+        if destination is None:
+            raise DataError(f"{run_dir} was not started with MLflow: {RunDirectory.mlflow.name} is missing")
+        return destination
 
-    def start(self, info: RunInfo) -> None:
-        self._files.start(info)
-        set_destination(self.run_dir, self.uri, self.experiment, self.parent)
-        self._new = threading.Event()  # there may be something to deliver
-        self._finishing = threading.Event()  # the end is recorded: only short pauses from now on
-        self._done = threading.Event()  # everything is delivered, or the delivery has given up
-        self._new.set()
-        threading.Thread(target=self._deliver_until_done, name=f"mlflow-{self.run_dir.name}", daemon=True).start()
+    def is_chosen(self, run_dir: Path) -> bool:
+        """Whether this user has chosen it for this directory."""
+        return is_signed(_PURPOSE, [str(run_dir.resolve()), self.uri], self.signature)
+
+
+class Mlflow:
+    """Runs of MLflow (keys tracking.uri, tracking.experiment)."""
+
+    def __init__(self, uri: str, experiment: str, parent: str | Path | None = None, is_recorded: bool = False) -> None:
+        """uri: see `resolve_uri`. parent: directory of the parent run, which was started before.
+
+        is_recorded: whether the runs have this destination already; otherwise it is recorded, and signed.
+        """
+        self.uri, self.experiment, self.parent = uri, experiment, Path(parent).absolute() if parent else None
+        self.is_recorded = is_recorded
+        self._run: MlflowRun | None = None
+
+    @classmethod
+    def of(cls, run_dir: Path, uri: str) -> "Mlflow":
+        """That of a recorded run. uri: its destination with the credentials.
+
+        Raises DataError if its parent is none of the directories that contain it.
+        """
+        recorded = Destination.read(run_dir)
+        parent = (run_dir / recorded.parent).resolve() if recorded.parent else None
+        if parent is not None and parent not in run_dir.resolve().parents:
+            raise DataError(
+                f"{RunDirectory(run_dir).mlflow} is damaged: {recorded.parent!r} is no folder that contains {run_dir}"
+            )
+        return cls(uri, recorded.experiment, parent, is_recorded=True)
+
+    @property
+    def needs_open(self) -> bool:
+        """After a failure: the run that is opened again finds out what the last request did."""
+        return self._run is None
+
+    def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
+        """Creates the run if MLflow does not have it, and sets one that has ended back to RUNNING if it was resumed."""
+        self.run_dir, self._run = run_dir, None
+        run = self._created(run_dir, info)
+        if read_end(run_dir) is None:
+            run.reopen()
+        self._run = run
 
     def log(self, record: RoundRecord) -> None:
-        self._files.log(record)
-        self._new.set()
+        self.log_batch([record])
 
-    def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
-        self._files.finish(status, summary)
-        self._finishing.set()
-        self._new.set()
-        self._done.wait(self.finish_seconds)
-        self._done.set()  # ends the thread after the attempt in progress
-        if is_pending(self.run_dir):
-            rounds = waiting_rounds(self.run_dir)
-            self.warn(
-                f"MLflow at {redact(self.uri)} lacks {rounds} rounds and the end of {self.run_dir}; "
-                "the next cfl-ray command delivers them"
-            )
+    def log_batch(self, records: Sequence[RoundRecord]) -> None:
+        run, self._run = self._run, None
+        assert run is not None, "open() makes the run"
+        run.log(records)
+        self._run = run
 
-    def _deliver_until_done(self) -> None:
-        delivery = Delivery(self.run_dir, self.uri)
-        succeeded, failures = False, 0
-        while not self._done.is_set():
-            finishing = self._finishing.is_set()
-            self._new.clear()
-            try:
-                delivery.bring_up_to_date()
-            except Timeout:  # another process is delivering this run
-                self._new.set()
-            except Exception as error:  # boundary to MLflow: no error of it ends the training
-                self._new.set()
-                failures += 1
-                if failures == 1:
-                    self._warn_of_outage(error)
-                if finishing and not succeeded:
-                    break
-            else:
-                succeeded, failures = True, 0
-                if finishing:
-                    break
-            self._pause(failures)
-        self._done.set()
+    def close(self, end: RunEnd | None) -> None:
+        run, self._run = self._run, None
+        if end is None or run is None:
+            return
+        run.end(end, RunDirectory(self.run_dir).artifacts)
+        if end.status == "FINISHED":
+            run.log_models(RunDirectory(self.run_dir).models, end.summary.round)
+        self._run = run
 
-    def _pause(self, failures: int) -> None:
-        """Waits for at least the pause after so many failures, and until there is something to deliver."""
-        if self._finishing.is_set():
-            self._done.wait(PAUSE_AT_FINISH_SECONDS)
+    def set_destination(self, run_dir: Path) -> str | None:
+        """Records where the results of a run go, and returns the id of the run if MLflow has it.
+
+        If the destination changes, the whole run is delivered to the new one.
+        """
+        uri, parent = redact(self.uri), relpath(self.parent, run_dir) if self.parent else None
+        recorded = Destination.read(run_dir) if RunDirectory(run_dir).mlflow.exists() else None
+        is_same = recorded is not None and (recorded.uri, recorded.experiment) == (uri, self.experiment)
+        if recorded is None or not is_same or recorded.parent != parent or not recorded.is_chosen(run_dir):
+            signature = sign(_PURPOSE, [str(run_dir.resolve()), uri])
+            anew = {} if is_same else {"run_id": None, "delivered": 0, "round": None, "ended_ms": None}
+            values = {"uri": uri, "experiment": self.experiment, "parent": parent, "signature": signature}
+            update_cursor(run_dir, MLFLOW, **values, **anew)
+        return recorded.run_id if recorded is not None and is_same else None
+
+    def _created(self, run_dir: Path, info: RunInfo) -> MlflowRun:
+        run_id = Destination.read(run_dir).run_id if self.is_recorded else self.set_destination(run_dir)
+        if hides(self.uri):
+            raise ConnectionError("its credentials are not known here; set MLFLOW_TRACKING_URI to it, with them")
+        if not accepts_connection(self.uri):
+            raise ConnectionError("no connection")
+        parent_id = None
+        if self.parent is not None:
+            parent_info = read_info(self.parent)
+            with lock(self.parent):
+                of_parent = Mlflow(self.uri, self.experiment, None, self.is_recorded)
+                parent_id = of_parent._created(self.parent, parent_info).run_id
+        run = MlflowRun.open(self.uri, self.experiment, info, run_id, parent_id)
+        if run.run_id != run_id:
+            update_cursor(run_dir, MLFLOW, run_id=run.run_id, delivered=0, round=None, ended_ms=None)
+        return run
+
+
+# ---- later commands
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Rounds of one run that `deliver_pending` delivered."""
+
+    run_dir: Path
+    rounds: int
+
+
+def is_pending(run_dir: Path) -> bool:
+    """Returns whether MLflow lacks any part of the run, from a few file operations and without importing mlflow."""
+    return Destination.read(run_dir).run_id is None or lacks(run_dir, MLFLOW)
+
+
+def deliver_pending(
+    output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
+) -> list[Delivered]:
+    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
+
+    Returns what was delivered.
+
+    The client of MLflow sends the user's token. So results go only to `uri`, to MLFLOW_TRACKING_URI and to the store
+    below `output`, and to the destinations that this user has chosen on this machine; others are named in a warning.
+
+    uri: a destination with its credentials, for runs that are delivered there; credentials are not stored.
+    seconds: longest wait; deliveries in progress end in the background.
+    warn: receives a line for each run that could not be delivered.
+    """
+    chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
+    known = {redact(one) for one in chosen if one}
+    pending: list[tuple[Path, str]] = []
+    unknown: dict[str, list[Path]] = {}
+    for run_dir, destination in _pending(Path(output), warn):
+        if destination.uri in known or destination.is_chosen(run_dir):
+            pending.append((run_dir, destination.uri))
         else:
-            self._finishing.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
-        self._new.wait()
+            unknown.setdefault(destination.uri, []).append(run_dir)
+    for there, run_dirs in unknown.items():
+        warn(_not_sent(there, run_dirs, Path(output)))
+    delivered: list[Delivered] = []
+    if pending:
+        arguments = (pending, uri, time.monotonic() + seconds, delivered, warn)
+        worker = threading.Thread(target=_deliver_each, args=arguments, name="mlflow-pending", daemon=True)
+        worker.start()
+        worker.join(seconds)
+    return list(delivered)
 
-    def _warn_of_outage(self, error: Exception) -> None:
-        log = RunDirectory(self.run_dir).metrics
-        self.warn(
-            f"MLflow at {redact(self.uri)} does not accept results ({redacted_reason(error, self.uri)}); "
-            f"the run continues and keeps them in {log}"
-        )
+
+def _not_sent(uri: str, run_dirs: list[Path], output: Path) -> str:
+    runs = f"{run_dirs[0]} names" if len(run_dirs) == 1 else f"{run_dirs[0]} and {len(run_dirs) - 1} more runs name"
+    command = shlex.join(["cfl-ray", "check", f"tracking.uri={uri}", f"output={output}"])
+    return (
+        f"{runs} MLflow at {uri}, where nothing is sent: neither the experiment nor MLFLOW_TRACKING_URI names it, and "
+        f"you did not start them here; to send their results there: {command}"
+    )
+
+
+def _pending(output: Path, warn: Callable[[str], None]) -> Iterator[tuple[Path, Destination]]:
+    for folders in ("*", "*/*", "*/*/*/seed-*/*"):
+        for path in sorted(output.glob(f"{folders}/{RunDirectory.mlflow.name}")):
+            try:
+                if is_pending(path.parent):
+                    yield path.parent, Destination.read(path.parent)
+            except UserError as error:
+                warn(str(error))
+
+
+def _deliver_each(
+    pending: list[tuple[Path, str]],
+    uri: str | None,
+    deadline: float,
+    delivered: list[Delivered],
+    warn: Callable[[str], None],
+) -> None:
+    unreachable: set[str] = set()
+    for run_dir, redacted_uri in pending:
+        if redacted_uri in unreachable or time.monotonic() > deadline:
+            continue
+        target = with_credentials(redacted_uri, uri)
+        try:
+            if target is None:
+                raise ConnectionError("set MLFLOW_TRACKING_URI to it, with the credentials")
+            delivery = Delivery(run_dir, MLFLOW, Mlflow.of(run_dir, target))
+            delivered.append(Delivered(run_dir, delivery.bring_up_to_date(lock_seconds=0)))
+        except Timeout:
+            continue  # another process, such as the run itself, is delivering it
+        except Exception as error:  # boundary to MLflow: no error of it loses results or ends the command
+            reason = redacted_reason(error, target or redacted_uri)
+            warn(
+                f"MLflow at {redacted_uri} lacks results of {run_dir} ({reason}); the next cfl-ray command tries again"
+            )
+            if isinstance(error, ConnectionError):
+                unreachable.add(redacted_uri)

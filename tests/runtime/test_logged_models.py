@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from cfl_ray import simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.tracking import deliver_pending, delivery, mlflow_models
+from cfl_ray.tracking import deliver_pending, mlflow_models, mlflow_tracker
 from cfl_ray.tracking.mlflow import DEFAULTS
 
 NET = """
@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_exported_is_named_and_the_run_goes_on(tracked, o
 
 def test_models_are_delivered_once_by_a_later_command(tracked, tmp_path, monkeypatch):
     with monkeypatch.context() as unreachable:
-        unreachable.setattr(delivery, "accepts_connection", lambda uri: False)
+        unreachable.setattr(mlflow_tracker, "accepts_connection", lambda uri: False)
         results = simulate(tracked(methods=["fedavg"]), tmp_path / "run")
     with monkeypatch.context() as broken:
 

@@ -17,7 +17,7 @@ from cfl_ray.results.diagnostics_log import DiagnosticsLog
 from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Driver
-from cfl_ray.tracking import FileTracker, read_info, read_records
+from cfl_ray.tracking import RunLog, read_info, read_records
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 DIAGNOSTICS = RunDirectory.diagnostics.name
@@ -94,14 +94,14 @@ def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
     assert len(whole) - first > 20
     for cut in range(first, len(whole)):
         os.truncate(folder / name, cut)
-        moves, clients, tracker = Reassignments(folder), ClientMetrics(folder), FileTracker(folder)
+        moves, clients, run_log = Reassignments(folder), ClientMetrics(folder), RunLog(folder)
         diagnostics = DiagnosticsLog(folder)
         records = list(read_records(folder))
-        tracker.start(read_info(folder))
+        run_log.start(read_info(folder))
         driver = SimpleNamespace(primary=CLASSIFICATION.metrics[0], of_task=frozenset())
         for report in reports[SAVED - 1 :]:
-            Driver._record(driver, report, records, moves, clients, diagnostics, tracker)
-        tracker.close()
+            Driver._record(driver, report, records, moves, clients, diagnostics, run_log)
+        run_log.close()
         assert [record.round for record in records] == list(range(1, LAST)), cut
         assert (folder / name).read_bytes() == whole, cut
 

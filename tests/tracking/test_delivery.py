@@ -16,12 +16,16 @@ from filelock import FileLock
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import FileTracker, MlflowTracker, RoundRecord, RunInfo, deliver_pending, delivery
+from cfl_ray.tracking import Delivery, Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending, delivery, mlflow_tracker
 from cfl_ray.tracking import mlflow as adapter
-from cfl_ray.tracking.delivery import Delivery, is_pending, set_destination
+from cfl_ray.tracking.mlflow_tracker import is_pending
 
 CURSOR = RunDirectory.mlflow.name
 LOCK = RunDirectory.mlflow_lock.name
+
+
+def mlflow(run_dir, uri, experiment="cut"):
+    return Delivery(run_dir, "mlflow", Mlflow(uri, experiment))
 
 
 @pytest.fixture
@@ -29,23 +33,23 @@ def deliver(tmp_path, info, record):
     """Returns a function that records rounds, and an end if a status is given, and delivers them like a new process."""
 
     def record_and_deliver(uri, experiment, rounds, status=None):
-        tracker = FileTracker(tmp_path)
+        tracker = RunLog(tmp_path)
         tracker.start(info)
-        set_destination(tmp_path, uri, experiment, None)
         for round in rounds:
             tracker.log(record(round))
         if status:
             tracker.finish(status, {"rounds_to_target": 3})
-        return Delivery(tmp_path, uri).bring_up_to_date()
+        tracker.close()
+        return mlflow(tmp_path, uri, experiment).bring_up_to_date()
 
     return record_and_deliver
 
 
 def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, record, expected):
-    parent = MlflowTracker(tmp_path, sqlite, "comparison", finish_seconds=120)
+    parent = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "comparison")}, finish_seconds=120)
     parent.start(RunInfo("comparison"))
     for method in ("fedavg", "ifca"):
-        child = MlflowTracker(tmp_path / method, sqlite, "comparison", parent=tmp_path, finish_seconds=120)
+        child = RunLog(tmp_path / method, {"mlflow": Mlflow(sqlite, "comparison", tmp_path)}, finish_seconds=120)
         child.start(RunInfo(method, method, tags={"seed": "7"}, params={"local.lr": "0.1"}))
         for round in range(3):
             child.log(record(round))
@@ -68,7 +72,7 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
 def test_phases_are_a_tag_and_a_metric_and_the_last_event_is_a_tag(sqlite, tmp_path, runs):
     split = ClusterEvent(2, "split", 0, (0, 1), {"mean": 0.25})
     change = ClusterEvent(1, "phase", before="cluster", phase="federate")
-    tracker = MlflowTracker(tmp_path, sqlite, "phases", finish_seconds=120)
+    tracker = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "phases")}, finish_seconds=120)
     tracker.start(RunInfo("mine", "mine", tags={"phases": "cluster, federate"}))
     tracker.log(RoundRecord(1, {"accuracy": 0.5}, 11, phase="cluster", events=(change,)))
     tracker.log(RoundRecord(2, {"accuracy": 0.6}, 12, phase="federate", events=(split,)))
@@ -136,12 +140,11 @@ def test_a_new_destination_receives_the_whole_run(sqlite, deliver, runs, expecte
 
 def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
     info = RunInfo("large", params={f"key{place}": "v" * 7000 for place in range(150)})
-    tracker = FileTracker(tmp_path)
+    tracker = RunLog(tmp_path)
     tracker.start(info)
-    set_destination(tmp_path, sqlite, "large", None)
     for round in range(1200):
         tracker.log(replace(record(round), metrics={"accuracy": 0.5, "ari": 0.1}))
-    assert Delivery(tmp_path, sqlite).bring_up_to_date() == 1200
+    assert mlflow(tmp_path, sqlite, "large").bring_up_to_date() == 1200
     (run,) = runs(sqlite, "large")
     assert len(run.histories["accuracy"]) == 1200
     assert {len(value) for value in run.data.params.values()} == {6000}
@@ -151,7 +154,7 @@ def test_limits_of_mlflow(sqlite, tmp_path, runs, record):
 def test_two_processes_create_the_same_store_at_the_same_time(tmp_path, runs):
     script = (
         "import sys; from cfl_ray.tracking import *; uri, name = sys.argv[1:]\n"
-        "tracker = MlflowTracker(name, uri, 'parallel', finish_seconds=200)\n"
+        "tracker = RunLog(name, {'mlflow': Mlflow(uri, 'parallel')}, finish_seconds=200)\n"
         "tracker.start(RunInfo(name)); tracker.log(RoundRecord(1, {'accuracy': 0.5})); tracker.finish('FINISHED', {})"
     )
     uri = f"sqlite:///{tmp_path}/runs/new.db"
@@ -210,10 +213,10 @@ def test_with_nothing_pending_mlflow_is_not_imported(sqlite, tmp_path, tmp_path_
 
 def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, record):
     run_dir = tmp_path / "run"
-    tracker = FileTracker(run_dir)
+    tracker = RunLog(run_dir)
     tracker.start(info)
     tracker.log(record(1))
-    set_destination(run_dir, sqlite, "locked", None)
+    Mlflow(sqlite, "locked").set_destination(run_dir)
     with FileLock(run_dir / LOCK):
         assert deliver_pending(tmp_path, seconds=120) == []
     assert [(done.run_dir, done.rounds) for done in deliver_pending(tmp_path, seconds=120)] == [(run_dir, 1)]
@@ -222,9 +225,9 @@ def test_a_run_that_another_process_delivers_is_skipped(sqlite, tmp_path, info, 
 
 def test_a_damaged_run_directory_is_named_and_the_others_are_delivered(sqlite, tmp_path, info, record):
     for name in ("a", "b"):
-        tracker = FileTracker(tmp_path / name)
+        tracker = RunLog(tmp_path / name)
         tracker.start(info)
-        set_destination(tmp_path / name, sqlite, "damaged", None)
+        Mlflow(sqlite, "damaged").set_destination(tmp_path / name)
         tracker.log(record(1))
     (tmp_path / "a" / CURSOR).write_text("{")
     warnings = []
@@ -234,10 +237,10 @@ def test_a_damaged_run_directory_is_named_and_the_others_are_delivered(sqlite, t
 
 
 def test_a_run_deleted_in_mlflow_stays_deleted_and_the_others_are_delivered(sqlite, tmp_path, info, record, runs):
-    trackers = {name: FileTracker(tmp_path / name) for name in ("a", "b")}
+    trackers = {name: RunLog(tmp_path / name) for name in ("a", "b")}
     for name, tracker in trackers.items():
         tracker.start(replace(info, name=name, uid=name))
-        set_destination(tmp_path / name, sqlite, "deleted", None)
+        Mlflow(sqlite, "deleted").set_destination(tmp_path / name)
     assert len(deliver_pending(tmp_path, seconds=120)) == 2
     client, _ = adapter.connect(sqlite, "deleted")
     client.delete_run(next(run.info.run_id for run in runs(sqlite, "deleted") if run.info.run_name == "a"))
@@ -264,7 +267,7 @@ def test_a_cut_log_in_mlflow(store, sqlite, tmp_path, deliver, runs, expected, m
     log = tmp_path / "metrics.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:3]) + b"".join(line.replace(b": ", b":  ") for line in lines[3:]))
-    assert deliver(uri, "cut", range(8), "FINISHED") == 8
+    assert deliver(uri, "cut", range(8), "FINISHED") == 3
     (run,) = runs(uri, "cut")
     assert {name: run.histories[name] for name in expected([])} == expected(range(8))
 
@@ -281,6 +284,9 @@ class Store:
         self.opened, self.may_be_delivered = self.opened + 1, True
         return self
 
+    def reopen(self):
+        pass
+
     def log(self, records):
         there = {step for step, _ in self.entries} if self.may_be_delivered else set()
         self.entries += [(one.round, one.metrics["accuracy"]) for one in records if one.round not in there]
@@ -288,7 +294,7 @@ class Store:
 
 def log_to(folder, info, records):
     """Records rounds as a run that begins or goes on does."""
-    tracker = FileTracker(folder)
+    tracker = RunLog(folder)
     tracker.start(info)
     for one in records:
         tracker.log(one)
@@ -297,22 +303,20 @@ def log_to(folder, info, records):
 
 def test_a_log_that_a_power_failure_cut_is_delivered_again_and_no_round_twice(tmp_path, info, record, monkeypatch):
     """Cut at every byte of its last two lines; rounds that are done again have longer lines, and two more follow."""
-    monkeypatch.setattr(delivery, "accepts_connection", lambda uri: True)
+    monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: True)
     for cut in range(2 * len(record(4).to_line())):
         folder, store = tmp_path / str(cut), Store()
-        monkeypatch.setattr(delivery, "MlflowRun", store)
+        monkeypatch.setattr(mlflow_tracker, "MlflowRun", store)
         log_to(folder, info, map(record, range(6)))
-        set_destination(folder, "sqlite:///x.db", "cut", None)
-        live = Delivery(folder, "sqlite:///x.db")
-        assert live.bring_up_to_date() == 6
+        assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 6
         store.may_be_delivered = False
         log = folder / "metrics.jsonl"
         os.truncate(log, log.stat().st_size - cut)
         again = [replace(record(round), time_ms=10**14) for round in range(4, 8)]
         log_to(folder, info, again)
-        assert delivery.waiting_rounds(folder) == (8 if cut else 2) and is_pending(folder)
-        assert live.bring_up_to_date() == (8 if cut else 2)
-        assert Delivery(folder, "sqlite:///x.db").bring_up_to_date() == 0
+        assert delivery.waiting_rounds(folder, "mlflow") == 2 and is_pending(folder)
+        assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 2
+        assert mlflow(folder, "sqlite:///x.db").bring_up_to_date() == 0
         assert [step for step, _ in store.entries] == list(range(8)), cut
         assert not is_pending(folder)
 
@@ -325,9 +329,9 @@ def test_a_request_to_mlflow_has_at_most_1000_metrics(tmp_path, info):
         for round, count in enumerate((400, 400, 400, 1001, 1), 1)
     ]
     log_to(tmp_path, info, records)
-    found = [[one.round for one in batch] for batch, _ in delivery._batches(tmp_path, 0)]
+    found = [[one.round for one in batch] for batch, _ in delivery.batches(tmp_path, delivery.Cursor(), 40)]
     assert found == [[1, 2], [3], [4], [5]]
-    ends = [end for _, end in delivery._batches(tmp_path, 0)]
+    ends = [end for _, end in delivery.batches(tmp_path, delivery.Cursor(), 40)]
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     assert ends == [sum(map(len, lines[:count])) for count in (2, 3, 4, 5)]
 
@@ -340,19 +344,18 @@ def test_the_log_is_on_the_disk_before_the_cursor_counts_it(tmp_path, info, reco
         flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
     def saving(path, values):
-        counted.append(values["delivered"])
-        assert values["delivered"] <= flushed.get(str(tmp_path / "metrics.jsonl"), 0)
+        counted.append(values.get("delivered", 0))
+        assert counted[-1] <= flushed.get(str(tmp_path / "metrics.jsonl"), 0)
         write_json(path, values)
 
     write_json = delivery.write_json
-    monkeypatch.setattr(delivery, "accepts_connection", lambda uri: True)
-    monkeypatch.setattr(delivery, "MlflowRun", store)
+    monkeypatch.setattr(mlflow_tracker, "accepts_connection", lambda uri: True)
+    monkeypatch.setattr(mlflow_tracker, "MlflowRun", store)
     monkeypatch.setattr(delivery, "BATCH_ROUNDS", 2)
     log_to(tmp_path, info, map(record, range(6)))
     monkeypatch.setattr(os, "fsync", flushing)
     monkeypatch.setattr(delivery, "write_json", saving)
-    set_destination(tmp_path, "sqlite:///x.db", "cut", None)
-    Delivery(tmp_path, "sqlite:///x.db").bring_up_to_date()
+    mlflow(tmp_path, "sqlite:///x.db").bring_up_to_date()
     size = (tmp_path / "metrics.jsonl").stat().st_size
     assert counted[-3:] == [size // 3, 2 * size // 3, size]
 
@@ -365,10 +368,10 @@ class TestDestinations:
         """Returns a function: a run below `output` that waits for this destination, chosen by this user or not."""
 
         def make(name, uri, own=True):
-            tracker = FileTracker(tmp_path / name)
+            tracker = RunLog(tmp_path / name)
             tracker.start(info)
             tracker.log(record(1))
-            set_destination(tmp_path / name, uri, "destinations", None)
+            Mlflow(uri, "destinations").set_destination(tmp_path / name)
             if not own:
                 cursor = json.loads((tmp_path / name / CURSOR).read_text())
                 (tmp_path / name / CURSOR).write_text(json.dumps(cursor | {"signature": "0" * 64}))
@@ -380,7 +383,9 @@ class TestDestinations:
     def reached(self, monkeypatch):
         """The URIs that a delivery would have been sent to."""
         found = []
-        monkeypatch.setattr(Delivery, "bring_up_to_date", lambda self, lock_seconds: found.append(self.uri) or 1)
+        monkeypatch.setattr(
+            Delivery, "bring_up_to_date", lambda self, lock_seconds: found.append(self.tracker.uri) or 1
+        )
         return found
 
     def test_of_a_run_from_elsewhere_is_not_sent_anything(self, pending, reached, tmp_path):
@@ -412,7 +417,7 @@ class TestDestinations:
         run_dir = pending("run", "http://server", own=False)
         cursor = json.loads((run_dir / CURSOR).read_text()) | {"run_id": "abc", "delivered": 7}
         (run_dir / CURSOR).write_text(json.dumps(cursor))
-        set_destination(run_dir, "http://server", "destinations", None)
+        Mlflow("http://server", "destinations").set_destination(run_dir)
         again = json.loads((run_dir / CURSOR).read_text())
         assert again | {"signature": ""} == cursor | {"signature": ""} and again["signature"] != cursor["signature"]
 
@@ -422,15 +427,14 @@ class TestDestinations:
             cursor = json.loads((run_dir / CURSOR).read_text()) | {"parent": parent}
             (run_dir / CURSOR).write_text(json.dumps(cursor))
             with pytest.raises(DataError, match="is no folder that contains"):
-                Delivery(run_dir, "sqlite:///x.db").bring_up_to_date()
+                Delivery(run_dir, "mlflow", Mlflow.of(run_dir, "sqlite:///x.db")).bring_up_to_date()
 
     def test_links_are_not_followed(self, pending, sqlite, tmp_path):
         run_dir = pending("run", sqlite)
         (tmp_path / "private").write_text("a key")
         (run_dir / "artifacts/figure.png").symlink_to(tmp_path / "private")
-        FileTracker(run_dir).start(RunInfo("run"))
-        tracker = FileTracker(run_dir)
+        tracker = RunLog(run_dir)
         tracker.start(RunInfo("run"))
         tracker.finish("FINISHED", {})
         with pytest.raises(DataError, match="figure.png is a link, and is not sent to MLflow"):
-            Delivery(run_dir, sqlite).bring_up_to_date()
+            mlflow(run_dir, sqlite).bring_up_to_date()

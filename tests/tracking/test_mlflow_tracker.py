@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from cfl_ray.tracking import MlflowTracker, deliver_pending
+from cfl_ray.tracking import Mlflow, RunLog, deliver_pending
 
 SECRETS = ("bob", "hunter2", "abcd1234")
 TRAINING = """
 import sys, time
-from cfl_ray.tracking import MlflowTracker, RoundRecord, RunInfo
+from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog
 run_dir, uri, rounds, pause = sys.argv[1], sys.argv[2], range(int(sys.argv[3]), int(sys.argv[4])), float(sys.argv[5])
-tracker = MlflowTracker(run_dir, uri, "killed", finish_seconds=120)
+tracker = RunLog(run_dir, {"mlflow": Mlflow(uri, "killed")}, finish_seconds=120)
 tracker.start(RunInfo("ifca"))
 for round in rounds:
     metrics = {name: round + place / 10 for place, name in enumerate(("accuracy", "ari", "mbit_up"))}
@@ -46,7 +46,7 @@ def assert_no_secret(*texts):
 @pytest.mark.slow
 def test_after_a_restart_of_the_server_every_round_is_there_once(server, tmp_path, info, record, runs, expected):
     warnings = []
-    tracker = MlflowTracker(tmp_path, server.uri, "restarted", finish_seconds=240, warn=warnings.append)
+    tracker = RunLog(tmp_path, {"mlflow": Mlflow(server.uri, "restarted")}, warnings.append, finish_seconds=240)
     tracker.start(info)
     for round in range(300):
         tracker.log(record(round))
@@ -84,7 +84,7 @@ def test_results_are_delivered_when_the_server_is_back(server, tmp_path, info, r
     uri = f"http://bob:hunter2@127.0.0.1:{server.port}"
     run_dir, warnings = tmp_path / "run", []
     server.kill()
-    tracker = MlflowTracker(run_dir, uri, "later", warn=warnings.append)
+    tracker = RunLog(run_dir, {"mlflow": Mlflow(uri, "later")}, warnings.append)
     tracker.start(info)
     for round in range(20):
         tracker.log(record(round))
@@ -103,7 +103,7 @@ def test_results_are_delivered_when_the_server_is_back(server, tmp_path, info, r
 def test_without_a_server_the_run_ends_after_one_attempt_and_shows_no_credential(tmp_path, info, record, capfd):
     uri = "http://bob:hunter2@127.0.0.1:1"
     run_dir, warnings = tmp_path / "run", []
-    tracker = MlflowTracker(run_dir, uri, "unreachable", finish_seconds=600, warn=warnings.append)
+    tracker = RunLog(run_dir, {"mlflow": Mlflow(uri, "unreachable")}, warnings.append, finish_seconds=600)
     tracker.start(info)
     for round in range(20):
         tracker.log(record(round))
@@ -111,7 +111,10 @@ def test_without_a_server_the_run_ends_after_one_attempt_and_shows_no_credential
     tracker.finish("FINISHED", {})
     assert time.monotonic() - started < 60, "far below finish_seconds"
     assert len(warnings) == 2
-    assert "does not accept results (no connection)" in warnings[0] and str(run_dir / "metrics.jsonl") in warnings[0]
+    assert (
+        "failed: ConnectionError: no connection; the run continues" in warnings[0]
+        and str(run_dir / "metrics.jsonl") in warnings[0]
+    )
     assert "lacks 20 rounds" in warnings[1]
 
     started = time.monotonic()
@@ -128,7 +131,7 @@ def test_a_server_that_does_not_answer_costs_one_timeout_and_shows_no_credential
     warnings = []
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts the connection and does not respond
         uri = f"http://bob:hunter2@127.0.0.1:{silent.getsockname()[1]}?token=abcd1234"
-        tracker = MlflowTracker(tmp_path, uri, "silent", finish_seconds=600, warn=warnings.append)
+        tracker = RunLog(tmp_path, {"mlflow": Mlflow(uri, "silent")}, warnings.append, finish_seconds=600)
         started = time.monotonic()
         tracker.start(info)
         tracker.finish("FINISHED", {})
@@ -153,7 +156,7 @@ def test_logging_does_not_wait_for_a_delivery_in_progress(tmp_path, info, record
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(240)
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        tracker = MlflowTracker(tmp_path, uri, "slow", finish_seconds=0, warn=warnings.append)
+        tracker = RunLog(tmp_path, {"mlflow": Mlflow(uri, "slow")}, warnings.append, finish_seconds=0)
         tracker.start(info)
         silent.accept()[0].close()  # the check that the server accepts connections
         request, _ = silent.accept()

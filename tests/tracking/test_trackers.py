@@ -1,7 +1,9 @@
-"""Trackers beside MLflow: every record once, also after faults and in resumed runs."""
+"""Trackers: every record once, also after faults and in resumed runs, and no round waits for them."""
 
 import csv
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import cfl_ray
 from cfl_ray.config import Experiment, TrackingConfig
 from cfl_ray.errors import ConfigError
-from cfl_ray.tracking import FileTracker, Relay, RelayingTracker, RoundRecord, RunInfo, sinks
+from cfl_ray.tracking import Delivery, RoundRecord, RunInfo, RunLog, delivery, new_trackers
 from cfl_ray.tracking.csv_file import CsvFile
 
 
@@ -37,14 +39,21 @@ def record(round: int) -> RoundRecord:
     return RoundRecord(round, {"accuracy": round / 10}, time_ms=1000 * round)
 
 
-def tracked(run_dir: Path, sink, rounds, end=True, warn=lambda text: None):
-    tracker = RelayingTracker(FileTracker(run_dir), [Relay("mine", sink, run_dir, warn)])
-    tracker.start(RunInfo("run"))
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(delivery, "PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr(delivery, "PAUSES_AT_END_SECONDS", (0.01, 0.01))
+
+
+def tracked(run_dir: Path, tracker, rounds, end=True, warn=lambda text: None):
+    log = RunLog(run_dir, {"mine": tracker}, warn)
+    log.start(RunInfo("run"))
     for round in rounds:
-        tracker.log(record(round))
+        log.log(record(round))
     if end:
-        tracker.finish("FINISHED", {"rounds_to_target": 2.0})
-    return sink
+        log.finish("FINISHED", {"rounds_to_target": 2.0})
+    log.close()
+    return tracker
 
 
 def test_a_run_is_delivered_in_order(tmp_path):
@@ -57,16 +66,39 @@ def test_a_run_is_delivered_in_order(tmp_path):
 
 
 def test_a_resumed_run_goes_on_after_its_cursor(tmp_path):
-    tracked(tmp_path, Recording(), [1, 2], end=False)
+    assert tracked(tmp_path, Recording(), [1, 2], end=False).calls[-1] == ("close", None, None)
     resumed = tracked(tmp_path, Recording(), [2, 3])
     assert [call[:2] for call in resumed.calls] == [("open", "run"), ("log", 3), ("close", "FINISHED")]
     assert resumed.calls[0][2] == 2
 
 
+def test_a_run_that_is_resumed_after_its_end_ends_again(tmp_path):
+    tracked(tmp_path, Recording(), [1])
+    again = tracked(tmp_path, Recording(), [2])
+    assert [call[0] for call in again.calls] == ["open", "log", "close"]
+
+
+def test_the_cursor_of_an_earlier_version_is_known(tmp_path):
+    tracked(tmp_path, Recording(), [1, 2], end=False)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    (tmp_path / "tracker-mine.json").write_text(f'{{"delivered": {size}, "round": 2}}')
+    assert [call[1] for call in tracked(tmp_path, Recording(), [3]).calls if call[0] == "log"] == [3]
+
+
+def test_no_round_is_sent_twice_after_a_power_failure_has_cut_the_log(tmp_path):
+    tracked(tmp_path, Recording(), [1, 2, 3], end=False)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + lines[1].replace("2000", "2000000"))
+    assert tracked(tmp_path, Recording(), [3], end=False).calls == [("open", "run", 3), ("close", None, None)]
+    again = tracked(tmp_path, Recording(), [4])
+    assert [call[1] for call in again.calls if call[0] == "log"] == [4]
+
+
 def test_what_failed_follows_and_is_warned_of_once(tmp_path):
     warnings = []
-    sink = tracked(tmp_path, Recording(fails=2), [1, 2, 3], warn=warnings.append)
-    assert [call[1] for call in sink.calls if call[0] == "log"] == [1, 2, 3]
+    tracker = tracked(tmp_path, Recording(fails=2), [1, 2, 3], warn=warnings.append)
+    assert [call[1] for call in tracker.calls if call[0] == "log"] == [1, 2, 3]
+    assert [call[0] for call in tracker.calls].count("open") == 1
     assert len(warnings) == 1
     assert (
         warnings[0].startswith("tracker mine (Recording (")
@@ -74,9 +106,49 @@ def test_what_failed_follows_and_is_warned_of_once(tmp_path):
     )
 
 
-def test_one_that_always_fails_ends_nothing(tmp_path):
-    tracked(tmp_path, Recording(fails=99), [1, 2])
+def test_one_that_always_fails_ends_nothing_and_what_it_lacks_is_said(tmp_path):
+    warnings = []
+    tracker = tracked(tmp_path, Recording(fails=99), [1, 2], warn=warnings.append)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "lacks 2 rounds and the end of" in warnings[1] and tracker.calls[-1] == ("close", None, None)
+    resumed = tracked(tmp_path, Recording(), [2, 3])
+    assert [call[1] for call in resumed.calls if call[0] == "log"] == [1, 2, 3]
+
+
+def test_no_round_waits_for_a_tracker_and_the_end_waits_while_there_is_progress(tmp_path):
+    class Slow(Recording):
+        waits = threading.Event()
+
+        def log(self, record):
+            self.waits.wait(60)
+            time.sleep(0.1)
+            super().log(record)
+
+    tracker, other = Slow(), Recording()
+    log = RunLog(tmp_path, {"slow": tracker, "other": other}, finish_seconds=5)
+    log.start(RunInfo("run"))
+    for round in range(1, 100):
+        log.log(record(round))
+    assert tracker.calls in ([], [("open", "run", 0)])
+    tracker.waits.set()
+    log.finish("FINISHED", {})
+    for one in (tracker, other):
+        assert [call[1] for call in one.calls if call[0] == "log"] == list(range(1, 100))
+
+
+def test_a_tracker_may_take_the_rounds_that_wait_together(tmp_path):
+    class Together(Recording):
+        def log_batch(self, records):
+            self.calls.append(("batch", [record.round for record in records]))
+
+    log = RunLog(tmp_path)
+    log.start(RunInfo("run"))
+    for round in range(1, 91):
+        log.log(record(round))
+    log.finish("FINISHED", {})
+    tracker = Together()
+    assert Delivery(tmp_path, "mine", tracker).bring_up_to_date() == 90
+    assert [call[1] for call in tracker.calls[1:-1]] == [[*range(1, 41)], [*range(41, 81)], [*range(81, 91)]]
 
 
 class TestCsv:
@@ -115,10 +187,9 @@ def test_tensorboard_has_a_scalar_per_metric_and_round(tmp_path):
     pytest.importorskip("tensorboard", reason="an optional package: pip install 'cfl-ray[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (sink,) = sinks(TrackingConfig(trackers=["tensorboard"])).values()
-    tracked(tmp_path, sink, [1, 2], end=False)
-    sink.writer.close()
-    (again,) = sinks(TrackingConfig(trackers=["tensorboard"])).values()
+    (tracker,) = new_trackers(TrackingConfig(trackers=["tensorboard"])).values()
+    tracked(tmp_path, tracker, [1, 2], end=False)
+    (again,) = new_trackers(TrackingConfig(trackers=["tensorboard"])).values()
     tracked(tmp_path, again, [3])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -153,16 +224,16 @@ class TestWandb:
         return runs
 
     def test_is_an_offline_run_with_the_id_of_ours(self, made, tmp_path):
-        (sink,) = sinks(TrackingConfig(trackers=[{"wandb": {"project": "p"}}])).values()
-        tracked(tmp_path, sink, [1, 2])
+        (tracker,) = new_trackers(TrackingConfig(trackers=[{"wandb": {"project": "p"}}])).values()
+        tracked(tmp_path, tracker, [1, 2])
         (run,) = made
         assert (run.arguments["mode"], run.arguments["project"], run.arguments["resume"]) == ("offline", "p", "allow")
         assert run.logged == [(1, {"accuracy": 0.1}), (2, {"accuracy": 0.2})]
         assert run.summary == {"rounds_to_target": 2.0} and run.code == 0
 
     def test_without_records_there_is_no_run(self, made, tmp_path):
-        (sink,) = sinks(TrackingConfig(trackers=["wandb"])).values()
-        tracked(tmp_path, sink, [])
+        (tracker,) = new_trackers(TrackingConfig(trackers=["wandb"])).values()
+        tracked(tmp_path, tracker, [])
         assert made == []
 
 
@@ -188,20 +259,22 @@ class TestConfig:
 
     def test_what_is_no_tracker_is_refused(self):
         with pytest.raises(ConfigError, match="is no tracker: expected a class with the methods open"):
-            sinks(TrackingConfig(trackers=[Path]))
+            new_trackers(TrackingConfig(trackers=[Path]))
         with pytest.raises(ConfigError, match="tracking.trackers: 'csv' is listed twice"):
-            sinks(TrackingConfig(trackers=["csv", "csv"]))
+            new_trackers(TrackingConfig(trackers=["csv", "csv"]))
         with pytest.raises(ConfigError, match=r"tracker CsvFile has no option 'fil' \(did you mean 'file'\?\)"):
-            sinks(TrackingConfig(trackers=[{"csv": {"fil": 1}}]))
+            new_trackers(TrackingConfig(trackers=[{"csv": {"fil": 1}}]))
 
-    def test_mlflow_is_the_default_and_leaves_no_sink(self):
-        assert TrackingConfig().uses_mlflow and sinks(TrackingConfig()) == {}
+    def test_mlflow_is_the_default_and_needs_its_uri(self, tmp_path):
+        assert TrackingConfig().uses_mlflow and new_trackers(TrackingConfig()) == {}
+        mlflow = new_trackers(TrackingConfig(experiment="e"), "sqlite:///x.db", tmp_path)["mlflow"]
+        assert (mlflow.uri, mlflow.experiment, mlflow.parent) == ("sqlite:///x.db", "e", tmp_path)
         assert not TrackingConfig(trackers=["csv"]).uses_mlflow
-        assert sinks(TrackingConfig(trackers=["csv"], enabled=False)) == {}
+        assert new_trackers(TrackingConfig(trackers=["csv"], enabled=False)) == {}
 
     def test_classes_in_python_are_recorded_by_name(self):
-        assert isinstance(sinks(TrackingConfig(trackers=[Recording]))["Recording"], Recording)
+        assert isinstance(new_trackers(TrackingConfig(trackers=[Recording]))["Recording"], Recording)
         written = Experiment(tracking={"trackers": [Recording]}).to_dict()
         assert written["tracking"]["trackers"] == [f"{__name__}.Recording"]
         with pytest.raises(ConfigError, match="is an object, expected a class: every method of a run has its own"):
-            sinks(TrackingConfig(trackers=[Recording()]))
+            new_trackers(TrackingConfig(trackers=[Recording()]))

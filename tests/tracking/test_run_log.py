@@ -4,7 +4,7 @@ import pytest
 
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import FileTracker, RunInfo, read_end, read_info, read_records
+from cfl_ray.tracking import RunInfo, RunLog, read_end, read_info, read_records
 
 METRICS_LOG = RunDirectory.metrics.name
 
@@ -14,17 +14,17 @@ def rounds(run_dir):
 
 
 def start(run_dir, info):
-    tracker = FileTracker(run_dir)
-    tracker.start(info)
-    return tracker
+    log = RunLog(run_dir)
+    log.start(info)
+    return log
 
 
 def test_the_run_directory_holds_what_was_reported(tmp_path, info, record):
-    tracker = start(tmp_path, info)
+    log = start(tmp_path, info)
     for round in range(3):
-        tracker.log(record(round))
+        log.log(record(round))
     assert read_end(tmp_path) is None
-    tracker.finish("FINISHED", {"rounds_to_target": 2})
+    log.finish("FINISHED", {"rounds_to_target": 2})
     assert read_info(tmp_path) == info
     assert list(read_records(tmp_path)) == [record(0), record(1), record(2)]
     end = read_end(tmp_path)
@@ -78,18 +78,18 @@ def test_a_damaged_line_is_named(tmp_path, info, record):
 
 
 def test_a_full_disk_leaves_complete_lines_and_logging_can_be_repeated(tmp_path, info, record):
-    tracker = start(tmp_path, info)
-    tracker.log(record(1))
+    log = start(tmp_path, info)
+    log.log(record(1))
     size = (tmp_path / METRICS_LOG).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # room for a part of the next line
     try:
         with pytest.raises(OSError, match="No space left"):
-            tracker.log(record(2))
+            log.log(record(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / METRICS_LOG).stat().st_size == size
-    tracker.log(record(2))
+    log.log(record(2))
     assert rounds(tmp_path) == [1, 2]
 
 

@@ -1,0 +1,55 @@
+"""Reading of what `RunLog` has written."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cfl_ray.errors import DataError
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.system.files import opened, read_json, read_record
+from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+
+
+def read_info(run_dir: Path) -> RunInfo:
+    """Returns the RunInfo of the run in `run_dir`. Raises DataError if no run was started there."""
+    info = read_record(RunDirectory(run_dir).info, RunInfo)
+    if info is None:
+        raise DataError(f"{run_dir} holds no run: {RunDirectory.info.name} is missing")
+    return info
+
+
+def read_end(run_dir: Path) -> RunEnd | None:
+    """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged one."""
+    fields = read_json(RunDirectory(run_dir).end)
+    if fields is None:
+        return None
+    try:
+        return RunEnd.from_fields(fields)
+    except ValueError as error:
+        raise DataError(f"{RunDirectory(run_dir).end} is damaged ({error}); remove it, and resume the run") from error
+
+
+def read_records(run_dir: str | Path) -> Iterator[RoundRecord]:
+    """Yields the records in the order of their rounds."""
+    for record, _ in read_from(Path(run_dir), 0):
+        yield record
+
+
+def read_from(run_dir: Path, offset: int) -> Iterator[tuple[RoundRecord, int]]:
+    """Yields each record after byte `offset` of the log, with the offset of the byte that follows it.
+
+    A last line without a line end is still being written and is not read. Raises DataError for a damaged line.
+    """
+    path = RunDirectory(run_dir).metrics
+    with opened(path) as file:
+        if file is None:
+            return
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = RoundRecord.from_line(line)
+            except ValueError as error:
+                raise DataError(f"{path} is damaged at byte {offset} ({error}); remove that line") from error
+            offset += len(line)
+            yield record, offset

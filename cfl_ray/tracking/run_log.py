@@ -1,0 +1,92 @@
+"""The record of a run in the files of its directory, which outlive every process and server.
+
+The identity and configuration (RunInfo) are written first, then a line for each round before `log` returns, and the end
+(RunEnd) last: it is absent while the run is live or waits to be resumed. Trackers receive the records from these files.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.system.files import append_line, cut_torn_line, open_private, private_folder, write_json
+from cfl_ray.tracking.delivery import Delivery, LiveDelivery, Tracker
+from cfl_ray.tracking.reading import read_info, read_records
+from cfl_ray.tracking.record import EndStatus, RoundRecord, RunEnd, RunInfo
+
+_warn_in_log = logging.getLogger(__name__).warning
+
+
+class RunLog:
+    """Writes the reports of a run to its directory, in the order start, log ..., finish, and wakes its trackers.
+
+    A resumed run calls `start` again on the same directory.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        trackers: Mapping[str, Tracker] | None = None,  # by name
+        warn: Callable[[str], None] = _warn_in_log,  # also called from other threads; the text has no credentials
+        of_task: Collection[str] = (),  # names of metrics beside METRICS (`score_metrics_of`) in the summary
+        finish_seconds: float = 20.0,  # longest time without progress of a tracker for which `finish` waits
+    ) -> None:
+        self.run_dir, self._of_task = Path(run_dir).absolute(), frozenset(of_task)
+        self._last: RoundRecord | None = None
+        self._log: BinaryIO | None = None  # open between `start` and `finish`
+        self._deliveries = [
+            LiveDelivery(Delivery(self.run_dir, name, tracker), warn, finish_seconds)
+            for name, tracker in (trackers or {}).items()
+        ]
+
+    def start(self, info: RunInfo) -> None:
+        """Opens the run. If the directory holds a run already, `info` is ignored and the recorded one stays."""
+        self.close()
+        files = RunDirectory(self.run_dir)
+        private_folder(files.artifacts)
+        if not files.info.exists():
+            write_json(files.info, asdict(info))
+        files.end.unlink(missing_ok=True)
+        cut_torn_line(files.metrics)
+        for record in read_records(self.run_dir):
+            self._last = record
+        self._log = open_private(files.metrics, "ab")
+        for delivery in self._deliveries:
+            delivery.start()
+
+    def log(self, record: RoundRecord) -> None:
+        """Records the metrics of a round by writing one line. A round that is already recorded is ignored."""
+        if self._last is not None and record.round <= self._last.round:
+            return
+        append_line(self._open_log(), record.to_line().encode())
+        self._last = record
+        for delivery in self._deliveries:
+            delivery.wake()
+
+    def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
+        """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
+        try:
+            os.fsync(self._open_log().fileno())
+            last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)
+            end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms, self._of_task))
+            values = {"status": end.status, "summary": end.summary.to_fields(), "time_ms": end.time_ms}
+            write_json(RunDirectory(self.run_dir).end, values)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the log file, and ends the deliveries: of a run without an end, which can be resumed, too."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+            for delivery in self._deliveries:  # all of them deliver at the same time
+                delivery.ends.set()
+            for delivery in self._deliveries:
+                delivery.finish()
+
+    def _open_log(self) -> BinaryIO:
+        assert self._log is not None, "start() opens the log"
+        return self._log
