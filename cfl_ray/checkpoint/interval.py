@@ -1,4 +1,4 @@
-"""The time between checkpoints if the config leaves it open."""
+"""The time between checkpoints if the config does not set it."""
 
 import math
 import time
@@ -14,8 +14,8 @@ class CheckpointInterval:
     """Says when the next checkpoint is due: sqrt(2 C M) seconds after the last one (J. Young, Communications of the ACM
     17(9), 1974), which minimises the time for checkpoints plus the time lost by faults.
 
-    C: the seconds that the last checkpoint took. M: one hour. For 3 ms that is every 4.6 s, for a minute every 11
-    minutes. The first round is always saved, since C is not known before.
+    C: the seconds that the last checkpoint took. M: one hour. If a checkpoint takes 3 ms, the next is due after 4.6 s;
+    if it takes a minute, after 11 minutes. The first round is always saved, since C is not known before.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -27,7 +27,7 @@ class CheckpointInterval:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Context in which a checkpoint is saved."""
+        """Context that measures the time for saving a checkpoint and sets when the next is due."""
         began = self.clock()
         yield
         ended = self.clock()

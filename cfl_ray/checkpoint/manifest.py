@@ -42,7 +42,7 @@ class TensorShape(BaseModel):
 
 
 class CheckpointManifest(BaseModel):
-    """Everything in the manifest file but its own checksum."""
+    """The content of the manifest file, without its checksum."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     format: int
@@ -55,16 +55,15 @@ class CheckpointManifest(BaseModel):
     values: dict[str, Any]
 
     def write(self, file: Path) -> None:
-        """Replaces the file in one step. Raises RunError where it cannot."""
+        """Writes the manifest, replacing the file in one step. Raises RunError if it cannot be written."""
         values = self.model_dump()
         with writing(file):
             write_json(file, values | {"sha256": _digest(values)})
 
     @classmethod
     def read(cls, file: Path, **expected: object) -> Self:
-        """The manifest in the file. Raises RunError where there is none or a field differs from `expected`."""
-        if not file.exists() and file.with_suffix("").is_dir():
-            folder = file.with_suffix("")
+        """The manifest in the file. Raises RunError if there is none, or a field differs from `expected`."""
+        if not file.exists() and (folder := file.with_suffix("")).is_dir():
             raise RunError(f"{folder} is a folder, as format 1 had it; this version reads format {FORMAT}")
         try:
             values = json.loads(read_file(file) or b"")
@@ -79,24 +78,24 @@ class CheckpointManifest(BaseModel):
         if values["format"] != FORMAT:
             raise RunError(f"{file} has format {values['format']}, this version reads {FORMAT}")
         try:
-            found = cls.model_validate(values)
+            manifest = cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             raise RunError(f"{file} is no checkpoint: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        for name, here in expected.items():
-            if (there := getattr(found, name)) != here:
-                raise RunError(f"{file} belongs to {name} {there}, not {here}")
-        return found
+        for name, value in expected.items():
+            if getattr(manifest, name) != value:
+                raise RunError(f"{file} belongs to {name} {getattr(manifest, name)}, not {value}")
+        return manifest
 
     def state(self, folder: Path) -> dict[str, Tensor]:
-        """The state tensors, put together from all files. Raises RunError unless every row is in one of them."""
+        """The state tensors by name, put together from all files. Raises RunError if a row is in none of the files."""
         room = sum(file.bytes for file in self.files)
         if large := [name for name, shape in self.tensors.items() if shape.bytes > room]:
             shape = self.tensors[large[0]].shape
             raise RunError(f"{large[0]} has shape {shape}, more than {room} bytes of files can hold")
         tensors = {name: shape.empty() for name, shape in self.tensors.items()}
         rows = {name: as_rows(tensor) for name, tensor in tensors.items() if tensor.numel()}
-        found = {name: torch.zeros(len(tensor), dtype=torch.bool) for name, tensor in rows.items()}
+        filled = {name: torch.zeros(len(tensor), dtype=torch.bool) for name, tensor in rows.items()}
         for file in self.files:
             with opened(folder, file) as entries:
                 for name, row_R, entry in rows_in(entries):
@@ -104,9 +103,9 @@ class CheckpointManifest(BaseModel):
                     if name in rows and (values.shape[1:], values.dtype) == (rows[name].shape[1:], rows[name].dtype):
                         fits_R = row_R < len(rows[name])
                         rows[name][row_R[fits_R]] = values[fits_R]
-                        found[name][row_R[fits_R]] = True
-        if lacking := [name for name, found_R in found.items() if not found_R.all()]:
-            raise RunError(f"rows of {lacking[0]} are in none of its files")
+                        filled[name][row_R[fits_R]] = True
+        if incomplete := [name for name, filled_R in filled.items() if not filled_R.all()]:
+            raise RunError(f"rows of {incomplete[0]} are in none of its files")
         return tensors
 
 

@@ -1,10 +1,10 @@
 """Segment files: what changed between two checkpoints, as safetensors. A later file overrides an earlier one.
 
-    values/NAME/CHUNK (R, ...) and rows/NAME/CHUNK    rows of a state tensor, and their numbers; one number
-                                                      stands for a block of rows that starts there
+    values/NAME/CHUNK (R, ...) and rows/NAME/CHUNK    rows of a state tensor, and their numbers; a single number
+                                                      is the first of a block of consecutive rows
     states/NAME/CHUNK (R, ...) and clients/NAME/CHUNK  client states of a name, and their clients
-    metadata "gone"                                   JSON: [name, client] of client states dropped since;
-                                                      never of states in the segment itself
+    metadata "gone"                                   JSON: [name, client] of each client state that was dropped
+                                                      since the previous segment; never of states in this segment
 
 Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice.
 """
@@ -26,9 +26,9 @@ from cfl_ray.core.work import ClientStateKey, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 
-FILE_BYTES = 128 << 20  # a file is closed when it has grown to this; twice that is in memory meanwhile
-ENTRY_BYTES = 128  # size of an entry beside its values: its name and place in the header
-FAN_OUT = 16  # segments of a similar size that are merged into one
+FILE_BYTES = 128 << 20  # a file of this size is closed and the next one begun; twice as much memory is used meanwhile
+ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
+FAN_OUT = 16  # number of segments of similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
 
 
@@ -43,30 +43,30 @@ class EntryFile(BaseModel):
     name: str = Field(pattern=r"^\d{6,15}-\d{1,9}\.safetensors$")
     sha256: str
     bytes: int = Field(ge=0)
-    ended: int = Field(ge=0)  # bytes in earlier files of tensors and client states dropped with this one
+    ended: int = Field(ge=0)  # bytes in earlier files of the tensors and client states that this file drops
 
     @property
     def segment(self) -> int:
-        """The number of its segment."""
+        """The number of the file's segment."""
         return int(self.name.partition("-")[0])
 
     @property
     def weight(self) -> int:
-        """Size for the purpose of merging; what ended counts double, so that merging gives its room back."""
+        """Size, in bytes, that decides about merges. Dropped bytes count double, so that merging frees their space."""
         return self.bytes + 2 * self.ended
 
     def check(self, folder: Path, content: bool = True) -> None:
-        """Raises Damaged unless the file has its size and, with `content`, its checksum."""
+        """Raises Damaged unless the file has the size and, if `content`, the checksum in the manifest."""
         file = folder / self.name
         try:
             size = file.stat().st_size
-            found = sha256(file) if content and size == self.bytes else self.sha256
+            checksum = sha256(file) if content and size == self.bytes else self.sha256
         except OSError as error:
             raise Damaged(f"{file} cannot be read: {error.strerror}") from error
         if size != self.bytes:
             raise Damaged(f"{file} has {size} bytes, expected {self.bytes}")
-        if found != self.sha256:
-            raise Damaged(f"{file} has sha256 {found[:12]}, expected {self.sha256[:12]}")
+        if checksum != self.sha256:
+            raise Damaged(f"{file} has sha256 {checksum[:12]}, expected {self.sha256[:12]}")
 
 
 # ---- reading
@@ -74,7 +74,7 @@ class EntryFile(BaseModel):
 
 @contextmanager
 def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
-    """The entries of the file, for reading by name. Raises Damaged where they cannot be read."""
+    """Context with the open safetensors file. Raises Damaged if the file cannot be read, also inside the context."""
     try:
         with safe_open(folder / file.name, "pt") as entries:
             yield entries
@@ -83,7 +83,7 @@ def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
 
 
 def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]]:
-    """The client states of the file."""
+    """Yields the (name, client) and the values of each client state in an open file."""
     names: list[str] = entries.keys()
     for entry in names:
         if entry.startswith("states/"):
@@ -98,12 +98,12 @@ def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]
 
 
 def dropped_in(entries: Any) -> set[ClientStateKey]:
-    """Client states of earlier files that were dropped since."""
+    """The (name, client) of each client state in earlier files that this open file drops."""
     return {(name, client) for name, client in json.loads((entries.metadata() or {}).get("gone", "[]"))}
 
 
 def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
-    """Rows of state tensors: name of the tensor, int64 row numbers, and the name of the entry with their values."""
+    """Yields (tensor name, int64 row numbers, name of the entry with their values) for each chunk of a state tensor."""
     names: list[str] = entries.keys()
     for entry in names:
         if entry.startswith("values/"):
@@ -117,7 +117,7 @@ def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
 
 
 class EntryWriter:
-    """Writes one segment. Raises RunError, with the file and the reason, where it cannot."""
+    """Writes one segment. Raises RunError with the file and the reason if writing fails."""
 
     def __init__(self, folder: Path, segment: int):
         self.folder, self.segment = folder, segment
@@ -125,12 +125,15 @@ class EntryWriter:
         self.bytes = 0  # of all entries so far
         self._begun: list[Path] = []
         self._batch: dict[str, Tensor] = {}  # entries of the next file
-        # clients and values of the next file, by (name, shape, type): one entry holds all that have these in common
+        # clients and values of the next file's client states; those of equal (name, shape, type) become one entry
         self._states: dict[tuple[str, torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-        self._size = 0  # bytes of both
+        self._size = 0  # bytes of _batch and _states
 
     def add_client_state(self, key: ClientStateKey, value: Tensor) -> None:
-        """Thousands of client states share an entry: one entry each would take ten times as long as their bytes."""
+        """Adds a client state to the entry of its name, shape and type.
+
+        With an entry for each client state, writing thousands of them would take ten times as long.
+        """
         name, client = key
         clients, values = self._states.setdefault((name, value.shape, value.dtype), ([], []))
         clients.append(client)
@@ -138,7 +141,7 @@ class EntryWriter:
         self._grow(value.nbytes + 8)
 
     def add_rows(self, name: str, tensor: Tensor, row_R: Tensor) -> None:
-        """The rows `row_R` (ascending) of a state tensor."""
+        """Adds the rows `row_R` (ascending) of a state tensor."""
         most = max(1, FILE_BYTES // max(1, row_bytes(tensor)))
         for chunk, at in enumerate(range(0, len(row_R), most)):
             row_r = row_R[at : at + most]
@@ -149,7 +152,10 @@ class EntryWriter:
             self._grow(values.nbytes + 2 * ENTRY_BYTES)
 
     def close(self, dropped: Iterable[ClientStateKey], ended: int) -> list[EntryFile]:
-        """The files of this segment, oldest first; none where there is nothing to write. ended: as in `EntryFile`."""
+        """Writes the last file. Returns the files of this segment, oldest first; empty if there was nothing to write.
+
+        dropped: client states of earlier segments to drop. ended: as in `EntryFile`.
+        """
         dropped = sorted(dropped)
         if self._size or dropped or ended:
             self._write({"gone": json.dumps(dropped)}, ended)
@@ -158,7 +164,7 @@ class EntryWriter:
     def abandon(self) -> None:
         """Removes the files written so far."""
         for file in self._begun:
-            with suppress(OSError):  # the caller reports why writing failed, which says more
+            with suppress(OSError):  # the caller raises the first error, the reason why writing failed
                 file.unlink()
 
     def _grow(self, size: int) -> None:
@@ -182,7 +188,7 @@ class EntryWriter:
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Raises RunError with the file and the system's reason where it cannot be written."""
+    """Context that turns errors of writing into a RunError with the file and the system's reason."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -190,18 +196,19 @@ def writing(file: Path) -> Iterator[None]:
 
 
 def system_reason(error: Exception) -> str:
-    """The operating system's text for the error, or the first line of its own."""
+    """The operating system's text for the error, or the first line of the error's text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def segments_to_merge(weights: list[int], new: int) -> int:
-    """How many of the newest segments (weights oldest to newest) are merged into a new one of weight `new`.
+    """The number of newest segments to merge into a new segment of weight `new`.
 
-    All of them, when those after the oldest weigh as much as it: files then hold at most twice what is alive, since
-    what ended weighs double. Otherwise FAN_OUT of a similar size or smaller, repeatedly: at most FAN_OUT - 1 remain for
-    each power of FAN_OUT.
+    weights: of the existing segments, oldest first. If all after the oldest weigh at least as much as the oldest, all
+    are merged: dropped bytes weigh double, so files hold at most twice the bytes in use. Otherwise the newest segments
+    are merged whenever FAN_OUT of them, the new segment included, have a similar size or smaller; at most FAN_OUT - 1
+    segments remain for each power of FAN_OUT.
     """
     if weights and sum(weights[1:]) + new >= weights[0]:
         return len(weights)
@@ -230,22 +237,22 @@ def _level(weight: int) -> int:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a single number as one row."""
+    """The tensor, or a scalar tensor reshaped to one row, (1,)."""
     return tensor if tensor.dim() else tensor.reshape(1)
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """Bytes of one row, 0 for a tensor without rows."""
+    """Bytes of a row; 0 for a tensor without rows."""
     return tensor[:1].nbytes if len(tensor) else 0
 
 
 def cost(tensor: Tensor, row_R: Tensor) -> int:
-    """Bytes that writing these rows takes, at least."""
+    """A lower bound of the bytes that writing these rows takes."""
     return len(row_R) * row_bytes(tensor) + 2 * ENTRY_BYTES if len(row_R) else 0
 
 
 def changed_rows(now: Tensor, before: Tensor | None) -> Tensor:
-    """Bool (R,): rows whose bits differ from `before`; all of them where that is None or of another shape or type."""
+    """Bool (R,): rows whose bits differ from `before`; all if `before` is None or has another row shape or type."""
     changed_R = torch.ones(len(now), dtype=torch.bool)
     if before is None or before.dtype != now.dtype or before.shape[1:] != now.shape[1:]:
         return changed_R
@@ -258,14 +265,14 @@ def changed_rows(now: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _bits(rows: Tensor) -> np.ndarray:
-    """(R, ...) as unsigned integers, so that NaN equals itself."""
+    """The rows (R, ...) as unsigned integers (R, width), so that NaN equals NaN."""
     width = row_bytes(rows)
     unit = next(unit for unit in (8, 4, 2, 1) if width % unit == 0)
     return rows.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(len(rows), width).view(f"u{unit}")
 
 
 def rows_to_write(changed_R: Tensor, tensor: Tensor) -> Tensor:
-    """int64: the rows to write when these changed; all of them where naming the changed ones costs more."""
+    """Numbers of the rows to write, int64: the changed rows, or all rows if these take less space than changed rows."""
     write_all = int(changed_R.sum()) * (row_bytes(tensor) + 8) >= tensor.nbytes and bool(changed_R.any())
     return torch.arange(len(tensor)) if write_all else changed_R.nonzero()[:, 0]
 
@@ -274,12 +281,15 @@ def rows_to_write(changed_R: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, as safetensors requires: two fields of a state may be one tensor."""
-    apart: dict[str, Tensor] = {}
+    """The tensors made contiguous and without shared memory, as safetensors requires.
+
+    Two fields of a state may be the same tensor.
+    """
+    separate: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if tensor.storage_offset() or storage in storages else tensor
+        separate[name] = tensor.clone() if tensor.storage_offset() or storage in storages else tensor
         storages.add(storage)
-    return apart
+    return separate

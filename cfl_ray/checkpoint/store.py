@@ -2,16 +2,16 @@
 
     checkpoints/000012.json               after round 12: the JSON values, shapes of the tensors, and the segment
                                           files needed, oldest first
-    checkpoints/000031-0.safetensors      a segment (`segments.py`): what changed since the checkpoint before
+    checkpoints/000031-0.safetensors      a segment (`segments.py`): what changed since the previous checkpoint
 
-A save costs, in time and in space, what changed since the one before and not what there is: rows of state tensors are
-compared (unless a tensor is the one saved last), and the backend knows which client states changed. From time to time a
-segment takes in earlier ones, so that the files of a checkpoint hold at most twice what is alive and number O(log) of
-it; an entry is rewritten O(log) times in all.
+The time and space of a save depend on what changed since the previous checkpoint, not on the size of the state. Rows of
+state tensors are compared, unless the tensor is the same object as before; the backend knows which client states
+changed. From time to time a new segment merges earlier ones, so that the files of a checkpoint hold at most twice the
+bytes in use, and their number is O(log) of these bytes. An entry is rewritten O(log) times in all.
 
-Measured per save, writing everything in brackets: 480 of 4,800 signatures of 8,192 floats change: 16 MB, with merges 30
-(157); 1,000 of 100,000 clients with 1,000 floats each: 4.0 MB and 0.03 s, with merges 6.8 MB and 0.08 s (402 MB and 4.4
-s); at most 26 files in 500 rounds.
+Measured per save, with the cost of writing everything in brackets. If 480 of 4,800 signatures of 8,192 floats change:
+16 MB, with merges 30 MB (157 MB). If 1,000 of 100,000 clients with 1,000 floats each change: 4.0 MB and 0.03 s, with
+merges 6.8 MB and 0.08 s (402 MB and 4.4 s). At most 26 files in 500 rounds.
 """
 
 import re
@@ -48,13 +48,13 @@ from cfl_ray.errors import RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import drafted, private_folder, sync
 
-# what reading a damaged checkpoint may raise
+# exceptions that reading a damaged checkpoint can raise
 _DAMAGE = (RunError, OSError, ValueError, TypeError, IndexError, RuntimeError, MemoryError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State and client states after `round`."""
+    """The state and the client states after `round`."""
 
     round: int
     tensors: dict[str, Tensor]
@@ -64,8 +64,8 @@ class Checkpoint:
     refused: tuple[str, ...] = ()  # why newer checkpoints could not be used, one line each
 
     def client_states(self) -> Iterator[tuple[ClientStateKey, SavedState]]:
-        """Every client state; its values are read when they are asked for."""
-        overridden: set[ClientStateKey] = set()  # stored or dropped by later files
+        """Yields the (name, client) and the values of every client state. Values are read from the file on access."""
+        overridden: set[ClientStateKey] = set()  # client states that a later file stores or drops
         for file in reversed(self.files):
             with opened(self.folder, file) as entries:
                 for key, value in client_states_in(entries):
@@ -81,16 +81,16 @@ class CheckpointStore:
     def __init__(self, directory: Path, config_hash: str, keep_last: int = 3):
         self.directory, self.config_hash, self.keep_last = Path(directory), config_hash, keep_last
         self.folder = RunDirectory(directory).checkpoints
-        self.files: list[EntryFile] = []  # of the newest checkpoint
+        self.files: list[EntryFile] = []  # files of the newest checkpoint
         self.largest_client_state = 0  # bytes
-        self._saved: dict[str, tuple[Tensor, int]] = {}  # state tensors as saved last, with their version counters
+        self._saved: dict[str, tuple[Tensor, int]] = {}  # last saved state tensors, with their version counters
         self._kept: dict[int, list[EntryFile]] = {}  # files of the checkpoints that are kept, by round
-        self._used = False  # a checkpoint was loaded or saved
+        self._used = False  # whether a checkpoint was loaded or saved
         self._writer = Writer(self.directory)
-        self._least_segment = 0  # a number that no other process uses
+        self._least_segment = 0  # no other process uses segment numbers from this on
 
     def rounds(self) -> list[int]:
-        """Rounds that have a checkpoint, oldest first."""
+        """Rounds that have a checkpoint, ascending."""
         names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
         manifests = (name for name in names if re.fullmatch(r"[0-9]{1,15}(\.json)?", name))
         return sorted({int(name.removesuffix(".json")) for name in manifests})
@@ -98,9 +98,12 @@ class CheckpointStore:
     # ---- saving
 
     def claim(self) -> None:
-        """Makes this the only store that saves here; an earlier one refuses from now on. `save` does so at first."""
+        """Makes this store the only one that can save here; stores of other processes raise from now on.
+
+        The first `save` calls it.
+        """
         self._writer.claim()
-        # an earlier writer may be about to use the next number, and refuses before it uses another
+        # another process may still write the segment with the next number, but no later segment
         self._least_segment = self._next_segment() + 1 if self.folder.is_dir() and self._writer.epoch > 1 else 0
 
     def save(
@@ -108,9 +111,9 @@ class CheckpointStore:
     ) -> str | None:
         """Saves the state after `round`, and the client states that changed. Saved tensors must not change in place.
 
-        Returns None, or why everything was saved anew: files that the checkpoint would build on are missing or altered.
-        Raises RunError where something cannot be written, or another process has claimed these checkpoints; then
-        nothing of this checkpoint remains, and earlier ones stay valid.
+        Returns None, or, if files of the previous checkpoint are missing or altered, a message: then the whole state
+        was saved again. Raises RunError if a file cannot be written, or another process has claimed these checkpoints;
+        then nothing of this checkpoint remains, and earlier checkpoints stay valid.
         """
         if self._used and not self.directory.is_dir():
             raise RunError(f"{self.directory} is gone, so nothing more can be saved")
@@ -166,7 +169,7 @@ class CheckpointStore:
     def _write_segment(
         self, writer: EntryWriter, tensors: dict[str, Tensor], states: ClientStateSource, everything: bool
     ) -> list[EntryFile]:
-        """Writes what changed, and what is alive of the segments merged with it. Returns the files needed now."""
+        """Writes the changes, and the entries in use of the segments that are merged. Returns all files needed now."""
         dropped, written = set(states.forgotten()), set()
         for key, value in states.changed(everything):
             writer.add_client_state(key, value)
@@ -177,7 +180,7 @@ class CheckpointStore:
         ended = len(dropped) * self.largest_client_state + sum(shrunk)
         rows = sum(cost(tensors[name], rows_to_write(changed_R, tensors[name])) for name, changed_R in changed.items())
         stay, merged = self._stay_and_merge(writer.bytes + rows + 2 * ended)
-        for file in reversed(merged):  # newest first: what later files hold or drop is written or dropped by then
+        for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
             file.check(self.folder)
             with opened(self.folder, file) as entries:
                 for name, row_R, _ in rows_in(entries):
@@ -194,18 +197,16 @@ class CheckpointStore:
         return stay + writer.close(dropped - written if stay else (), ended if stay else 0)
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
-        """Bool (R,): rows of a state tensor that differ from those saved last."""
+        """Bool (R,): rows of a state tensor that differ from the last saved tensor of this name."""
         old, version = self._saved.get(name, (None, 0))
-        if old is None:
+        if old is None or old._version != version:  # a tensor that changed in place no longer has the saved values
             return changed_rows(tensor, None)
-        if old._version != version:  # changed in place, against the rule: the values saved last are lost
-            return changed_rows(tensor, None)
-        if _same_memory(old, tensor):
+        if _layout(old) == _layout(tensor):
             return torch.zeros(len(tensor), dtype=torch.bool)
         return changed_rows(tensor, old)
 
     def _stay_and_merge(self, new: int) -> tuple[list[EntryFile], list[EntryFile]]:
-        """The files that stay, and those that a segment of weight `new` takes in."""
+        """The files that stay, and the files that are merged into a new segment of weight `new`."""
         weights: dict[int, int] = {}
         for file in self.files:
             weights[file.segment] = weights.get(file.segment, 0) + file.weight
@@ -215,8 +216,8 @@ class CheckpointStore:
         return stay, [file for file in self.files if file.segment in merged]
 
     def _next_segment(self) -> int:
-        found = (re.match(r"(\d{1,15})-", path.name) for path in self.folder.iterdir())
-        return max(self._least_segment, 1 + max((int(match[1]) for match in found if match), default=0))
+        matches = (re.match(r"(\d{1,15})-", path.name) for path in self.folder.iterdir())
+        return max(self._least_segment, 1 + max((int(match[1]) for match in matches if match), default=0))
 
     def _adopt(self, round: int, tensors: dict[str, Tensor], files: list[EntryFile]) -> None:
         self.files, self._used = files, True
@@ -224,22 +225,24 @@ class CheckpointStore:
         self._kept[round] = files
 
     def _discard(self, round: int) -> None:
-        """Removes what the last good checkpoints up to `round` do not need, and leftovers of killed processes."""
+        """Removes checkpoints up to `round` except the last `keep_last`, files that these do not need, and drafts that
+        killed processes left.
+        """
         self._kept = {kept: self._kept[kept] for kept in sorted(self._kept)[-self.keep_last :]}
         needed = {file.name for files in self._kept.values() for file in files}
         for path in self.folder.iterdir():
             segment = re.fullmatch(r"\d+-\d+\.safetensors", path.name) and path.name not in needed
             old = re.fullmatch(r"\d+\.json", path.name) and int(path.stem) <= round and int(path.stem) not in self._kept
             if segment or old or path.name.startswith("."):
-                with suppress(OSError):  # it takes room and does no harm
+                with suppress(OSError):  # a file that stays takes space but does no harm
                     path.unlink()
 
     # ---- loading
 
     def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
-        """The newest good checkpoint; None where there is none at all. Raises RunError where none can be used.
+        """The newest usable checkpoint; None if there are no checkpoints. Raises RunError if none can be used.
 
-        check: raises RunError for one whose content is of no use.
+        check: raises RunError for a checkpoint whose content cannot be used; then the one before it is tried.
         """
         refused: list[str] = []
         for round in reversed(self.rounds()):
@@ -262,15 +265,16 @@ class CheckpointStore:
         self._kept = {}
         for other in self.rounds():
             if other < round:
-                with suppress(RunError, OSError):  # a damaged one cannot be used, so its files need not be kept
+                with suppress(RunError, OSError):  # a damaged checkpoint cannot be used, so its files are not kept
                     self._kept[other] = self._manifest(other).files
         self._adopt(round, tensors, manifest.files)
         return Checkpoint(round, tensors, manifest.values, self.folder, tuple(manifest.files), refused)
 
     def copy_to(self, other: "CheckpointStore") -> int | None:
-        """Copies the newest good checkpoint to another run, which may be of another config. Returns its round.
+        """Copies the newest usable checkpoint to another run, which may have another config.
 
-        None where there is none at all. Raises RunError where none can be used, or something cannot be written.
+        Returns its round; None if there are no checkpoints. Raises RunError if none can be used or a file cannot be
+        written.
         """
         if (checkpoint := self.load()) is None:
             return None
@@ -292,9 +296,9 @@ class CheckpointStore:
         )
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    layouts = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
-    return layouts[0] == layouts[1]
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    """Memory address, shape, strides and type."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _bytes(tensor: Tensor | None) -> int:

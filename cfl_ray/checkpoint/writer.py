@@ -1,9 +1,9 @@
-"""The one process that may write the checkpoints of a method: fencing of a server that was replaced but still lives.
+"""Only one process at a time may write the checkpoints of a method; a server that was replaced but still runs may not.
 
-    writer.json    {"epoch": 3}: how often a process has claimed the checkpoints; the latest one may write
+    writer.json    {"epoch": 3}: how often processes have claimed the checkpoints; the last of them may write
 
-A server that cannot be reached is replaced, and may go on all the same. Its epoch is then an earlier one, so it writes
-nothing more. Claims and writes exclude each other by a lock that the system releases when a process ends.
+A server that cannot be reached is replaced, but may still run. Its epoch is then lower than that of writer.json, so it
+writes nothing more. A lock, which the system releases when a process ends, separates claims and writes.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
 
 class Writer:
-    """The right of this process to write the checkpoints in a directory, once it has claimed it."""
+    """The right of this process to write the checkpoints in a directory, which `claim` takes."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.epoch = 0  # 0: not claimed
 
     def claim(self) -> None:
-        """Takes the right from every process that has it. Raises RunError where that cannot be recorded."""
+        """Takes the right from the process that has it. Raises RunError if writer.json cannot be written."""
         with writing(self.directory):
             private_folder(self.directory)
             with self._lock():
@@ -36,16 +36,16 @@ class Writer:
                 write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch})
 
     def check(self) -> None:
-        """Raises RunError where another process has claimed these checkpoints since."""
+        """Raises RunError if another process has claimed these checkpoints after this one."""
         if (latest := self._latest()) != self.epoch:
             raise RunError(
-                f"another server has taken over {self.directory} (epoch {latest}; this one has {self.epoch}), so this "
-                "one must not write checkpoints any more; end it"
+                f"another server has taken over {self.directory} (epoch {latest}; this server has {self.epoch}), so "
+                "this server must not write checkpoints any more; end it"
             )
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context in which no other process can claim the right. Raises RunError where one has done so before."""
+        """Context in which no other process can claim the right. Raises RunError if another process has it already."""
         with self._lock():
             self.check()
             yield

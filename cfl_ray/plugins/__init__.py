@@ -1,1 +1,1 @@
-"""Functions and classes that users bring, as `file.py:Name` or from installed packages."""
+"""Plugins: functions and classes that users provide, as `file.py:Name` or from installed packages."""

@@ -1,4 +1,4 @@
-"""Parts that users bring: functions and classes with their options, and errors that name the author's line."""
+"""Calling plugins: functions and classes with their options, and errors that name the line in the user's file."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
 def place_of(part: Any) -> str:
-    """The name of a function, method, class or object for messages; of the user's own, with its file and line."""
+    """The name of a function, method, class or object, for messages; with file and line if they are the user's."""
     source = _source(part)
     name: str = getattr(source, "__qualname__", repr(source)).rpartition("<locals>.")[2]
     file, line = _definition(source)
@@ -26,26 +26,30 @@ def place_of(part: Any) -> str:
 
 
 def failure_of(part: Any, error: Exception, where: str = "") -> str:
-    """The error of a part after its name, with the line of the author's file that led to it.
+    """The text "NAME failed: ERROR", with the line of the user's file that led to the error.
 
-    where: what the part was called for, in words.
+    where: words after the name that say what the part was called for.
     """
     return f"{place_of(part)}{where} failed: {explained(part, error)}"
 
 
 def explained(part: Any, error: Exception) -> str:
-    """The error, with the line of the part's file that led to it: of a part that `place_of` gives no file, with it."""
-    found = raised_at(part, error)
-    if found is None:
+    """The type and text of the error, with the line of the part's file that led to it.
+
+    The file is named too, unless it is the user's, which `place_of` names.
+    """
+    place = raised_at(part, error)
+    if place is None:
         return f"{type(error).__name__}: {error}"
-    file, line = found
+    file, line = place
     return f"{type(error).__name__}: {error} ({'' if is_user_file(file) else f'{file}, '}line {line})"
 
 
 def raised_at(part: Any, error: Exception) -> tuple[Path, int] | None:
-    """The file that defines a part, and its last line on the way to the error; None where it was not on the way."""
+    """The file that defines a part, and the file's last line in the error's traceback; None without such a line."""
     file, _ = _definition(_source(part))
-    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if file and Path(one.filename) == file]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
     return (file, lines[-1] or 0) if file and lines else None
 
 
@@ -61,13 +65,13 @@ def described(value: Any) -> str:
 
 
 def _source(part: Any) -> Any:
-    """The function or class of a part."""
+    """The function or class that defines a part: without its bound options; for an object, its class."""
     source = part.func if isinstance(part, partial) else part
     return source if inspect.isroutine(source) or inspect.isclass(source) else type(source)
 
 
 def _definition(source: Any) -> tuple[Path | None, int]:
-    """File and line of a function or class; no file where it is written in C, or typed in by hand."""
+    """File and line of a function or class; (None, 0) if it is written in C or was typed into a console."""
     try:
         source = inspect.unwrap(source)
         file = inspect.getsourcefile(source)
@@ -77,7 +81,7 @@ def _definition(source: Any) -> tuple[Path | None, int]:
 
 
 def is_user_file(file: Path | None) -> bool:
-    """Whether a file is the user's: neither of this package nor of an installed one."""
+    """Whether a file is the user's: neither part of this package nor of an installed package."""
     return file is not None and not file.is_relative_to(_PACKAGE) and not _INSTALLED & set(file.parts)
 
 
@@ -85,7 +89,7 @@ def is_user_file(file: Path | None) -> bool:
 
 
 def reference_of(part: Any) -> Any:
-    """A name as it is; an object made in Python by its module and name, as a config records it."""
+    """How a config records a part: a name as it is, an object made in Python as "MODULE.NAME"."""
     if isinstance(part, str):
         return part
     named = part if hasattr(part, "__qualname__") else type(part)
@@ -93,9 +97,9 @@ def reference_of(part: Any) -> Any:
 
 
 def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:
-    """The name, or the object, and the options of a value that is a name, {name: {option: value}} or an object.
+    """The name (or object) and the options in a config value: a name, {name: {option: value}} or an object.
 
-    key: of the config, for messages. Raises ConfigError for a mapping of another form.
+    key: the config key, for messages. Raises ConfigError for a mapping of another form.
     """
     if not isinstance(value, Mapping):
         return value, {}
@@ -103,28 +107,29 @@ def parse_choice(key: str, value: Any) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             f"{key} must be a name, or one name with its options, {{name: {{option: value}}}}, got {value}"
         )
-    return next(iter(value)), {name: as_number(one) for name, one in options.items()}
+    return next(iter(value)), {name: as_number(option) for name, option in options.items()}
 
 
 def as_number(value: Any) -> Any:
-    """The value, but text such as 1e-3 as a number: YAML 1.1 reads it as text."""
+    """The value; text such as "1e-3" becomes a number, because YAML 1.1 reads 1e-3 as text."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value) else value
 
 
 def check_options(
     kind: str, part: Callable[..., Any], options: Mapping[str, Any], arguments: Sequence[str] = ()
 ) -> None:
-    """Raises ConfigError where a part does not take the arguments, which it is passed by position, and the options.
+    """Raises ConfigError unless a part can be called with these positional arguments and these named options.
 
-    kind: of the part, or its key in the config, for messages.
+    kind: what the part is, or its config key, for messages. arguments: names of the arguments, for messages.
     """
     try:
         signature = inspect.signature(part)
-    except (TypeError, ValueError):  # written in C: it says nothing about its parameters
+    except (TypeError, ValueError):  # a function written in C has no signature
         return
     parameters = list(signature.parameters.values())[len(arguments) :]
-    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = [parameter.name for parameter in parameters if parameter.kind in by_name]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         for name in options:
             if name not in names:
                 known = did_you_mean(name, names) if names else "; it has none"
@@ -140,10 +145,10 @@ def check_options(
 
 
 def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Sequence[str] = ()) -> Any:
-    """The part ready for use: a class called with the options, a function with the options as keyword arguments.
+    """A part with its options bound: an instance of a class, a partial of a function, any other object as it is.
 
-    arguments: names of the values that a function will be passed. Any other object is used as it is.
-    Raises ConfigError where the part does not take these arguments or options.
+    arguments: names of the positional arguments that a function will be called with.
+    Raises ConfigError if the part does not take these arguments or options.
     """
     if isinstance(part, type):
         check_options(kind, part, options)
@@ -159,13 +164,13 @@ def with_options(part: Any, options: Mapping[str, Any], kind: str, arguments: Se
 def call_plugin(
     kind: str, function: Callable[..., Any], *arguments: Any, error: type[UserError] = RunError, where: str = ""
 ) -> Any:
-    """The result of a user's function. Its exceptions become an `error` that names the function and the line.
+    """The result of a user's function. An exception in it becomes an `error` that names the function and the line.
 
-    where: what it was called for, in words.
+    where: words after the function's name that say what it was called for.
     """
     try:
         return function(*arguments)
     except UserError:
         raise
-    except Exception as found:
-        raise error(f"{kind} {failure_of(function, found, where)}") from found
+    except Exception as raised:
+        raise error(f"{kind} {failure_of(function, raised, where)}") from raised

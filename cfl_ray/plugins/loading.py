@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,17 +15,20 @@ from typing import Any
 from cfl_ray.errors import ConfigError, did_you_mean
 
 PREFIX = "cfl_ray_plugin_"
-_NEIGHBOURS: dict[str, Path] = {}  # modules that users' files imported from their own folders, by name: the folder
-_FOLDERS: dict[Path, Path] = {}  # files that a config names by relative paths: the config's folder, for messages
+_NEIGHBOURS: dict[str, Path] = {}  # module -> folder, for modules that a user's file imported from its own folder
+_FOLDERS: dict[Path, Path] = {}  # relative path in a config -> folder of the config, for messages
 
 
 def note_folder(file: Path, folder: Path) -> None:
-    """Keeps the folder in which a config's relative path was looked for first, for the message of a missing file."""
+    """Keeps the folder of the config that names a relative path, for the message if the file is missing."""
     _FOLDERS[file] = folder
 
 
 def sent_by_value() -> list[ModuleType]:
-    """The modules of users' files and of the neighbours that these import: no other machine has them."""
+    """The modules of users' files, and the modules that these import from their own folders.
+
+    Other machines do not have these files, so the modules are sent to them.
+    """
     return [module for name, module in sys.modules.items() if name.startswith(PREFIX) or name in _NEIGHBOURS]
 
 
@@ -36,36 +40,34 @@ def load_plugin(reference: str, kind: str) -> Any:
     path, _, name = reference.rpartition(":")
     file = Path(path)
     if not file.is_file():
-        looked = [_FOLDERS.get(file, Path()) / file, file]  # as a config's paths are looked for
-        places = " or ".join(dict.fromkeys(str(one.absolute()) for one in looked))
+        candidates = [_FOLDERS.get(file, Path()) / file, file]  # in the order in which a config's paths are tried
+        places = " or ".join(dict.fromkeys(str(candidate.absolute()) for candidate in candidates))
         raise ConfigError(f"{kind} {reference!r}: there is no file {places}")
     module = _module(file)
     if not hasattr(module, name):
-        found = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ConfigError(f"{kind} {reference!r}: {file} has no {name!r}{did_you_mean(name, found)}")
+        names = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        raise ConfigError(f"{kind} {reference!r}: {file} has no {name!r}{did_you_mean(name, names)}")
     return getattr(module, name)
 
 
 def entry_points_of(group: str) -> dict[str, Callable[[str], Any]]:
-    """The entry points of installed packages in a group, by name. Calling one with its kind returns the object.
+    """A function for each entry point of installed packages in a group, by name.
 
-    Raises ConfigError, naming the package, where the import fails.
+    Called with the kind of the object, for messages, it returns the object. It raises ConfigError, naming the package,
+    if the import fails.
     """
+    return {point.name: partial(_load, point) for point in importlib.metadata.entry_points(group=group)}
 
-    def loader(point: importlib.metadata.EntryPoint) -> Callable[[str], Any]:
-        def load(kind: str) -> Any:
-            try:
-                return point.load()
-            except Exception as error:
-                package = point.dist.name if point.dist is not None else "?"
-                raise ConfigError(
-                    f"{kind} {point.name!r} of package {package} ({point.value}) cannot be imported: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
 
-        return load
-
-    return {point.name: loader(point) for point in importlib.metadata.entry_points(group=group)}
+def _load(point: importlib.metadata.EntryPoint, kind: str) -> Any:
+    try:
+        return point.load()
+    except Exception as error:
+        package = point.dist.name if point.dist is not None else "?"
+        raise ConfigError(
+            f"{kind} {point.name!r} of package {package} ({point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _module(file: Path) -> ModuleType:
@@ -82,21 +84,20 @@ def _module(file: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__
-        ]
-        where = f" (line {lines[-1]})" if lines else ""
-        raise ConfigError(f"{file} cannot be imported: {type(error).__name__}: {error}{where}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == module.__file__]
+        line = f" (line {lines[-1]})" if lines else ""
+        raise ConfigError(f"{file} cannot be imported: {type(error).__name__}: {error}{line}") from error
     return module
 
 
 @contextlib.contextmanager
 def _neighbours_of(folder: Path) -> Iterator[None]:
-    """Lets a file import the other files of its folder, and keeps the names of those that it imports.
+    """Context in which a user's file can import the other files of its folder; keeps the names of the imported modules.
 
-    A neighbour of the same name in another folder is imported anew.
+    A module of the same name from another folder is removed first, so that this folder's module is imported.
     """
-    for name in [one for one, place in _NEIGHBOURS.items() if place != folder]:
+    for name in [name for name, other in _NEIGHBOURS.items() if other != folder]:
         top = folder / name.partition(".")[0]
         if top.with_suffix(".py").is_file() or top.is_dir():
             del _NEIGHBOURS[name]
@@ -117,13 +118,13 @@ def _neighbours_of(folder: Path) -> Iterator[None]:
 
 
 def _imported_from(folder: Path, before: set[str]) -> list[str]:
-    """Names of the modules in a folder that were imported since `before`; not of this package and installed ones."""
-    found = []
+    """Names of the modules in a folder, without this and installed packages, that were imported since `before`."""
+    names = []
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file is None or name.startswith(PREFIX) or name.partition(".")[0] == __name__.partition(".")[0]:
             continue
         path = Path(file).resolve()
         if path.is_relative_to(folder) and not {"site-packages", "dist-packages"} & set(path.parts):
-            found.append(name)
-    return found
+            names.append(name)
+    return names

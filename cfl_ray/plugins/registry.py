@@ -1,4 +1,4 @@
-"""The parts of one kind that a name in the config can mean: of this package, of installed ones, of the user's files."""
+"""The objects that names in the config refer to: this package's models, methods and so on, and users' plugins."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Registry(Generic[Part]):
-    """Finds a part by `name`, by the name of an installed package's entry point, or by `file.py:Name`.
+    """Finds an object by the name of a built-in, by the entry point of an installed package, or by `file.py:Name`.
 
-    The user's own object is used as it is; what it must be is checked by the caller.
+    The caller checks that a user's object has the expected type.
     """
 
     kind: str  # e.g. "model": for messages and `cfl-ray list`
     builtin: Mapping[str, Part]  # by name
-    group: str  # entry-point group in which installed packages name theirs, e.g. "cfl_ray.models"
+    group: str  # entry-point group of installed packages, e.g. "cfl_ray.models"
 
     def find(self, reference: str) -> Part:
-        """The part. Raises ConfigError, with the nearest name, where there is none, or where its import fails."""
+        """The object of this name. Raises ConfigError if there is none (with the nearest name) or its import fails."""
         if ":" in reference:
             return load_plugin(reference, self.kind)
         if reference in self.builtin:
@@ -34,9 +34,9 @@ class Registry(Generic[Part]):
         return installed[reference](self.kind)
 
     def resolve(self, part: Any) -> Part:
-        """The part that a name stands for; an object made in Python is the part itself."""
+        """The object of this name; an object that is not a name is returned as it is."""
         return self.find(part) if isinstance(part, str) else cast(Part, part)
 
     def names(self) -> list[str]:
-        """All names, those of this package first."""
+        """All names: first the built-in ones in their order, then those of entry points, sorted."""
         return [*self.builtin, *sorted(set(entry_points_of(self.group)) - set(self.builtin))]

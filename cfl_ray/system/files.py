@@ -1,4 +1,4 @@
-"""Files that keep either the old or the whole new content when the process crashes or the disk is full."""
+"""Reading and writing files. A file keeps its whole old content or its whole new content when a process crashes."""
 
 import errno
 import hashlib
@@ -16,20 +16,21 @@ from pydantic import TypeAdapter, ValidationError
 from cfl_ray.errors import ConfigError, DataError
 
 Record = TypeVar("Record")
-PRIVATE, SHARED = 0o600, 0o666  # permission bits; of shared files, less those that the umask forbids
+PRIVATE, SHARED = 0o600, 0o666  # permission bits; the umask takes bits away from SHARED
+_REPAIR = "restore it, or remove it to start its part afresh"
 
-# ---- for the user alone
+# ---- files that only the user can read
 
 
 def private_folder(path: Path) -> None:
-    """Makes a folder, and those above it that do not exist, which only the user can enter. One that exists stays."""
+    """Makes a folder and its missing parents, which only the user can enter. Existing folders are not changed."""
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
-    """Opens a binary file without a buffer; one that does not exist is made for the user alone."""
+    """Opens a binary file without a buffer. A new file gets permissions for the user only."""
     return cast("BinaryIO", open(path, mode, buffering=0, opener=_opener))
 
 
@@ -38,17 +39,17 @@ def _opener(name: str, flags: int) -> int:
 
 
 class _Umask:
-    """The umask of the process, and how many threads want it to be private."""
+    """The umask of the process, and the number of threads that want it to be private."""
 
     def __init__(self) -> None:
-        self.lock, self.wanted, self.before = threading.Lock(), 0, 0
+        self.lock, self.threads, self.before = threading.Lock(), 0, 0
 
     def want(self, more: int) -> None:
         with self.lock:
-            if more > 0 and self.wanted == 0:
+            if more > 0 and self.threads == 0:
                 self.before = os.umask(0o077)
-            self.wanted += more
-            if self.wanted == 0:
+            self.threads += more
+            if self.threads == 0:
                 os.umask(self.before)
 
 
@@ -57,7 +58,7 @@ _umask = _Umask()
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Context in which files of other packages are made for the user alone. It holds for the whole process."""
+    """Context in which only the user can read new files, also those that other packages and other threads write."""
     _umask.want(1)
     try:
         yield
@@ -66,7 +67,7 @@ def private_umask() -> Iterator[None]:
 
 
 def user_folder() -> Path:
-    """The folder of what this package keeps for the user: CFL_RAY_HOME, or cfl_ray in the user's configuration."""
+    """The folder of the user's credentials: CFL_RAY_HOME, or cfl_ray in the user's configuration folder."""
     if named := os.environ.get("CFL_RAY_HOME"):
         return Path(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "cfl_ray"
@@ -74,15 +75,15 @@ def user_folder() -> Path:
 
 # ---- whole files
 
-_DEVICES = Path("/dev")  # /dev/stdout is a link, to a file where a shell redirects it
+_DEVICES = Path("/dev")  # /dev/stdout is a link; if a shell redirects it, to a file
 
 
 @contextmanager
 def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
-    """Context with a draft file to write, which replaces `path` in one step at the end, and is removed on an error.
+    """Context with the path of a draft file, which replaces `path` in one step at the end. An error removes the draft.
 
-    mode: PRIVATE for what a run writes about itself, SHARED for what is made for others. Raises ConfigError where
-        `path` is a folder, a device or a pipe: a device would be gone for all users of the machine.
+    mode: PRIVATE for files of a run, SHARED for files that the user shares, such as exports. Raises ConfigError if
+        `path` is a folder, a device or a pipe: replacing a device would remove it for all users of the machine.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
@@ -90,7 +91,7 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
         raise ConfigError(f"{path} is a device or a pipe; name a file, which is written in one step")
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        draft.unlink(missing_ok=True)  # of a process that died, or a link that another user put there
+        draft.unlink(missing_ok=True)  # left by a process that died, or a link that another user put there
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         draft.replace(path)
@@ -100,7 +101,7 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, mode: int = PRIVATE) -> None:
-    """Replaces `path` in one step, once the new content is on the disk. mode: as in `drafted`."""
+    """Replaces `path` by a text in one step, after the text is on the disk. mode: see `drafted`."""
     with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -114,9 +115,9 @@ def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO | None]:
-    """Context with the file open for reading; None if there is none.
+    """Context with the file open for reading, or None if it does not exist.
 
-    Raises DataError if it cannot be read, or is a folder, a device or a pipe, which may have no end.
+    Raises DataError if it cannot be read, or is a folder, a device or a pipe: reading these may never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
@@ -143,7 +144,7 @@ def read_file(path: Path) -> bytes | None:
 
 
 def read_text(path: Path) -> str | None:
-    """The text in `path`, UTF-8; None if there is no such file. Raises DataError for anything else."""
+    """The UTF-8 text in `path`; None if there is no such file. Raises DataError if it cannot be read or decoded."""
     content = read_file(path)
     try:
         return None if content is None else content.decode()
@@ -159,24 +160,24 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         return parse_json(content)
     except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); restore it, or remove it to start its part afresh") from error
+        raise DataError(f"{path} is damaged ({error}); {_REPAIR}") from error
 
 
 def parse_json(content: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text. Raises ValueError for anything else."""
+    """The JSON object in a text, as a dict. Raises ValueError if the text is not a JSON object."""
     try:
         value = json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object, {{...}}, found {type(value).__name__}")
+        raise ValueError(f"expected an object, {{...}}, got {type(value).__name__}")
     return value
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """The dataclass that a JSON object in `path` holds; None if there is no such file. Raises DataError if damaged.
+    """The JSON object in `path` as an instance of the dataclass `kind`; None if there is no such file.
 
-    Fields have exactly the types that the class says; others are ignored.
+    Unknown keys are ignored. Raises DataError if a field is missing or has another type than the class declares.
     """
     content = read_file(path)
     if content is None:
@@ -185,17 +186,15 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "content"
-        raise DataError(
-            f"{path} is damaged ({where}: {first['msg']}); restore it, or remove it to start its part afresh"
-        ) from error
+        field = ".".join(map(str, first["loc"])) or "content"
+        raise DataError(f"{path} is damaged ({field}: {first['msg']}); {_REPAIR}") from error
 
 
 # ---- files that grow line by line
 
 
 def append_line(file: BinaryIO, line: bytes) -> None:
-    """Appends the line to an unbuffered file; on a full disk, appends nothing and raises OSError."""
+    """Appends a line to an unbuffered file. On a full disk it appends nothing and raises OSError."""
     size = os.fstat(file.fileno()).st_size
     try:
         if file.write(line) != len(line):
@@ -206,7 +205,7 @@ def append_line(file: BinaryIO, line: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Removes an incomplete last line, left by a crash; the round that is repeated writes it again."""
+    """Removes an incomplete last line, which a crash left. The resumed run repeats the round and writes it again."""
     content = read_file(path)
     if content is not None and (whole := content.rfind(b"\n") + 1) < len(content):
         os.truncate(path, whole)
@@ -225,6 +224,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(file: Path) -> str:
-    """SHA-256 of the content, in hexadecimal."""
+    """SHA-256 of the file's content, in hexadecimal."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

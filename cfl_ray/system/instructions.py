@@ -1,10 +1,10 @@
-"""The environment of processes whose results do not depend on how new their CPU is.
+"""Environment variables that fix a process's CPU instructions, so that results are equal on newer and older CPUs.
 
-Kernels for AVX2 and AVX-512 add up in different orders. Libraries choose them when they are imported, so the variables
-must be set before.
+Kernels for AVX2 and AVX-512 add up in different orders. Libraries choose their kernels when they are imported, so the
+variables must be set before the process starts.
 """
 
-# of PyTorch, its oneDNN and MKL, and the OpenBLAS of NumPy
+# values of _NAMES: PyTorch, its oneDNN and MKL, and NumPy's OpenBLAS
 _VARIABLES = {
     "default": ("default", "SSE41", "COMPATIBLE", "Nehalem"),
     "avx2": ("avx2", "AVX2", "AVX2", "Haswell"),
@@ -14,7 +14,10 @@ _NAMES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OPENBLAS_COR
 
 
 def instructions_environment(name: str | None) -> dict[str, str]:
-    """Variables for these instructions (default, avx2, avx512); none for None: each library chooses by the CPU."""
+    """Environment variables for the instructions "default", "avx2" or "avx512".
+
+    None: no variables, so each library chooses by the CPU.
+    """
     if name is None:
         return {}
     return dict(zip(_NAMES, _VARIABLES[name], strict=True))

@@ -1,4 +1,4 @@
-"""Names of a package that are imported from its modules on first use."""
+"""Names that a package imports from its modules only when they are first used."""
 
 import importlib
 import sys
@@ -9,9 +9,9 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package.
+    """The functions `__getattr__` and `__dir__` for a package that imports names lazily.
 
-    modules: by dotted name of a module, the names that the package takes from it.
+    modules: for the dotted name of each module, the names that the package offers from it.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
 

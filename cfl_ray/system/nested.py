@@ -1,11 +1,11 @@
-"""Texts in values as YAML and JSON have them: mappings and lists in one another."""
+"""Texts in nested mappings and lists, as YAML and JSON contain them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 
 def texts_of(values: Any) -> Iterator[str]:
-    """All texts in these values, keys included."""
+    """Yields every text in the nested values, keys included."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, dict):
@@ -18,7 +18,7 @@ def texts_of(values: Any) -> Iterator[str]:
 
 
 def each_text(values: Any, change: Callable[[str], str]) -> Any:
-    """These values with every text changed, keys included; tuples become lists."""
+    """A copy of the nested values with `change` applied to every text, keys included. Tuples become lists."""
     if isinstance(values, str):
         return change(values)
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Computing with one thread: with more, sums have another order and results depend on the number of cores."""
+"""Computing with one thread: with more, the order of sums, and so the results, would depend on the number of cores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from threadpoolctl import threadpool_limits
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Context in which PyTorch, NumPy and SciPy compute with one thread in this process."""
-    import scipy.linalg  # noqa: F401  loads a BLAS of its own, which can be limited only once it is loaded
+    import scipy.linalg  # noqa: F401  loads SciPy's own BLAS; threadpoolctl limits only libraries that are loaded
 
     threads = torch.get_num_threads()
     try:

@@ -38,7 +38,7 @@ def test_the_older_of_two_servers_writes_nothing(tmp_path):
     old = store(tmp_path)
     save(old, 1, 1)
     new, before = store(tmp_path), files(tmp_path)
-    with pytest.raises(RunError, match=r"another server has taken over .*fedavg \(epoch 2; this one has 1\)"):
+    with pytest.raises(RunError, match=r"another server has taken over .*fedavg \(epoch 2; this server has 1\)"):
         save(old, 2, -2)
     assert files(tmp_path) == before
     save(new, 2, 2)
