@@ -75,14 +75,14 @@ def test_pages_on_extending_show_what_runs(page):
     files = re.findall(r"```(\w+)\n# ([\w/]+\.\w+)\n(.*?)```", page.read_text(), re.S)
     for _, name, content in files:
         Path(name).write_text(content)
+    for number, source in enumerate(blocks("python", page.read_text())):
+        if not source.startswith("# "):
+            exec(compile(source, f"{page.name} block {number}", "exec"), {"__name__": f"{page.stem}_{number}"})
     experiments = [name for language, name, _ in files if language == "yaml"]
     assert experiments
     for name in experiments:
         result = simulate(config.load(name, ["rounds=1", "tracking.enabled=false"]))
         assert all(isfinite(method.final[primary_of(method.final)]) for method in result.methods.values())
-    for number, source in enumerate(blocks("python", page.read_text())):
-        if not source.startswith("# "):
-            exec(compile(source, f"{page.name} block {number}", "exec"), {"__name__": f"{page.stem}_{number}"})
 
 
 @pytest.mark.slow  # many runs in processes of their own

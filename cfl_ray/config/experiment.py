@@ -26,10 +26,11 @@ from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.security.credentials import redact_values, with_known_credentials
-from cfl_ray.system.files import read_text
+from cfl_ray.system.files import read_text, sha256
 
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
@@ -46,6 +47,8 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
         ("clip_norm", None),
     ),
     "evaluation": (("metrics", []),),
+    "model": (("weights", None),),
+    "start": (("noise", None),),
 }
 _SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
@@ -81,6 +84,7 @@ class Experiment(ConfigSection):
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    start: StartConfig = StartConfig()
     local: LocalConfig = LocalConfig()
     cohort: CohortConfig = CohortConfig()
     attack: AttackConfig = AttackConfig()
@@ -185,6 +189,8 @@ class Experiment(ConfigSection):
         trace = self.cohort.availability.file
         if trace is not None and Path(trace).expanduser().is_file():
             values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        if (weights := self.model.weights) is not None and Path(weights).expanduser().is_file():
+            values["model"]["weights"] = sha256(Path(weights).expanduser())
         for section in (values["attack"], values["cohort"]["availability"]):
             if not section["options"]:  # a key that came later
                 section.pop("options")
@@ -195,6 +201,8 @@ class Experiment(ConfigSection):
                 del values[name]
         for section, defaults in _ADDED_LATER.items():
             values[section] = {k: v for k, v in values[section].items() if (k, v) not in defaults}
+        if not values["start"]:
+            del values["start"]
         values["methods"] = [_without_default(entry) for entry in values["methods"]]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
 

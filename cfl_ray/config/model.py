@@ -15,6 +15,11 @@ class ModelConfig(ConfigSection):
         "mlp", description="name of a registered model, or path/to/file.py:Factory that returns a torch.nn.Module"
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of the model, e.g. {hidden: 200}")
+    weights: str | None = Field(
+        None,
+        description="file of pretrained weights with which the first models begin, .safetensors or .pt: tensors by "
+        "their names in the model; those that the file lacks, such as a new head, begin at random. null: all do",
+    )
 
     @field_validator("name")
     @classmethod

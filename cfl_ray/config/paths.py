@@ -25,6 +25,7 @@ _PATHS = (
     ("data", "partition", "kind"),
     ("model",),
     ("model", "name"),
+    ("model", "weights"),
     ("cohort", "availability", "kind"),
     ("cohort", "availability", "file"),
     ("attack", "kind"),
@@ -46,7 +47,7 @@ def beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             section = section.get(key) if isinstance(section, dict) else None
         if not isinstance(section, dict) or path[-1] not in section:
             continue
-        value, whole = section[path[-1]], path[-1] in ("root", "file")
+        value, whole = section[path[-1]], path[-1] in ("root", "file", "weights")
         if isinstance(value, dict) and path[-1] in ("schedule", "step_schedule"):
             value = _choice_in_folder(value, folder)
         elif isinstance(value, list):

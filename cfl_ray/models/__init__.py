@@ -3,13 +3,16 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.models import cnn, mlp, resnet, vgg
 from cfl_ray.plugins.calling import explained, place_of
 from cfl_ray.plugins.registry import Registry
@@ -46,6 +49,8 @@ class ModelRecipe:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     outputs: tuple[int, ...] = ()  # shape of the output for one sample; empty: (num_classes,)
+    # pretrained tensors by name, with which every module begins; they travel with the recipe
+    weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self) -> nn.Module:
         """A new module, with its own initialisation. Lazy layers have got their sizes in a forward pass."""
@@ -55,6 +60,8 @@ class ModelRecipe:
             raise ConfigError(f"model {self._place} returns {type(module).__name__}, expected a torch.nn.Module")
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             self._materialise(module)
+        if self.weights:
+            self._load_weights(module)
         return module
 
     def check(self) -> None:
@@ -139,6 +146,18 @@ class ModelRecipe:
                     "in which the layer is not called; give the layer its sizes"
                 )
 
+    def _load_weights(self, module: nn.Module) -> None:
+        own = module.state_dict()
+        for name, tensor in self.weights.items():
+            if name not in own:
+                raise ConfigError(f"model.weights: {self._place} has no tensor {name!r}{did_you_mean(name, own)}")
+            if tensor.shape != own[name].shape:
+                raise ConfigError(
+                    f"model.weights: {name} has shape {tuple(tensor.shape)}, that of {self._place} has "
+                    f"{tuple(own[name].shape)}; leave it out of the file to begin it at random"
+                )
+        module.load_state_dict(self.weights, strict=False)
+
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(2, *self.input_shape, dtype=self.dtype)
 
@@ -154,14 +173,38 @@ def recipe(
     num_classes: int,
     dtype: torch.dtype = torch.float32,
     outputs: tuple[int, ...] = (),
+    weights: str | Path | None = None,
 ) -> ModelRecipe:
     """The recipe of a model. Raises ConfigError if it is unusable.
 
     name: a registered name, the name of an installed package's entry point, `file.py:Factory`, or a factory.
+    weights: a file of pretrained tensors by name; None: the first weights are those of the factory.
     """
     factory = name if callable(name) else MODELS.find(name)
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
-    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype, outputs)
+    tensors = {} if weights is None else read_weights(Path(weights).expanduser())
+    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype, outputs, tensors)
     made.check()
     return made
+
+
+def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .safetensors or .pt file by name; reading it runs no code. Raises ConfigError."""
+    readers: dict[str, Callable[[Path], Any]] = {
+        ".safetensors": load_file,
+        ".pt": partial(torch.load, map_location="cpu", weights_only=True),
+    }
+    if file.suffix not in readers:
+        raise ConfigError(
+            f"model.weights: {file} must end in {' or '.join(readers)}, got {file.suffix or 'no ending'!r}"
+        )
+    if not file.is_file():
+        raise ConfigError(f"model.weights: there is no file {file}")
+    try:
+        tensors = readers[file.suffix](file)
+    except Exception as error:  # boundary to the libraries: what a damaged file raises is not documented
+        raise ConfigError(f"model.weights: {file} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        raise ConfigError(f"model.weights: {file} must hold tensors by name, as torch.save(model.state_dict()) does")
+    return tensors

@@ -31,7 +31,10 @@ from cfl_ray.system.nested import texts_of
 
 _PURPOSE = "names in the record of a run"
 _ROOT = 0
-_PLACES = ("output", "data.root", "data.shards", "data.train_files", "data.test_files", "cohort.availability.file")
+_PLACES = (
+    *("output", "data.root", "data.shards", "data.train_files", "data.test_files"),
+    *("cohort.availability.file", "model.weights"),
+)
 _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

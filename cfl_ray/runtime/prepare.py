@@ -20,10 +20,10 @@ from cfl_ray.core.availability import (
     OwnAvailability,
     Trace,
 )
+from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
-from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import RateSchedule, constant, resolve_schedule
@@ -42,6 +42,7 @@ from cfl_ray.nn.network import Network
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
+from cfl_ray.runtime.first_models import start_of
 from cfl_ray.system.files import SHARED, read_json, write_json
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
@@ -171,13 +172,15 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         federation = ChangingFederation(federation, changes)
     model, shape = experiment.model, federation.shape
     outputs = () if shape.targets == "class" else shape.outputs
-    recipe = models.recipe(model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs)
+    recipe = models.recipe(
+        model.name, model.options, shape.input, shape.num_classes, shape.dtype, outputs, model.weights
+    )
     task.check(shape.outputs, shape.target_shape)
-    _check_models(methods, recipe)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
     setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
+    _try_methods(setup)
     _try_own_parts(setup)
     _check_engine(setup)
     return setup
@@ -251,12 +254,13 @@ def _check_method(label: str, method: Method[Any], task: Task, learning: Learnin
         )
 
 
-def _check_models(methods: dict[str, Method[Any]], recipe: ModelRecipe) -> None:
-    """Raises ConfigError for a method with an option that does not fit the model."""
-    with torch.random.fork_rng(devices=[]):
-        spec = ParamSpec.of(recipe())
-    for method in methods.values():
-        method.check_model(spec)
+def _try_methods(setup: Setup) -> None:
+    """Raises ConfigError for an option that does not fit the model; makes every method's first state, and drops it."""
+    network = setup.network()
+    for label, method in setup.methods.items():
+        method.check_model(network.spec)
+        start = start_of(setup.experiment, label, network, setup.federation.num_clients)
+        CheckedMethod(method, network.spec.size).init(start)
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths, phase_change
-from cfl_ray.core.method import Start
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
@@ -30,6 +28,7 @@ from cfl_ray.errors import RunStopped, UserError
 from cfl_ray.nn.network import Network
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.first_models import start_of
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
@@ -179,13 +178,9 @@ class RoundLoop:
 
     def _first(self) -> Snapshot:
         """The method before round 1."""
-        federation = self.membership.federation
-
-        def new_model(index: int) -> torch.Tensor:
-            return self.network.new_model(self.experiment.seed, index)
-
-        start = Start(federation.num_clients, self.network.spec, new_model, federation.shape.input)
-        unknown_N2 = np.full((federation.num_clients, 2), np.nan, np.float32)
+        num_clients = self.membership.federation.num_clients
+        start = start_of(self.experiment, self.label, self.network, num_clients)
+        unknown_N2 = np.full((num_clients, 2), np.nan, np.float32)
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
