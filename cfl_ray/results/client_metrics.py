@@ -20,7 +20,8 @@ def _schema(scores: Sequence[str]) -> pa.Schema:
 class ClientMetrics:
     """P-server of every client and evaluated round, in an Arrow stream that grows by a batch per evaluation.
 
-    A batch that a crash has torn is cut off; rounds that are replayed are ignored.
+    A batch that a crash has torn is cut off; rounds that are replayed are ignored. Without a directory the batches are
+    in memory.
     """
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
@@ -28,15 +29,22 @@ class ClientMetrics:
         self.log = ArrowLog(RunDirectory(directory).client_metrics, self.schema) if directory else None
         batches = self.log.open() if self.log else []
         self.last = max((batch["round"][0].as_py() or 0 for batch in batches if batch.num_rows), default=0)
+        self.batches: list[pa.RecordBatch] = []  # without a file
+
+    @property
+    def kept(self) -> pa.Table:
+        """The scores in memory."""
+        return pa.Table.from_batches(self.batches, self.schema)
 
     def add(self, round: int, scores_MV: np.ndarray) -> None:
         """Keeps the scores of a round: client, then each score. They are in the file when this returns."""
-        if self.log is None or round <= self.last:
+        if round <= self.last:
             return
         client, *scores = scores_MV.T
         columns = [np.full(len(client), round, np.int32), client.astype(np.int64)]
         columns += [values.astype(np.float32) for values in scores]
-        self.log.append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))
+        append = self.log.append if self.log else self.batches.append
+        append(pa.record_batch([pa.array(column) for column in columns], schema=self.schema))
         self.last = round
 
 

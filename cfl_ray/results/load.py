@@ -29,13 +29,18 @@ def recorded_run(
     return Results(methods, run_dir)
 
 
-def finished_results(run_dir: str | Path, experiment: Experiment) -> Results | None:
-    """The results of a finished run; None for a run that is live or has something left to do."""
+def finished_results(
+    run_dir: str | Path, experiment: Experiment, open_trained: Callable[[str], TrainedMethod] | None = None
+) -> Results | None:
+    """The results of a finished run; None for a run that is live or has something left to do.
+
+    open_trained: as in `recorded_run`.
+    """
     run = RunDirectory(Path(run_dir).absolute())
     if run.is_live or not all(map(is_finished, [run.path, *map(run.path.joinpath, resolve(experiment.methods))])):
         return None
     uri = resolve_uri(experiment.tracking, experiment.output) if experiment.tracking.uses_mlflow else None
-    return replace(recorded_run(run.path, experiment), tracking=redact(uri) if uri else None)
+    return replace(recorded_run(run.path, experiment, open_trained), tracking=redact(uri) if uri else None)
 
 
 def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:

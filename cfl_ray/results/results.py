@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor, nn
 
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
-from cfl_ray.results.client_metrics import read_client_metrics
+from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
@@ -36,6 +38,7 @@ class MethodResult:
     # opens what the method has learned; None: it has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
     reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # where nothing was kept
+    clients: pa.Table | None = field(default=None, repr=False, compare=False)  # metrics of clients, likewise
 
     @property
     def events(self) -> list[ClusterEvent]:
@@ -63,11 +66,9 @@ class MethodResult:
         """P-server of every client in every evaluated round: round, client, the task's metrics, loss.
 
         For classification the metrics are accuracy and macro_f1, and those of `evaluation.metrics`.
-
-        Raises ConfigError where no files were kept.
         """
         if self.directory is None:
-            raise ConfigError(f"client metrics of {self.label} are in files; give the run a directory (run_dir)")
+            return (ClientMetrics(None).kept if self.clients is None else self.clients).to_pandas()
         return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
 
     @property
@@ -112,6 +113,14 @@ class MethodResult:
     def personal_model(self, client: int) -> nn.Module:
         """The model that a client would predict with now; see `TrainedMethod.personal_model`."""
         return self.trained.personal_model(client)
+
+    def test(self, client: int, round: int | None = None) -> TensorSamples:
+        """The test samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        return self.trained.test(client, round)
+
+    def train(self, client: int, round: int | None = None) -> TensorSamples:
+        """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        return self.trained.train(client, round)
 
     def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
         """Predictions of a client's model for normalised inputs; see `TrainedMethod.predict`."""

@@ -12,7 +12,7 @@ from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Address
-from cfl_ray.data.federation import Federation
+from cfl_ray.data.federation import Federation, TensorSamples
 from cfl_ray.engine.client_state import with_client_state
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
@@ -53,7 +53,7 @@ class VotingModel(nn.Module):
 class TrainedMethod:
     """A method after its last round, or after the last one that was saved.
 
-    Inputs are normalised as the federation normalises its samples: `federation.test(client)` returns such inputs.
+    Inputs are normalised as the federation normalises its samples: `test(client)` returns such inputs.
     """
 
     label: str
@@ -97,6 +97,21 @@ class TrainedMethod:
         return cluster
 
     # ---- clients
+
+    def test(self, client: int, round: int | None = None) -> TensorSamples:
+        """The test samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        return self._data(round).test(self._known(client))
+
+    def train(self, client: int, round: int | None = None) -> TensorSamples:
+        """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        return self._data(round).train(self._known(client))
+
+    def _data(self, round: int | None = None) -> Federation:
+        """The federation as it was in a round; None: in the last one."""
+        last = max(self.round, 1)
+        if round is not None and not 1 <= round <= last:
+            raise ConfigError(f"{self.label} has rounds 1 .. {last}, got {round}")
+        return self.federation.at(last if round is None else round)
 
     def personal_model(self, client: int) -> nn.Module:
         """The model that a client would predict with now, in evaluation mode.
@@ -170,7 +185,7 @@ class TrainedMethod:
     def _tuned(self, client: int, row_P: Tensor, serving: Serving) -> Tensor:
         """The row after the local training that the method prescribes before a client predicts."""
         assert serving.tune is not None
-        x, y = self.federation.at(max(self.round, 1)).train(client)
+        x, y = self.train(client)
         steps = int(serving.tune.steps_of(np.array([len(y)]))[0])
         address = Address(self.seed, max(self.round, 1), _EXCHANGE)
         task = TrainingTask(

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from cfl_ray.core.diagnostics import ReportedDiagnostic
 from cfl_ray.errors import DataError, RunStopped
 from cfl_ray.methods import full_label
@@ -152,7 +154,7 @@ class Driver:
                 self._finish(run_log, status, {})
             raise
         self.ending = self.writer.submit(self._end, directory, label, records, moves, run_log, summary)
-        return self._result(label, records, summary, diagnostics.kept)
+        return self._result(label, records, summary, diagnostics.kept, clients.kept)
 
     def _result(
         self,
@@ -160,9 +162,11 @@ class Driver:
         records: list[RoundRecord],
         summary: dict[str, float],
         reported: Sequence[ReportedDiagnostic] = (),
+        clients: pa.Table | None = None,
     ) -> MethodResult:
         if (run_dir := self.directory) is None:
-            return MethodResult(label, records, summary, open_trained=self.session.trained(), reported=reported)
+            trained = self.session.trained()
+            return MethodResult(label, records, summary, open_trained=trained, reported=reported, clients=clients)
         directory = RunDirectory(run_dir).method(label).path
         return MethodResult(label, records, summary, directory, lambda: load_trained(self.setup, label, run_dir))
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cfl_ray import config
@@ -19,6 +20,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
+from cfl_ray.runtime.load import opener
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
@@ -97,7 +99,8 @@ def resume(
     if experiment is not None and (there := recorded_hash(directory)) != experiment.config_hash:
         raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
     experiment = experiment or load_record(Path(run_dir), trust)
-    if (finished := finished_results(run_dir, experiment)) is not None:
+    open_trained = opener(Path(run_dir).absolute(), partial(prepare, experiment))
+    if (finished := finished_results(run_dir, experiment, open_trained)) is not None:
         return finished
     watcher = watcher or Watcher()
     return _Launch(_on_cluster_of_now(experiment, watcher), watcher, on_ray, _path(run_dir), resumed=True).run()

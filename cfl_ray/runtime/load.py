@@ -1,5 +1,6 @@
 """A run from its files, with what its methods have learned: finished, stopped, or live."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -28,13 +29,18 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
     RunDirectory(run_dir).require_run()
     of_run = experiment or load_record(directory, trust, connects=False)
 
-    @cache
     def setup() -> Setup:
         if experiment is None:
             load_record(directory, trust)  # the data are read, wherever the record says that they are
         return prepare(of_run)
 
-    return recorded_run(directory, of_run, lambda label: load_trained(setup(), label, directory))
+    return recorded_run(directory, of_run, opener(directory, setup))
+
+
+def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], TrainedMethod]:
+    """A function that opens what a method of a run has learned, by label. setup: of the run; called once, then."""
+    setup = cache(setup)
+    return lambda label: load_trained(setup(), label, run_dir)
 
 
 def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:

@@ -67,9 +67,9 @@ def test_predictions_have_the_recorded_accuracy(label, run, in_memory):
     assert list(recorded.columns) == ["round", "client", "accuracy", "macro_f1", "loss"]
     assert recorded["round"].tolist() == [2] * 8 + [3] * 8
     last = recorded[recorded["round"] == 3].set_index("client")["accuracy"]
-    federation = run[label].trained.federation
+    assert in_memory[label].client_metrics().equals(recorded)
     for client in range(8):
-        x, y = federation.test(client)
+        x, y = run[label].test(client)
         labels = run[label].predict(client, x)
         assert (labels == y.numpy()).mean() == pytest.approx(last[client], abs=1e-6)
         assert np.array_equal(labels, in_memory[label].predict(client, x.numpy()))
@@ -105,9 +105,23 @@ def test_what_does_not_exist_is_named(run, tmp_path):
         cfl_ray.load_run(tmp_path)
 
 
-def test_client_metrics_need_files(in_memory):
-    with pytest.raises(ConfigError, match="give the run a directory"):
-        in_memory["fedavg"].client_metrics()
+def test_samples_are_those_of_the_last_round_or_of_a_given_one(experiment_):
+    """After a change of labels, predictions have the recorded accuracy on the samples of the last round."""
+    change = {"round": 3, "change": [{"clients": [0], "relabel": 5}]}
+    changed = cfl_ray.Experiment(**experiment_.to_dict() | {"schedule": [change], "methods": ["fedavg"]})
+    result = cfl_ray.simulate(changed)["fedavg"]
+    (last,) = result.client_metrics().query("round == 3 and client == 0")["accuracy"]
+    x, y = result.test(0)
+    assert (result.predict(0, x) == y.numpy()).mean() == pytest.approx(last, abs=1e-6)
+    for now, before in ((result.test(0), result.test(0, round=2)), (result.train(0), result.train(0, round=1))):
+        assert torch.equal(now[0], before[0]) and torch.equal(now[1], (before[1] + 5) % 10)
+    with pytest.raises(ConfigError, match=r"fedavg has rounds 1 .. 3, got 4"):
+        result.train(0, round=4)
+
+
+def test_a_finished_run_that_is_resumed_has_its_models(kept, run):
+    again = cfl_ray.resume(kept)["ifca"]
+    assert torch.equal(again.trained.state.models_KP, run["ifca"].trained.state.models_KP)
 
 
 def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):

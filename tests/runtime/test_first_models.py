@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from cfl_ray.engine.network import Network
 from safetensors.torch import save_file
 from torch import nn
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
-from cfl_ray.engine.network import Network
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.runtime.first_models import start_of
