@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import AttackConfig
 from cfl_ray.config.cohort import CohortConfig
-from cfl_ray.config.data import DataConfig
+from cfl_ray.config.data import SOURCES, DataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
@@ -210,11 +210,12 @@ class Experiment(ConfigSection):
 def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
     """Returns the experiment of a YAML file with `section.key=value` overrides. Raises ConfigError.
 
-    file: None for the built-in example. A relative path in it (a data folder, a Python file) is looked for in the
-    file's folder, then in the working directory; those of overrides are relative to the working directory.
+    file: None for the built-in example, whose events follow the number of clients. A relative path in a file (a data
+    folder, a Python file) is looked for in the file's folder, then in the working directory; those of overrides are
+    relative to the working directory.
     In the record of a run that has moved, recorded paths that do not exist are looked for beside its new place.
     """
-    values = read_yaml(QUICKSTART if file is None else Path(file))
+    values, overrides = read_yaml(QUICKSTART if file is None else Path(file)), list(overrides)
     if "experiment" in values:
         verb = "sweep" if values.get("sweep") else "compare"
         raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
@@ -229,7 +230,28 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
     for override in overrides:
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
+    if file is None and not any(override.startswith("schedule") for override in overrides):
+        values["schedule"] = _events_for(values["schedule"], values["data"])
     return Experiment(**values)._from_record(written, moved)
+
+
+def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]:
+    """Returns the events of the built-in experiment for another number of clients: the last ones join later.
+
+    None for data whose number of clients is not in the config.
+    """
+    newcomers = [event for event in events if "join" in event]
+    partition = data.get("partition") if isinstance(data, dict) else None
+    count = partition.get("clients") if isinstance(partition, dict) else None
+    source = data.get("source", "digits") if isinstance(data, dict) else None
+    joining = sum(len(event["join"]) for event in newcomers)
+    if not isinstance(count, int) or source not in SOURCES or source == "arrays" or count < 2 * joining:
+        return []
+    last = count - joining
+    for event in newcomers:
+        event["join"] = list(range(last, last + len(event["join"])))
+        last += len(event["join"])
+    return events
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -349,6 +349,19 @@ class TestYaml:
     def test_no_file_is_the_built_in_example(self):
         assert load().name == "rotated-digits" and load() == load(QUICKSTART)
 
+    def test_events_of_the_built_in_example_follow_the_number_of_clients(self):
+        for override, joining in (
+            ("rounds=3", [38, 39]),
+            ("data.partition.clients=8", [6, 7]),
+            ("data.partition.clients=100", [98, 99]),
+            ("data.partition.clients=3", None),
+            ("data.source=arrays", None),
+            ("data.source=my.py:load", None),
+            ("schedule=[{round: 2, leave: [1]}]", []),
+        ):
+            schedule = load(None, [override]).schedule
+            assert (schedule[0].join if schedule else None) == joining, override
+
 
 class TestOverrides:
     def test_set_one_key_and_leave_the_others(self, file):
