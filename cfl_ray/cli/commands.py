@@ -133,6 +133,7 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime import launch
+    from cfl_ray.runtime.run_record import check_not_edited
 
     if RunDirectory(run_dir).is_study:
         _is_trusted(lambda: load_study_record(run_dir), trust)
@@ -141,6 +142,7 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     RunDirectory(run_dir).require_run()
     trust = _is_trusted(lambda: load_record(run_dir), trust)
     experiment = load_record(run_dir, trust)
+    check_not_edited(RunDirectory(run_dir), experiment)
     display = Display(out, experiment.rounds)
     results = finished_results(run_dir, experiment)
     if results is not None:

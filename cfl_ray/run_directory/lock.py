@@ -13,9 +13,9 @@ from cfl_ray.errors import RunError
 _LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
 
 
-def command(verb: str, run_dir: Path) -> str:
-    """Returns `cfl-ray VERB RUN`, quoted for a shell."""
-    return shlex.join(["cfl-ray", verb, str(run_dir)])
+def command(verb: str, *words: object) -> str:
+    """Returns `cfl-ray VERB RUN`, or with other words, quoted for a shell."""
+    return shlex.join(["cfl-ray", verb, *map(str, words)])
 
 
 @contextlib.contextmanager

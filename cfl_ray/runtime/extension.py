@@ -11,17 +11,14 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
-from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import resolve
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.prepare import resolve_learning
-from cfl_ray.runtime.run_record import recorded_hash, write_config
+from cfl_ray.runtime.run_record import differences, recorded_hash, write_config
 from cfl_ray.system.files import sync
-from cfl_ray.tracking import flatten, read_end
-
-_LISTED = 3  # keys that a message names
+from cfl_ray.tracking import read_end
 
 
 def check_extension(earlier: Path, experiment: Experiment) -> None:
@@ -33,7 +30,8 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
         raise ConfigError(f"extend: {error}") from None
     recorded = config.load(directory.config)
     if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(directory):
-        raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, {_differences(recorded, same)}")
+        found = differences(directory, same)
+        raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, and so do {found}")
     if recorded.rounds >= experiment.rounds:
         raise ConfigError(
             f"extend: {earlier} has {recorded.rounds} rounds and this run {experiment.rounds}; give this run more"
@@ -41,19 +39,6 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
     if directory.is_live:
         raise RunError(f"extend: {earlier} is live; wait for its end, or stop it with: cfl-ray stop {earlier}")
     _check_schedules(earlier, recorded.rounds, experiment)
-
-
-def _differences(earlier: Experiment, now: Experiment) -> str:
-    """The keys that differ, in words."""
-    there, here = (flatten(one.to_dict()) for one in (earlier, now))
-    keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in NOT_HASHED]
-    different = [
-        f"{key} ({there.get(key)} there, {here.get(key)} here)" for key in keys if there.get(key) != here.get(key)
-    ]
-    if not different:
-        return "and so do parts made in Python or the content of a file"
-    more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
-    return f"and so do {', '.join(different[:_LISTED])}{more}"
 
 
 def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None:

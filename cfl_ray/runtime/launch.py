@@ -23,7 +23,13 @@ from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import opener
 from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
-from cfl_ray.runtime.run_record import check_hash_of_cell, recorded_hash, write_config
+from cfl_ray.runtime.run_record import (
+    check_hash_of_cell,
+    check_not_edited,
+    differences,
+    recorded_hash,
+    write_config,
+)
 from cfl_ray.runtime.session import InProcessSession, Session
 from cfl_ray.runtime.session_file import cluster_address, withdraw_server
 
@@ -96,9 +102,11 @@ def resume(
     """
     directory = RunDirectory(run_dir)
     directory.require_run()
-    if experiment is not None and (there := recorded_hash(directory)) != experiment.config_hash:
-        raise ConfigError(f"{run_dir} belongs to another config (hash {there}, this one has {experiment.config_hash})")
-    experiment = experiment or load_record(Path(run_dir), trust)
+    if experiment is not None and recorded_hash(directory) != experiment.config_hash:
+        raise ConfigError(f"{run_dir} belongs to another config: {differences(directory, experiment)}")
+    if experiment is None:
+        experiment = load_record(Path(run_dir), trust)
+        check_not_edited(directory, experiment)
     open_trained = opener(Path(run_dir).absolute(), partial(prepare, experiment))
     if (finished := finished_results(run_dir, experiment, open_trained)) is not None:
         return finished
@@ -252,11 +260,9 @@ class _Launch:
         run = RunDirectory(directory)
         if not run.is_run:
             return directory
-        if (there := recorded_hash(run)) != self.experiment.config_hash:
-            raise ConfigError(
-                f"{directory} belongs to another config (hash {there}, this one has {self.experiment.config_hash}); "
-                "choose another folder"
-            )
+        if recorded_hash(run) != self.experiment.config_hash:
+            found = differences(run, self.experiment)
+            raise ConfigError(f"{directory} belongs to another config: {found}; choose another folder")
         raise ConfigError(
             f"{directory} already holds a run of this config; continue it with `{command('resume', directory)}` "
             "or choose another folder"
@@ -283,11 +289,9 @@ class _Launch:
         run = RunDirectory(replay)
         if not run.is_run:
             raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")
-        if (there := recorded_hash(run)) != self.experiment.config_hash:
-            raise ConfigError(
-                f"replay: {replay} belongs to another config (hash {there}, this one has "
-                f"{self.experiment.config_hash}); run {run.config}"
-            )
+        if recorded_hash(run) != self.experiment.config_hash:
+            found = differences(run, self.experiment)
+            raise ConfigError(f"replay: {replay} belongs to another config: {found}; run {run.config}")
         if not self.keep:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 

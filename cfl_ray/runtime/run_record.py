@@ -1,18 +1,24 @@
 """The config.yaml of a run directory, which makes the folder a run. Its first line is the config hash."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from cfl_ray import config
 from cfl_ray.config import Experiment
+from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.config.paths import recorded_in
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors.redaction import redact
 from cfl_ray.results.trust import sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
+from cfl_ray.run_directory.lock import command
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.system.files import read_text, write_text
+from cfl_ray.tracking import flatten, read_info
 
 _HASH = "# config hash "
+_LISTED, _SHOWN = 3, 60  # keys that a message names, letters of a value
 
 
 def write_config(directory: Path, experiment: Experiment, run_dir: Path | None = None) -> None:
@@ -31,6 +37,52 @@ def recorded_hash(directory: RunDirectory) -> str:
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 
+def differences(directory: RunDirectory, now: Experiment) -> str:
+    """The keys in which an experiment differs from the one that the run began with, in words."""
+    different = _changed(directory, now) or ["parts made in Python or the content of a file"]
+    more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
+    return f"{', '.join(different[:_LISTED])}{more}"
+
+
+def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
+    """Those keys with both values. info.json has the values at the start, also where config.yaml was edited."""
+    there: Mapping[str, str]
+    try:
+        there = read_info(directory.path).params
+    except DataError:  # the run was killed before it was written
+        there = flatten(config.load(directory.config).to_dict_as_written())
+    defaults = flatten(Experiment().to_dict())
+    here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
+    keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
+    before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
+    return [
+        f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"
+        for key in keys
+        if before[key] not in (redact(here.get(key, "null")), redact(written.get(key, "null")))
+    ]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+
+
+def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
+    """Raises ConfigError where the config.yaml of a run, which is this experiment, was edited after the run began."""
+    if recorded_hash(directory) == experiment.config_hash or not (changed := _changed(directory, experiment)):
+        return
+    grown = changed[0].startswith("rounds (") and len(changed) == 1
+    advice = (
+        "undo the edit; more rounds: "
+        + command("run", directory.config, f"rounds={experiment.rounds}", "--extend", directory.path)
+        if grown
+        else f"undo the edit to go on, or begin a new run with: {command('run', directory.config)}"
+    )
+    raise ConfigError(
+        f"{directory.config} was edited after the run began: {differences(directory, experiment)}; a run keeps the "
+        f"settings that it began with: {advice}"
+    )
+
+
 def check_hash_of_cell(directory: RunDirectory, experiment: Experiment) -> None:
     """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
     if (hash := recorded_hash(directory)) == experiment.config_hash:
@@ -39,6 +91,6 @@ def check_hash_of_cell(directory: RunDirectory, experiment: Experiment) -> None:
     shorter = rounds < experiment.rounds and experiment.model_copy(update={"rounds": rounds}).config_hash == hash
     extend = f", where its runs can begin with the {rounds} rounds that are here (--extend)" if shorter else ""
     raise ConfigError(
-        f"{directory.path} belongs to another config (hash {hash}, the study has {experiment.config_hash}); "
+        f"{directory.path} belongs to another config: {differences(directory, experiment)}; "
         f"move it away, or choose another folder for the study{extend}"
     )

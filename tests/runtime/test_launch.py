@@ -14,8 +14,7 @@ from cfl_ray.runtime.session_file import ServerAddress, publish_server
 def test_directory_of_another_config(experiment, run_dir):
     before = (run_dir / "ditto/metrics.jsonl").read_bytes()
     other = experiment(rounds=2, seed=7)
-    there, here = experiment(rounds=2).config_hash, other.config_hash
-    with pytest.raises(ConfigError, match=f"run belongs to another config .hash {there}, this one has {here}."):
+    with pytest.raises(ConfigError, match=r"run belongs to another config: seed \(0 there, 7 here\); choose another"):
         run(other, run_dir)
     assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
 
@@ -37,6 +36,27 @@ def test_resuming_a_finished_run_does_nothing(experiment, figures, run_dir):
     assert (run_dir / "ditto/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_config_that_was_edited_after_the_start_is_refused_with_the_keys_and_the_cure(run_dir, stopped):
+    """Of a finished run, and of one that has something left to do."""
+    if stopped:
+        (run_dir / "ditto/end.json").unlink()
+        (run_dir / "end.json").unlink()
+    file, whole = run_dir / "config.yaml", (run_dir / "config.yaml").read_text()
+    file.write_text(whole.replace("lr: 0.1\n", "lr: 0.2\n", 1))
+    with pytest.raises(ConfigError) as error:
+        resume(run_dir, on_ray=False)
+    assert "config.yaml was edited after the run began: local.lr (0.1 there, 0.2 here); " in str(error.value)
+    assert f"new run with: cfl-ray run {file}" in str(error.value)
+    file.write_text(whole.replace("\nrounds: 2\n", "\nrounds: 5\n", 1))
+    with pytest.raises(
+        ConfigError, match=rf"undo the edit; more rounds: cfl-ray run {file} rounds=5 --extend {run_dir}$"
+    ):
+        resume(run_dir, on_ray=False)
+    file.write_text(whole.replace("hosts: 2\n", "hosts: 1\n", 1))  # where and how it runs may change
+    assert resume(run_dir, on_ray=False)["ditto"].final
+
+
 def test_the_session_file_of_a_driver_that_was_killed_is_withdrawn(run_dir):
     """When the run goes on, before anything is prepared: commands must not ask the server of a process that is gone."""
     publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
@@ -54,8 +74,7 @@ def test_the_session_file_of_a_driver_that_was_killed_is_withdrawn(run_dir):
 
 def test_replay_of_another_config_is_refused(experiment, run_dir, tmp_path):
     other, same = experiment(rounds=2, seed=1), experiment(rounds=2)
-    hashes = f".hash {same.config_hash}, this one has {other.config_hash}"
-    with pytest.raises(ConfigError, match=f"replay: .*run belongs to another config {hashes}"):
+    with pytest.raises(ConfigError, match=r"replay: .*run belongs to another config: seed \(0 there, 1 here\); run"):
         simulate(other, tmp_path / "other", replay=run_dir)
     with pytest.raises(ConfigError, match="replay: .*nothing holds no run"):
         simulate(other, tmp_path / "other", replay=tmp_path / "nothing")
