@@ -19,6 +19,7 @@ from cfl_ray.cli.tables import (
     duration,
     metrics_line,
     print_table,
+    rejection_warning,
     score_of,
 )
 from cfl_ray.errors.redaction import redact
@@ -229,6 +230,8 @@ class Display(Watcher):
         for label, method in results.methods.items():
             if warning := alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
+            if warning := rejection_warning(label, method.records):
+                self._line(f"warning: {warning}")
         if took:
             self._line(took)
         if results.run_dir is not None:

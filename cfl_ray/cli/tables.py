@@ -15,6 +15,7 @@ from rich.text import Text
 from cfl_ray.core.events import drawn, phase_meanings
 from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.record import primary_of
+from cfl_ray.tracking.summary import rejected_updates
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.catalogue import PartKind
@@ -111,6 +112,18 @@ def alone_warning(final: Mapping[str, float]) -> str | None:
     return (
         f"{clusters:.0f} clusters of {clients:.0f} clients: every client trains alone; "
         "change the option that decides where clusters are cut (cfl-ray methods NAME)"
+    )
+
+
+def rejection_warning(label: str, records: "Sequence[RoundRecord]") -> str | None:
+    """Why the results of a method may be of no use: updates were rejected; None where none was."""
+    count, rounds = rejected_updates(records)
+    if not count:
+        return None
+    when = f"round {rounds[0]}" if len(rounds) == 1 else f"{len(rounds)} rounds from {rounds[0]} to {rounds[-1]}"
+    return (
+        f"{count} update{'s' * (count > 1)} of clients {'were' if count > 1 else 'was'} rejected as not finite or not "
+        f"valid ({label}, {when}); if its training diverges, lower local.lr or set local.clip_norm"
     )
 
 
@@ -282,6 +295,7 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
         "seconds per round": _speed(status),
         "last fault": _last_fault(status),
+        "rejected updates": ", ".join(f"{label} {count}" for label, count in status.rejected.items()),
         "pending requests": "\n".join(status.pending),
         "driver": status.driver,
         "resume with": status.next,

@@ -8,8 +8,8 @@ from torch import Tensor
 from cfl_ray.config import Experiment
 from cfl_ray.core.method import Start
 from cfl_ray.core.rng import torch_stream
-from cfl_ray.engine.network import Network
 from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network
 
 
 def start_of(experiment: Experiment, label: str, network: Network, num_clients: int) -> Start:

@@ -4,7 +4,7 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,6 +21,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
+from cfl_ray.tracking.summary import rejected_updates
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RunStatus:
     seconds_left: float | None = None  # of the present method
     last_fault: str | None = None
     fault_age: float | None = None  # seconds
+    rejected: dict[str, int] = field(default_factory=dict)  # updates rejected as not valid, of methods that have any
     pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
     next: str | None = None  # the command that continues the run
     driver: str | None = None  # host and process id
@@ -91,6 +93,7 @@ def status(run_dir: Path) -> RunStatus:
         seconds_left=(seconds and live and seconds * (experiment.rounds - recorded)) or None,
         last_fault=fault,
         fault_age=when and max(0.0, time.time() - when),
+        rejected=_rejected(directory, methods),
         pending=answer.get("pending", []),
         next=None if live or finished else command("resume", run_dir),
         driver=f"{session.host}, process {session.pid}" if live and session else None,
@@ -162,6 +165,12 @@ def _begun(run_dir: Path) -> dict[str, str]:
         directory.name: "finished" if (end := read_end(directory)) and end.status == "FINISHED" else "begun"
         for directory in begun
     }
+
+
+def _rejected(directory: RunDirectory, methods: Iterable[str]) -> dict[str, int]:
+    """Updates rejected as not valid, of the methods that have any."""
+    counts = {label: rejected_updates(read_records(directory.method(label).path))[0] for label in methods}
+    return {label: count for label, count in counts.items() if count}
 
 
 def _entries(entry: Any) -> int:

@@ -44,6 +44,12 @@ def mbit(record: RoundRecord) -> float:
     return record.metrics.get("mbit_down", 0.0) + record.metrics.get("mbit_up", 0.0)
 
 
+def rejected_updates(records: Iterable[RoundRecord]) -> tuple[int, list[int]]:
+    """Returns how many updates of clients were rejected as not valid, and in which rounds."""
+    counts = {record.round: int(record.metrics.get("clients_rejected", 0)) for record in records}
+    return sum(counts.values()), [round for round, count in counts.items() if count]
+
+
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
     """Returns the last of these rounds; 0 if there is none."""
     return max(change_rounds, default=0)

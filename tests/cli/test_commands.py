@@ -1,5 +1,6 @@
 """Commands: their output, and for invalid input one message that names the cause, exit status 2 and no traceback."""
 
+import json
 import os
 import re
 import shlex
@@ -480,6 +481,15 @@ def test_more_clusters_than_clients_are_worth_a_warning(capsys):
     _, output, _ = call(capsys, "check", "methods=[{ifca: {num_clusters: 40}}, {fesem: {num_clusters: 41}}, pacfl]")
     assert output.count("warning") == 1
     assert "warning: fesem.num_clusters (41) is more than the 40 clients: some clusters stay empty" in output
+
+
+def test_training_that_diverges_is_worth_a_warning_and_a_status(capsys):
+    _, output, _ = call(capsys, "run", "--in-process", "--run-dir", "far", "local.lr=100", *QUICK)
+    (warning,) = [line for line in output.splitlines() if "were rejected as not finite or not valid" in line]
+    count = int(re.match(r"warning: (\d+) updates of clients were rejected", warning)[1])
+    assert count > 1 and "(fedavg, " in warning and "lower local.lr" in warning
+    assert json.loads(call(capsys, "status", "--json", "far")[1])["rejected"] == {"fedavg": count}
+    assert f"fedavg {count}" in call(capsys, "status", "far")[1]
 
 
 def test_a_clustering_into_single_clients_is_worth_a_warning(capsys):

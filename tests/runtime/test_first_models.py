@@ -10,6 +10,7 @@ from torch import nn
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.nn.network import Network
 from cfl_ray.runtime.first_models import start_of
 from cfl_ray.runtime.prepare import prepare
 
@@ -67,6 +68,17 @@ def test_noise_changes_nothing_where_first_models_differ():
     for noise in (None, 0.1):
         start = start_of(experiment(start={"noise": noise}), "ifca", network, 6)
         assert torch.equal(start.new_model(1), network.new_model(0, 1))
+
+
+def test_models_that_noise_has_moved_separate():
+    """Two groups of clients with swapped labels."""
+    x = DRAW.normal(size=(240, 4)).astype("float32")
+    owner = np.arange(240) // 20
+    y = np.where(owner % 2, 2 - x.argmax(1) % 3, x.argmax(1) % 3)
+    swapped = federation_from_arrays(x, y, owner, groups={client: client % 2 for client in range(12)})
+    method, local = {"ifca": {"num_clusters": 2}}, {"epochs": 5, "batch_size": 5}
+    given = experiment(methods=[method], data=swapped, rounds=6, local=local, start={"noise": 0.01})
+    assert simulate(given)["ifca"].final["ari"] == 1
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".pt"])
