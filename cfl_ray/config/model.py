@@ -17,8 +17,8 @@ class ModelConfig(ConfigSection):
     options: dict[str, Any] = Field({}, description="keyword arguments of the model, e.g. {hidden: 200}")
     weights: str | None = Field(
         None,
-        description="file of pretrained weights with which the first models begin, .safetensors or .pt: tensors by "
-        "their names in the model; those that the file lacks, such as a new head, begin at random. null: all do",
+        description="safetensors file of pretrained weights with which the first models begin: tensors by their names "
+        "in the model; those that the file lacks, such as a new head, begin at random. null: all do",
     )
 
     @field_validator("name")
