@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cfl_ray.engine import manual, sequential
+from cfl_ray.engine import sequential
+from cfl_ray.engine.local_steps import ProximalGradient, SGDUpdate
 from cfl_ray.engine.rows import rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
@@ -236,13 +237,13 @@ class SpanBatch:
         gram_nn = product(x_nD, x_nD)
         w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
         w_P.copy_(task.start_P[self.size :])
-        proximal = [manual.FlatProximalGradient(network, term, self.size) for term in task.proximal]
+        proximal = [ProximalGradient.of_row(network, term, w_P, self.size) for term in task.proximal]
         decay = task.local.weight_decay + sum(weight for _, weight in terms)
         a = torch.tensor([1.0] + [0.0] * (len(terms) - 1))
         c_Hn = torch.zeros_like(outputs_Hn[0])
         moving = [a, c_Hn, w_P]
         velocity = [torch.zeros_like(values) for values in moving] if task.local.momentum else None
-        update = sequential.SGDUpdate(task.local, velocity)
+        update = SGDUpdate(task.local, velocity)
         y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.T.numpy()
         for number in range(task.steps):
             z_Hn = product(c_Hn, gram_nn) if number else torch.zeros_like(c_Hn)  # the matrix is symmetric
@@ -251,7 +252,7 @@ class SpanBatch:
             loss, grad_Hn = _loss_and_gradient(layers, z_Hn.numpy(), y, frozen)
             update.decay([g_P], [w_P])
             for term in proximal:
-                term.add_to(g_P, w_P)
+                term.add_to([g_P])
             step_a, step_Hn = a * decay, torch.from_numpy(grad_Hn)
             for j, (_, weight) in enumerate(terms[1:], 1):
                 step_a[j] -= weight
@@ -408,12 +409,16 @@ def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None
     network.module.train()
     first = network.params.index(linear.weight)
     x, y = task.x.to(network.device).flatten(1), task.y.to(network.device)
-    proximal = [sequential.ProximalGradient(network, term) for term in task.proximal]
+    proximal = [ProximalGradient.of_tensors(network, term, network.params, skip=first) for term in task.proximal]
     with torch.no_grad():
-        anchors = [(term.anchor_of(first), term.weight) for term in proximal if first in term.inside]
+        anchors = [
+            (network.views(term.anchor_P)[first], term.term.weight)
+            for term in proximal
+            if first in network.tensors_in(term.term.columns)
+        ]
         span = _Span(x, linear.weight, anchors)
     others = [p for index, p in enumerate(network.params) if index != first]
-    update = sequential.SGDUpdate(task.local)
+    update = SGDUpdate(task.local)
     for _ in range(task.steps):
         with torch.no_grad():
             z = span.z()
@@ -424,7 +429,7 @@ def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None
             step.insert(first, torch.zeros(()))  # a placeholder: `span` computes the step of the first layer's weights
             update.decay(step, network.params, skip=first)
             for term in proximal:
-                term.add_to(step, skip=first)
+                term.add_to(step)
             del step[first]
             update.apply([span.a, span.c, *others], [*span.gradient(grad_z, task.local.weight_decay), *step])
     with torch.no_grad():

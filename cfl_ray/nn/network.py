@@ -175,11 +175,6 @@ class Network:
         """Context for a forward pass in training, which computes in the network's precision."""
         return precisions.autocast(self.precision, self.device)
 
-    def draw_dropout_masks(self, batch: int, generator: torch.Generator) -> None:
-        """Draws the masks of all dropout layers for a training step on `batch` samples."""
-        for layer in self.dropouts.values():
-            layer.mask = layer.draw(batch, generator).to(self.device)
-
     @contextmanager
     def draws_from(self, seed: int) -> Iterator[None]:
         """Within it, PyTorch's global generators draw from this seed; afterwards they are as before."""

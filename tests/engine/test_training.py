@@ -284,7 +284,8 @@ class TestDropout:
 
     def test_does_nothing_when_testing(self):
         network = Network(dropout, FLAT)
-        network.draw_dropout_masks(1, torch.Generator().manual_seed(0))
+        for layer in network.dropouts.values():
+            layer.mask = layer.draw(1, torch.Generator().manual_seed(0))
         x = torch.ones(3, 6)
         plain = network._build(0, 0).eval()
         network.load(network.spec.row_of(plain))

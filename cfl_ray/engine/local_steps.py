@@ -1,0 +1,233 @@
+"""Local steps of one client: their order and their parts, which the engines that train one client at a time share.
+
+An engine brings its gradient (`LocalGradient`) and the tensors that it moves: all parameters as a list of tensors, or
+as one flat row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.local_sgd import LocalSGD, LocalStep
+from cfl_ray.engine.task import BatchIndex, ProximalTask, TrainingTask
+from cfl_ray.nn.network import Network
+
+
+class LocalGradient(ABC):
+    """Gradients of one client's loss on the batches of the current step.
+
+    All gradients of a batch in a step use the same dropout masks and other draws, so that they are of one function.
+    w_P: present trained parameters; load: replaces them; parts_of: the tensors of such a row that a step moves.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        task: TrainingTask,
+        w_P: Callable[[], Tensor],
+        load: Callable[[Tensor], object],
+        parts_of: Callable[[Tensor], list[Tensor]],
+    ):
+        self.network, self.w_P, self.load, self.parts_of = network, w_P, load, parts_of
+        self.noise = task.noise() if network.dropouts or network.random_forward else None
+        self.losses: list[Any] = []  # one per step
+        self.batches: list[BatchIndex] = []  # of the current step
+        self._masks: dict[int, list[Tensor]] = {}  # by batch of the current step, one per dropout layer
+        self._seeds: dict[int, int] = {}  # by batch of the current step
+
+    def begin(self, batches: list[BatchIndex]) -> None:
+        """Begins a step that uses these batches."""
+        self.batches, self._masks, self._seeds = batches, {}, {}
+
+    @abstractmethod
+    def of_batch(self, batch: int) -> list[Tensor]:
+        """Gradient at the present parameters on one batch of the step. The next one may reuse its memory."""
+
+    def direction_of(self, local_step: LocalStep) -> list[Tensor]:
+        """The direction of a local step. The loss of the step is that of its first gradient."""
+        w_P, past = self.w_P().clone(), len(self.losses)
+
+        def gradient(row_P: Tensor, batch: int) -> Tensor:
+            self.load(row_P)
+            return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
+
+        direction_P = local_step(gradient, w_P)
+        del self.losses[past + 1 :]
+        self.load(w_P)
+        return self.parts_of(direction_P)
+
+    def masks(self, batch: int, samples: int) -> list[Tensor]:
+        """The masks of the dropout layers for a batch of so many samples."""
+        if self.noise is None:
+            return []
+        if batch not in self._masks:
+            layers = self.network.dropouts.values()
+            self._masks[batch] = [layer.draw(samples, self.noise).to(self.network.device) for layer in layers]
+        return self._masks[batch]
+
+    def draws(self, batch: int) -> AbstractContextManager[object]:
+        """Context of a forward pass, in which functions of PyTorch draw random numbers."""
+        if not self.network.random_forward:
+            return nullcontext()
+        if batch not in self._seeds:
+            self._seeds[batch] = int(torch.randint(2**62, (), generator=self.noise))
+        return self.network.draws_from(self._seeds[batch])
+
+
+class LocalUpdate(Protocol):
+    """The steps of a local optimiser."""
+
+    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
+        """Adds weight decay to the gradients, in place."""
+
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
+        """Moves the parameters, in place."""
+
+
+def take_steps(
+    task: TrainingTask,
+    gradient: LocalGradient,
+    update: LocalUpdate,
+    params: list[Tensor],
+    proximal: Sequence["ProximalGradient"],
+) -> None:
+    """The local steps of one client, on these parameters."""
+    local, batches = task.local, task.batches_on(gradient.network.device)
+    for number in range(task.steps):
+        gradient.begin([next(batches) for _ in range(task.batches_per_step)])
+        step = gradient.of_batch(0) if task.local_step is None else gradient.direction_of(task.local_step)
+        with torch.no_grad():
+            if local.clips:  # decay is part of the optimiser's step, and proximal terms of the gradient
+                for term in proximal:
+                    term.add_to(step)
+                _clip(step, local)
+                update.decay(step, params)
+            else:
+                update.decay(step, params)
+                for term in proximal:
+                    term.add_to(step)
+            update.apply(params, step, local.lr_at(number, task.steps))
+            for term in proximal:
+                if term.term.moves_after(number, task.steps):
+                    term.move()
+
+
+def _clip(step: list[Tensor], local: LocalSGD) -> None:
+    """Scales a gradient down to `local.clip_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does."""
+    assert local.clip_norm is not None
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in step]))
+    torch._foreach_mul_(step, (local.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+class OptimizerUpdate:
+    """Steps of a `torch.optim` optimiser on these parameters. Weight decay is among its own options."""
+
+    def __init__(self, local: LocalSGD, params: list[Tensor]):
+        assert local.optimizer is not None
+        self.optimizer = local.optimizer(params, local.lr)
+
+    def decay(self, step: list[Tensor], params: list[Tensor]) -> None:
+        """No effect."""
+
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for parameter, gradient in zip(params, step, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in params:
+            parameter.grad = None
+
+
+class SGDUpdate:
+    """SGD with momentum and weight decay over lists of tensors, as `torch.optim.SGD` computes it.
+
+    velocity: initial momentum buffer; None: an empty one.
+    """
+
+    def __init__(self, local: LocalSGD, velocity: list[Tensor] | None = None):
+        self.local, self.velocity = local, velocity
+
+    def decay(self, step: list[Tensor], params: list[Tensor], skip: int | None = None) -> None:
+        """Adds weight decay to the gradients, in place, except to that of tensor `skip`."""
+        if self.local.weight_decay:
+            chosen = [index for index in range(len(params)) if index != skip]
+            torch._foreach_add_([step[i] for i in chosen], [params[i] for i in chosen], alpha=self.local.weight_decay)
+
+    def apply(self, params: list[Tensor], step: list[Tensor], lr: float | None = None) -> None:
+        """Moves the parameters, in place. lr: None for that of `local`."""
+        if self.local.momentum:
+            if self.velocity is None:
+                self.velocity = step
+            else:
+                torch._foreach_mul_(self.velocity, self.local.momentum)
+                torch._foreach_add_(self.velocity, step)
+            step = self.velocity
+        torch._foreach_add_(params, step, alpha=-(self.local.lr if lr is None else lr))
+
+
+class ProximalGradient:
+    """Gradient of (weight / 2) ||w - anchor||^2 on some parts of the parameters.
+
+    anchor_P: row of the anchor. It moves in place, so the row is the engine's own if `term.follow` is not 0.
+    params, anchors: these parts of the parameters and of the anchor.
+    parts_of: the same parts of a step.
+    """
+
+    def __init__(
+        self,
+        term: ProximalTask,
+        anchor_P: Tensor,
+        params: list[Tensor],
+        anchors: list[Tensor],
+        parts_of: Callable[[list[Tensor]], list[Tensor]],
+    ):
+        self.term, self.anchor_P, self.params, self.anchors, self.parts_of = term, anchor_P, params, anchors, parts_of
+
+    @classmethod
+    def of_tensors(
+        cls, network: Network, term: ProximalTask, params: Sequence[Tensor], skip: int | None = None
+    ) -> "ProximalGradient":
+        """For steps that are lists of tensors, one for each of `params`. skip: number of a tensor to leave out."""
+        inside = [tensor for tensor in network.tensors_in(term.columns) if tensor != skip]
+        anchor_P = term.anchor_P.to(network.device, copy=term.follow > 0)
+        anchors, parts = network.views(anchor_P), [params[i].detach() for i in inside]
+        return cls(term, anchor_P, parts, [anchors[i] for i in inside], lambda step: [step[i] for i in inside])
+
+    @classmethod
+    def of_row(cls, network: Network, term: ProximalTask, w_P: Tensor, first: int = 0) -> "ProximalGradient":
+        """For steps that are one row.
+
+        w_P: the parameters from column `first` on; tensors before it are left out.
+        """
+        starts, ranges = (0, *network.spec.ends), list[slice]()
+        for tensor in network.tensors_in(term.columns):
+            start, stop = starts[tensor] - first, starts[tensor + 1] - first
+            if start < 0:
+                continue
+            joined = ranges.pop().start if ranges and ranges[-1].stop == start else start  # neighbours are joined
+            ranges.append(slice(joined, stop))
+        anchor_P = term.anchor_P.clone() if term.follow else term.anchor_P
+        anchors = [anchor_P[first:][part] for part in ranges]
+        return cls(term, anchor_P, [w_P[part] for part in ranges], anchors, lambda step: [step[0][p] for p in ranges])
+
+    def add_to(self, step: list[Tensor]) -> None:
+        """Adds the gradient to `step`, in place."""
+        parts = self.parts_of(step)
+        torch._foreach_add_(parts, self.params, alpha=self.term.weight)
+        torch._foreach_sub_(parts, self.anchors, alpha=self.term.weight)
+
+    def move(self) -> None:
+        """Moves the anchor: anchor <- anchor - follow * weight * (anchor - w)."""
+        torch._foreach_lerp_(self.anchors, self.params, self.term.follow * self.term.weight)
+
+
+def moved_anchor(proximal: Sequence[ProximalGradient], network: Network, row_P: Tensor) -> Tensor | None:
+    """The anchor (P,) that moves, with the buffers of `row_P`; None if none does."""
+    trained = network.spec.trained
+    moving = (term.anchor_P for term in proximal if term.term.follow)
+    return next((torch.cat([anchor_P[:trained], row_P[trained:]]) for anchor_P in moving), None)
