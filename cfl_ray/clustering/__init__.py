@@ -1,1 +1,1 @@
-"""Clustering algorithms on vectors, and the client signatures that they cluster; none belongs to one paper alone."""
+"""Clustering algorithms on vectors, and the client signatures that they cluster. Several methods share each of them."""

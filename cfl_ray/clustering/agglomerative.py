@@ -1,6 +1,7 @@
 """Agglomerative clustering of signatures: distances, the tree of merges, and cuts of the tree.
 
-Condensed distances list the pairs (0, 1), (0, 2), .., (S-2, S-1), as in SciPy. S are the clients with a signature.
+Condensed distances list the pairs (0, 1), (0, 2), .., (S-2, S-1), as in SciPy. S is the number of clients with a
+signature.
 """
 
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from torch import Tensor
 METRICS = ("l1", "l2", "cosine")
 LINKAGES = ("single", "average", "complete", "weighted", "ward")
 
-NEAR = 1e-8  # squared distances below this share of the squared norms are computed from the difference of the rows
-ROWS, COLUMNS = 256, 4096  # size of the blocks that are converted to float64 at a time
+NEAR = 1e-8  # a squared distance below this share of the squared norms is computed again, from the rows' difference
+ROWS, COLUMNS = 256, 4096  # size of the blocks that are converted to float64
 
 
 def require_finite(feature_SF: Tensor) -> None:
-    """Raises ValueError if rows have NaN or infinity, with their number and the first of them."""
+    """Raises ValueError if rows contain NaN or infinity; it names the number of such rows and the first of them."""
     bad = np.flatnonzero(~torch.isfinite(feature_SF).all(1).numpy())
     if len(bad):
         raise ValueError(
@@ -32,7 +33,7 @@ def _require(name: str, value: str, valid: tuple[str, ...]) -> None:
 
 
 def _scale(feature_SF: Tensor, metric: str) -> np.ndarray:
-    """Factor of each row, (S,): for cosine 1 / norm, and 0 for a row of zeros; otherwise 1."""
+    """Factor by which each row is scaled, float64 (S,): for "cosine" 1 / norm, or 0 for a row of zeros; else 1."""
     if metric != "cosine":
         return np.ones(len(feature_SF))
     norm_S = torch.linalg.vector_norm(feature_SF, dim=1, dtype=torch.float64).numpy()
@@ -40,17 +41,17 @@ def _scale(feature_SF: Tensor, metric: str) -> np.ndarray:
 
 
 def _gram(feature_SF: Tensor, scale_S: np.ndarray) -> np.ndarray:
-    """Inner products (S, S) of the scaled rows. They are centred, which keeps the distances and their precision."""
+    """Inner products, float64 (S, S), of the scaled, centred rows. Centring keeps distances and improves precision."""
     gram_SS = np.zeros((len(feature_SF), len(feature_SF)))
     for start in range(0, feature_SF.shape[1], COLUMNS):
-        part = feature_SF[:, start : start + COLUMNS].double().numpy() * scale_S[:, None]
-        part -= part.mean(0)
-        gram_SS += part @ part.T
+        block = feature_SF[:, start : start + COLUMNS].double().numpy() * scale_S[:, None]
+        block -= block.mean(0)
+        gram_SS += block @ block.T
     return gram_SS
 
 
 def _squares(feature_SF: Tensor, scale_S: np.ndarray) -> np.ndarray:
-    """Condensed squared Euclidean distances of the scaled rows, to a relative 1e-8 also between nearly equal rows."""
+    """Condensed squared Euclidean distances of the scaled rows, with a relative error of 1e-8 even for close rows."""
     gram_SS, size = _gram(feature_SF, scale_S), len(feature_SF)
     norm_S, squares = gram_SS.diagonal(), np.empty(size * (size - 1) // 2)
     at = 0
@@ -59,21 +60,20 @@ def _squares(feature_SF: Tensor, scale_S: np.ndarray) -> np.ndarray:
         row = squares[at : at + len(norms)]
         np.subtract(norms, 2 * gram_SS[i, i + 1 :], out=row)
         near = np.flatnonzero(row <= NEAR * norms)
-        for part in np.split(near, range(ROWS, len(near), ROWS)):
-            others = feature_SF[i + 1 + part].double().numpy() * scale_S[i + 1 + part, None]
-            row[part] = ((others - feature_SF[i].double().numpy() * scale_S[i]) ** 2).sum(1)
+        for block in np.split(near, range(ROWS, len(near), ROWS)):
+            others = feature_SF[i + 1 + block].double().numpy() * scale_S[i + 1 + block, None]
+            row[block] = ((others - feature_SF[i].double().numpy() * scale_S[i]) ** 2).sum(1)
         at += len(norms)
     return squares
 
 
 def distances(feature_SF: Tensor, metric: str) -> np.ndarray:
-    """Distances between every two rows.
+    """Distances of all pairs of rows: condensed distances, float64 (S (S - 1) / 2,).
 
     feature_SF: float (S, F), finite.
-    metric: "l1", "l2" or "cosine", which is 1 - cos (0..2), and 1 between a row of zeros and any row.
+    metric: "l1", "l2" or "cosine". "cosine" is 1 - cos (0..2); the distance of a row of zeros to any row is 1.
 
-    Returns condensed distances, float64 (S (S - 1) / 2,). Raises ValueError for another metric and rows that are not
-    finite.
+    Raises ValueError for another metric, or if rows are not finite.
     """
     _require("metric", metric, METRICS)
     require_finite(feature_SF)
@@ -93,13 +93,12 @@ def distances(feature_SF: Tensor, metric: str) -> np.ndarray:
 
 
 def linkage_tree(distance: np.ndarray, linkage: str) -> np.ndarray:
-    """The tree of merges of S signatures.
+    """The tree of merges of S signatures: merges (S - 1, 4) in SciPy's form, by ascending height.
 
-    distance: condensed distances (S (S - 1) / 2,); empty for one signature or none.
-    linkage: "single", "average" (UPGMA), "complete", "weighted" (WPGMA), or "ward", which is meant for l2 alone.
+    distance: condensed distances (S (S - 1) / 2,); empty for one signature or none, which gives (0, 4).
+    linkage: "single", "average" (UPGMA), "complete", "weighted" (WPGMA), or "ward", which is meant for "l2" only.
 
-    Returns the merges (S - 1, 4) in SciPy's form, in the order of their heights; (0, 4) without distances. Raises
-    ValueError for another linkage, a number of distances that fits no S, and distances that are not finite.
+    Raises ValueError for another linkage, a number of distances that fits no S, or distances that are not finite.
     """
     _require("linkage", linkage, LINKAGES)
     return scipy.cluster.hierarchy.linkage(distance, linkage) if len(distance) else np.empty((0, 4))
@@ -108,7 +107,7 @@ def linkage_tree(distance: np.ndarray, linkage: str) -> np.ndarray:
 def _below_gap(height: np.ndarray, gap: int) -> int:
     """Number of merges below the largest step between consecutive heights of the last `gap` merges.
 
-    Of equal steps the upper one counts; without a step that exceeds rounding, all merges are below.
+    If steps are equal, the highest step counts. If no step exceeds rounding errors, all merges are counted.
     """
     last = height[-gap:]
     steps = np.diff(last)
@@ -119,7 +118,7 @@ def _below_gap(height: np.ndarray, gap: int) -> int:
 
 
 def _merged(Z: np.ndarray, merges: int) -> np.ndarray:
-    """Cluster of each signature, (S,), after the first `merges`, numbered in the order of their lowest members."""
+    """Cluster of each signature, int64 (S,), after the first `merges`, numbered in the order of lowest members."""
     size = len(Z) + 1
     owner = np.arange(size + merges)
     for row in reversed(range(merges)):
@@ -128,7 +127,7 @@ def _merged(Z: np.ndarray, merges: int) -> np.ndarray:
 
 
 def by_lowest_member(label_S: np.ndarray) -> np.ndarray:
-    """The same clusters, int64 (S,), numbered from 0 in the order of their lowest members."""
+    """The clusters of `label_S`, renumbered from 0 in the order of their lowest members, int64 (S,)."""
     _, first_K, label_S = np.unique(label_S, return_index=True, return_inverse=True)
     return first_K.argsort().argsort()[label_S].astype(np.int64)
 
@@ -141,18 +140,19 @@ def cut_tree(
     gap: int | None = None,
     size: int | None = None,
 ) -> np.ndarray:
-    """Clusters of a tree, by exactly one of three rules.
+    """The cluster of each signature, int64 (S,), after a cut of the tree. Give exactly one of the three rules.
+
+    Clusters are numbered from 0 in the order of their lowest members.
 
     Z: merges (S - 1, 4), as `linkage_tree` returns them.
     threshold: merge up to this height, inclusive; inf gives one cluster.
-    num_clusters: at least 1; gives exactly min(num_clusters, S) clusters, also with equal heights.
+    num_clusters: at least 1; gives exactly min(num_clusters, S) clusters, even if heights are equal.
     gap: at least 2; cut at the largest step between consecutive heights of the last `gap` merges, which gives 2..gap
-        clusters. Of equal steps, cut at the one that leaves fewer clusters; without a step, as for two signatures,
-        there is one cluster.
-    size: S; None: number of merges + 1. It tells no signature from one, whose trees are both empty.
+        clusters. If steps are equal, the highest step counts. Without a step, as for two signatures, the result is
+        one cluster.
+    size: S; None: number of merges + 1. Needed if S can be 0, because the trees for S = 0 and S = 1 are both empty.
 
-    Returns the cluster of each signature, int64 (S,), numbered from 0 in the order of their lowest members. Raises
-    ValueError for no rule or several, a value out of range, and a size that does not fit the tree.
+    Raises ValueError for no rule or several, a value out of range, or a size that does not fit the tree.
     """
     if sum(rule is not None for rule in (threshold, num_clusters, gap)) != 1:
         raise ValueError(f"give one of threshold, num_clusters, gap; got {threshold}, {num_clusters}, {gap}")
@@ -183,13 +183,13 @@ def _blocks(feature_MF: Tensor, scale_M: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def nearest_centre(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest centre of each row.
+    """The index of each row's nearest centre, int64 (M,), and its distance, float64 (M,).
 
     feature_MF, centre_KF: float (M, F) and (K, F), finite.
     metric: as in `distances`.
 
-    Returns the index of the nearest centre, int64 (M,), the lowest on ties, and its distance, float64 (M,); without
-    centres they are -1 and inf. Raises ValueError for another metric and rows that are not finite.
+    If centres are equally near, the lowest index is returned; without centres, -1 and inf. Raises ValueError for
+    another metric, or if rows are not finite.
     """
     _require("metric", metric, METRICS)
     require_finite(feature_MF)
@@ -202,7 +202,7 @@ def nearest_centre(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> tuple[
 
 
 def centre_distances(feature_MF: Tensor, centre_KF: Tensor, metric: str) -> np.ndarray:
-    """Distance of each row to each centre, float64 (M, K), with at least one row and centre; see `nearest_centre`."""
+    """Distance of each row to each centre, float64 (M, K). M and K are at least 1; see `nearest_centre`."""
     scale_M, scale_K = _scale(feature_MF, metric), _scale(centre_KF, metric)
     centres = centre_KF.double().numpy() * scale_K[:, None]
     kind = {"l1": "cityblock", "l2": "euclidean", "cosine": "sqeuclidean"}[metric]

@@ -1,4 +1,4 @@
-"""k-means of signatures, on scikit-learn. S are the clients with a signature."""
+"""k-means of signatures, by scikit-learn. S is the number of clients with a signature."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering.agglomerative import by_lowest_member, nearest_centre, require_finite
 from cfl_ray.system.threads import one_thread
 
-ITERATIONS = 300  # at most, of Lloyd's algorithm
+ITERATIONS = 300  # most iterations of Lloyd's algorithm
 
 
 def kmeans(
@@ -23,22 +23,23 @@ def kmeans(
     restarts: int = 10,
     cosine: bool = False,
 ) -> tuple[np.ndarray, Tensor]:
-    """Clusters of the rows by k-means, from given centres or k-means++. The number of threads has no effect.
+    """The cluster of each row, int64 (S,), and the centres, float32 (K', F), by k-means.
+
+    K' is K with `centres_KF`; otherwise it is less than K if there are fewer than K distinct rows. The number of
+    threads has no effect on the result.
 
     feature_SF: float (S, F), finite.
     num_clusters: K, at least 1.
     seed: any integer, for k-means++.
     weight_S: weight of each row in its centre, (S,), at least 0 and not all 0; None: equal weights.
-    centres_KF: initial centres (K, F), which keep their numbers. A cluster that loses all its members keeps its last
-        centre, and nothing is drawn. None: the best of `restarts` k-means++ starts, with clusters numbered in the
-        order of their lowest members.
+    centres_KF: initial centres (K, F). Clusters keep their numbers, a cluster that loses all members keeps its last
+        centre, and the seed has no effect. None: the best of `restarts` k-means++ starts, with clusters numbered in
+        the order of their lowest members.
     restarts: at least 1.
-    cosine: scale rows and given centres to norm 1 first; rows of zeros stay. A centre is the mean of its members, so
-        its norm is at most 1.
+    cosine: scale rows and given centres to norm 1 first; rows of zeros are not changed. A centre is the mean of its
+        members, so its norm is at most 1.
 
-    Returns the cluster of each row, int64 (S,), and the centres, float32 (K', F). K' is K with `centres_KF`; otherwise
-    it is less than K if there are fewer distinct rows. Raises ValueError for values out of range, shapes that do not
-    fit and rows that are not finite.
+    Raises ValueError for values out of range, shapes that do not fit, or rows that are not finite.
     """
     weight_S = np.ones(len(feature_SF)) if weight_S is None else np.asarray(weight_S, np.float64)
     _check(feature_SF, num_clusters, weight_S, centres_KF, restarts)
@@ -69,10 +70,10 @@ def _check(
 
 
 def _from_centres(feature_SF: Tensor, weight_S: np.ndarray, centre_KF: Tensor) -> tuple[np.ndarray, Tensor]:
-    """Lloyd's algorithm from given centres.
+    """Labels, int64 (S,), and centres, float32 (K, F), of Lloyd's algorithm from given centres.
 
-    scikit-learn moves the centre of an empty cluster to a distant row, which would give the cluster's model to clients
-    that it was never trained for.
+    It replaces scikit-learn's, which moves the centre of an empty cluster to a distant row: the cluster's model would
+    then serve clients that it was never trained for.
     """
     centre_KF = centre_KF.double()
     label_S = np.full(len(feature_SF), -1)
@@ -90,7 +91,7 @@ def _from_centres(feature_SF: Tensor, weight_S: np.ndarray, centre_KF: Tensor) -
 def _plus_plus(
     feature_SF: Tensor, weight_S: np.ndarray, num_clusters: int, seed: int, restarts: int
 ) -> tuple[np.ndarray, Tensor]:
-    """The best of `restarts` k-means++ starts, by scikit-learn."""
+    """Labels, int64 (S,), and centres, float32 (K', F), of the best of `restarts` k-means++ starts, by scikit-learn."""
     # Imported here because it takes a second: hosts start without it, and only the server clusters.
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
@@ -101,8 +102,8 @@ def _plus_plus(
         return np.empty(0, np.int64), feature_SF
     model = KMeans(min(num_clusters, distinct), n_init=restarts, max_iter=ITERATIONS, random_state=seed % 2**32)
     with one_thread(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # of rows that differ by rounding: there are fewer clusters
-        found_S = model.fit(rows, sample_weight=weight_S).labels_
-    label_S = by_lowest_member(found_S)
+        warnings.simplefilter("ignore", ConvergenceWarning)  # if rows differ by rounding only, there are fewer clusters
+        own_label_S = model.fit(rows, sample_weight=weight_S).labels_
+    label_S = by_lowest_member(own_label_S)
     _, first_K = np.unique(label_S, return_index=True)
-    return label_S, torch.from_numpy(model.cluster_centers_[found_S[first_K]])
+    return label_S, torch.from_numpy(model.cluster_centers_[own_label_S[first_K]])

@@ -1,4 +1,4 @@
-"""Merging of clusters by the cosine similarity of their mean signatures. S are the clients with a signature."""
+"""Merging of clusters by the cosines of their mean signatures. S is the number of clients with a signature."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 
 def cluster_means(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int) -> tuple[Tensor, np.ndarray]:
-    """Mean signature, float32 (K, F), and number of members, int64 (K,), of each cluster; zeros without members."""
+    """Mean signature, float32 (K, F), and number of members, int64 (K,), of each cluster; zeros if it is empty."""
     count_K = np.bincount(cluster_S, minlength=num_clusters)
     index_S = torch.as_tensor(cluster_S, dtype=torch.long)
     sums_KF = torch.zeros(num_clusters, signature_SF.shape[1]).index_add_(0, index_S, signature_SF)
@@ -18,24 +18,25 @@ def cluster_means(signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int
 
 
 def merges(similarity_KK: np.ndarray, count_K: np.ndarray, threshold: float) -> list[tuple[int, int]]:
-    """Merges (kept, absorbed) of all pairs of clusters at or above a similarity, transitively: single linkage.
+    """The pairs (kept, absorbed) of merges that join all clusters of at least this similarity, by single linkage.
 
     similarity_KK: symmetric, float (K, K), in -1..1. count_K: number of members of each cluster.
-    The most similar pair comes first. The larger side keeps its number, and on ties the lower number is kept.
+    The most similar pair comes first. Of a pair, the larger cluster keeps its number; if sizes are equal, the cluster
+    with the lower number.
     """
     if len(count_K) < 2:
         return []
-    # 2 - similarity, since a distance of 0 would be no edge of the tree.
+    # 2 - similarity instead of 1 - similarity, so that no distance is 0
     distance = scipy.spatial.distance.squareform(2.0 - similarity_KK, checks=False)
-    kept, size_K, done = list(range(len(count_K))), count_K.copy(), []
+    kept, size_K, pairs = list(range(len(count_K))), count_K.copy(), []
     for left, right, height, _ in scipy.cluster.hierarchy.linkage(distance, "single"):
         if 2.0 - height < threshold:
             break
         keep, drop = sorted((kept[int(left)], kept[int(right)]), key=lambda k: (-size_K[k], k))
         kept.append(keep)
         size_K[keep] += size_K[drop]
-        done.append((keep, drop))
-    return done
+        pairs.append((keep, drop))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -43,29 +44,33 @@ class Merged:
     """Result of merging K clusters into K'."""
 
     number_K: np.ndarray  # int64: new number, 0 .. K' - 1, of each old cluster
-    parts: list[list[int]]  # old clusters in each new one, the kept one first
+    parts: list[list[int]]  # for each new cluster its old clusters; first the old cluster whose number was kept
     count_K: np.ndarray  # number of members of each old cluster
     compared_k: np.ndarray  # old clusters whose mean signatures were compared
-    similarity_kk: np.ndarray  # cosines of these
+    similarity_kk: np.ndarray  # cosines of the mean signatures of compared_k
 
     def closest(self, olds: list[int], inside: bool) -> float:
-        """The highest cosine of these old clusters with others of the same new cluster, or of other ones; NaN: none."""
-        found = [np.nan]
+        """The highest cosine between one of the clusters `olds` and another old cluster; NaN if there is no such pair.
+
+        inside: compare with old clusters in the same new cluster; False: with those in other new clusters.
+        """
+        highest = [np.nan]
         for at in np.flatnonzero(np.isin(self.compared_k, olds)).tolist():
             same_k = self.number_K[self.compared_k] == self.number_K[self.compared_k[at]]
             others_k = (same_k == inside) & (np.arange(len(same_k)) != at)
-            found += [self.similarity_kk[at, others_k].max()] if others_k.any() else []
-        return float(np.fmax.reduce(found))
+            highest += [self.similarity_kk[at, others_k].max()] if others_k.any() else []
+        return float(np.fmax.reduce(highest))
 
     def merged_rows(self, num_models: int) -> list[int]:
-        """The new clusters that took in more than one of the `num_models` old clusters that had a model."""
+        """The new clusters that contain several old clusters with a model, which are the first `num_models`."""
         return [row for row, parts in enumerate(self.parts) if sum(old < num_models for old in parts) > 1]
 
     def models(self, models_KP: Tensor, first_P: Tensor, average: bool) -> Tensor:
         """Models (K', P) of the new clusters.
 
-        models_KP: models of the old clusters. An old cluster beyond its rows has the model `first_P`.
-        average: take the mean of the merged clusters' models, weighted by members; False: the kept cluster's model.
+        models_KP: models of the old clusters. An old cluster without a row in it has the model `first_P`.
+        average: take the mean of the merged clusters' models, weighted by their numbers of members; False: take the
+            model of the cluster whose number was kept.
         """
         if self.parts == [[old] for old in range(len(models_KP))]:
             return models_KP
@@ -89,8 +94,9 @@ def merge_similar(
 ) -> Merged:
     """Merges clusters whose mean signatures have a cosine of at least `threshold`, transitively.
 
-    signature_SF, cluster_S: signature and cluster of each client. Clusters without members stay as they are.
-    active_S: bool, the clients whose signatures make up the means; clusters without one are not compared. None: all.
+    signature_SF, cluster_S: signature and cluster of each client. Clusters without members are not merged.
+    active_S: bool (S,), clients whose signatures form the means; clusters without such a client are not merged.
+        None: all clients.
     """
     count_K = np.bincount(cluster_S, minlength=num_clusters)
     if active_S is None:
@@ -111,9 +117,9 @@ def merge_similar(
 
 
 def most_similar(feature_MF: Tensor, mean_KF: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The cluster with the most similar mean signature for each row of `feature_MF`.
+    """For each row of `feature_MF`, the cluster with the most similar mean, int64 (M,), and the cosine, (M,).
 
-    Returns its number, int64 (M,), and the cosine, (M,); without clusters they are -1 and -inf.
+    Without clusters they are -1 and -inf.
     """
     if not len(mean_KF) or not len(feature_MF):
         return np.full(len(feature_MF), -1), np.full(len(feature_MF), -np.inf)

@@ -1,6 +1,6 @@
-"""Diagnostics that several methods report of what they compare clients by. S are the clients with a signature.
+"""Diagnostics of signatures that several methods report. S is the number of clients with a signature.
 
-All are made of a sample of the clients, and only if they are recorded.
+Each is computed for a sample of the clients, and only if it is recorded.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from cfl_ray.clustering.agglomerative import centre_distances, distances
 from cfl_ray.core.clients import Clients
 from cfl_ray.core.diagnostics import MOST_PAIRED, sample_of
 
-COMPONENTS = 8  # of a signature, at most
+COMPONENTS = 8  # most principal components of a signature that are reported
 
 
 def record_signatures(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
@@ -48,20 +48,20 @@ def record_centre_distances(
 
 
 def principal_components(signature_SF: Tensor) -> np.ndarray:
-    """Coordinates (S, Q) on the leading principal components, at most `COMPONENTS` and at least one."""
-    from sklearn.decomposition import PCA  # here: loading it takes a second, and hosts do not need it
+    """Coordinates (S, Q) of the signatures on their leading principal components; 1 <= Q <= `COMPONENTS`."""
+    from sklearn.decomposition import PCA  # imported here: loading it takes a second, and hosts do not need it
 
     if len(signature_SF) < 2:
         return np.zeros((len(signature_SF), 1))
     most = min(COMPONENTS, *signature_SF.shape)
-    pca = PCA(most, random_state=0, iterated_power=3)  # of 1,000 signatures of 8,192 values: 0.2 s
-    with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance if all are equal
-        found: np.ndarray = pca.fit_transform(signature_SF.numpy())
-    return found
+    pca = PCA(most, random_state=0, iterated_power=3)  # takes 0.2 s for 1,000 signatures of 8,192 values
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 in the shares of variance if all signatures are equal
+        coordinate_SQ: np.ndarray = pca.fit_transform(signature_SF.numpy())
+    return coordinate_SQ
 
 
 def cosines(signature_SF: Tensor) -> np.ndarray:
-    """Cosine of every two signatures, float32 (S, S); 0 for a signature of zeros."""
+    """Cosines of all pairs of signatures, float32 (S, S); 0 for a signature of zeros."""
     unit_SF = normalize(signature_SF, dim=1)
     cosine_SS = (unit_SF @ unit_SF.T).clamp(-1, 1)
     return ((cosine_SS + cosine_SS.T) / 2).numpy()  # the product is symmetric up to rounding

@@ -1,6 +1,6 @@
 """States of methods that compare clients: with a signature of each client, or with a centre of each cluster.
 
-S are the clients with a signature.
+S is the number of clients with a signature.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -20,15 +20,15 @@ from cfl_ray.core.state import UNASSIGNED, State
 
 def sketch_option() -> Any:
     """The option `sketch` of methods that compare whole models or updates."""
-    doc = "features that a longer model or update is projected to before clients are compared (cosines to 1.6 %)"
+    doc = "features to which a longer model or update is projected before clients are compared (cosines to 1.6 %)"
     return option(8192, doc, source="ours", low=16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignatureState(State):
-    """A state with a signature of every client that has sent one.
+    """A state with the signatures that clients have sent.
 
-    A subclass may have further fields with a value per such client, arrays (S,) whose names end in `_S`.
+    A subclass may have further fields with a value for each of these clients: arrays (S,) whose names end in `_S`.
     """
 
     signature_SF: Tensor  # float32
@@ -36,7 +36,7 @@ class SignatureState(State):
 
     @classmethod
     def no_signatures(cls, features: int = 0) -> dict[str, Any]:
-        """Keyword arguments of a state without signatures, which have `features` values later."""
+        """Keyword arguments for a state without signatures. features: number of values of later signatures."""
         return {"signature_SF": torch.zeros(0, features), "seen_S": np.zeros(0, np.int64)}
 
     @property
@@ -45,9 +45,9 @@ class SignatureState(State):
         return self.assign_N[self.seen_S]
 
     def remember(self, ids_M: np.ndarray, feature_MF: Tensor, **more: np.ndarray) -> Self:
-        """This state with signatures `feature_MF` of the clients `ids_M`, which replace earlier ones.
+        """This state with the signatures `feature_MF` of the clients `ids_M`, which replace their earlier signatures.
 
-        Shorter signatures are padded with zeros. more: values (M,) of further fields `*_S`, by name.
+        Shorter signatures are padded with zeros. more: values (M,) of further fields `*_S`, by field name.
         """
         if not len(ids_M):
             return self
@@ -67,28 +67,28 @@ class SignatureState(State):
         return self.advance(signature_SF=signature_SF, seen_S=seen_S, **changes)
 
     def subset(self, stay_S: np.ndarray) -> Self:
-        """This state with only the signatures, and values of fields `*_S`, for which the bool `stay_S` (S,) holds."""
+        """This state with only the signatures, and values of fields `*_S`, for which `stay_S`, bool (S,), is true."""
         names = [field.name for field in fields(self) if field.name.endswith("_S")]
         signature_SF = self.signature_SF[torch.from_numpy(np.asarray(stay_S))]
         return self.advance(signature_SF=signature_SF, **{name: getattr(self, name)[stay_S] for name in names})
 
     def forget(self, ids: np.ndarray) -> Self:
-        """This state without the clients `ids`, which left, and their signatures."""
+        """This state without the clients `ids`, which have left, and without their signatures."""
         return super().forget(ids).subset(~np.isin(self.seen_S, ids))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CentreState(State):
-    """A state with a centre per cluster, for signatures that result from local training of one fixed model."""
+    """A state with a centre for each cluster. Signatures result from local training of one fixed model."""
 
     start_KP: Tensor  # float32 (1, P): the fixed model
-    centre_KF: Tensor  # float32: mean signature of the members of each cluster when they were clustered
-    lr: float | None = None  # learning rate of the training that the centres result from; None: no centres yet
+    centre_KF: Tensor  # float32: mean signature of each cluster's members in the clustering round
+    lr: float | None = None  # learning rate of the training that gave the centres; None: no centres yet
 
     def clustered(
         self, clients: Clients, start_KP: Tensor, models_KP: Tensor, assign_N: np.ndarray, centre_KF: Tensor
     ) -> Self:
-        """The state after the clustering round, with centres of training from `start_KP` at its learning rate."""
+        """The state after the clustering round. Its centres result from training `start_KP` at this round's rate."""
         return self.advance(
             start_KP=start_KP,
             models_KP=models_KP,
@@ -110,14 +110,14 @@ def place_by_training(
     steps_M: np.ndarray | None = None,
     within: float = np.inf,
 ) -> C:
-    """Assigns clients to the clusters with the nearest centres, by signatures from one local training.
+    """The state after clients have trained the fixed model and were assigned to the clusters with the nearest centres.
 
-    Its learning rate is that of the training that the centres result from, whatever the schedule says by now.
+    They train at the learning rate `state.lr`, which gave the centres, not at the schedule's present rate.
 
-    features: columns of the results that are the signatures. metric: as `agglomerative.distances`.
-    steps_M: local steps of each client; None: the experiment's.
-    within: a client further than this from every centre founds a cluster, with its signature as the centre and the
-        state's fixed model as the model.
+    features: which columns of a client's result are its signature. metric: as in `agglomerative.distances`.
+    steps_M: local steps of each client; None: as the experiment sets them.
+    within: a client that is further than this from every centre founds a cluster: its signature becomes the centre,
+        and the state's fixed model the cluster's model.
     """
     if not len(clients):
         return state
@@ -125,22 +125,22 @@ def place_by_training(
     start, how = clients.send(state.start_KP), LocalTraining(sgd=sgd, steps_M=steps_M)
     updates = clients.train(start, how=how, features=features, keep_as_local_model=False)
     ids_M, feature_MF, centre_KF = clients.ids_M[updates.valid_M], updates.valid_features_MF, state.centre_KF
-    found_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)
+    cluster_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)
     because: dict[str, float] = {"clients": len(ids_M)}
-    # in turn: similar clients join the cluster that the first one founds
+    # client by client: a later client may join the cluster that an earlier, similar client founds
     for at in np.flatnonzero(distance_M > within):
-        (found_M[at],), (distance,) = nearest_centre(feature_MF[at : at + 1], centre_KF, metric)
+        (cluster_M[at],), (distance,) = nearest_centre(feature_MF[at : at + 1], centre_KF, metric)
         if distance > within:
-            found_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
+            cluster_M[at], centre_KF = len(centre_KF), torch.cat([centre_KF, feature_MF[at : at + 1]])
             because |= {"distance": min(distance, because.get("distance", np.inf)), "threshold": within}
     models_KP = torch.cat([state.models_KP, state.start_KP.repeat(len(centre_KF) - len(state.centre_KF), 1)])
-    after = state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_M), centre_KF=centre_KF)
+    after = state.advance(models_KP=models_KP, assign_N=state.place(ids_M, cluster_M), centre_KF=centre_KF)
     clients.member_events(state.members_K, after.members_K, **because)
     return after
 
 
 def whole_update(spec: ParamSpec, sketch: int | None) -> UpdateFeatures:
-    """A client's whole update W - w, in the trained columns, as its signature."""
+    """The features for signatures that are whole updates W - w, in the trained columns."""
     return UpdateFeatures(Columns(((0, spec.trained),)), change=True, sketch=sketch)
 
 

@@ -1,8 +1,8 @@
-"""Whether vectors form two clusters rather than one, as a test of significance.
+"""A significance test of whether vectors form two clusters rather than one.
 
 Y. Liu, D. Hayes, A. Nobel, J. Marron. Statistical Significance of Clustering for High-Dimension, Low-Sample Size Data.
 Journal of the American Statistical Association 103(483), 2008. The null distribution is one Gaussian with the principal
-variances of the vectors; the statistic is the share of their spread that two centres leave unexplained.
+variances of the vectors; the statistic is the share of the vectors' spread that remains around two centres.
 """
 
 from itertools import combinations
@@ -14,25 +14,25 @@ from torch import Tensor
 from cfl_ray.clustering.agglomerative import by_lowest_member
 from cfl_ray.clustering.kmeans import kmeans
 
-_DIRECTIONS = 3  # principal directions whose two sides are tried as a start of 2-means
+_DIRECTIONS = 3  # 2-means starts from the two sides of each of so many principal directions
 _ITERATIONS = 30
-_FEWEST = 4  # rows of a pair of clusters that a test can tell apart
+_FEWEST = 4  # rows of a pair of clusters; with fewer, the test cannot tell two clusters from one
 
 
 def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99) -> tuple[float, np.ndarray]:
-    """The p-value of one cluster against two, and the half, 0 or 1, of each row (S,).
+    """The p-value of the hypothesis that the rows are one cluster, and the half, 0 or 1, of each row, int64 (S,).
 
-    feature_SF: float (S, F), finite. draws: of the null distribution; the least p-value is 1 / (draws + 1). Fewer than
-    3 rows, and rows that are all equal, are one cluster: 1.0.
+    feature_SF: float (S, F), finite. draws: number of samples from the null distribution; the lowest possible p-value
+    is 1 / (draws + 1). For fewer than 3 rows, and for rows that are all equal, the p-value is 1.
     """
-    one = 1.0, np.zeros(len(feature_SF), np.int64)
+    one_cluster = 1.0, np.zeros(len(feature_SF), np.int64)
     if len(feature_SF) < 3:
-        return one
+        return one_cluster
     centred_SF = feature_SF.double() - feature_SF.double().mean(0)
     left_SQ, spread_Q, _ = torch.linalg.svd(centred_SF, full_matrices=False)
     coordinate_SQ = (left_SQ * spread_Q)[:, spread_Q > 1e-9 * max(float(spread_Q.max()), 1e-30)].numpy()
     if not coordinate_SQ.size:
-        return one
+        return one_cluster
     deviation_Q = coordinate_SQ.std(0)
     null_RSQ = draw.normal(size=(draws, *coordinate_SQ.shape)) * deviation_Q
     half_1S, index_1 = _two_means(coordinate_SQ[None])
@@ -41,7 +41,7 @@ def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99)
 
 
 def _principal(rows_RSQ: np.ndarray) -> np.ndarray:
-    """The same rows, centred, along their own principal directions."""
+    """The rows of each of R samples, centred, in coordinates along the sample's principal directions."""
     rows_RSQ = rows_RSQ - rows_RSQ.mean(1, keepdims=True)
     left_RSQ, spread_RQ, _ = np.linalg.svd(rows_RSQ, full_matrices=False)
     principal_RSQ: np.ndarray = left_RSQ * spread_RQ[:, None]
@@ -49,10 +49,10 @@ def _principal(rows_RSQ: np.ndarray) -> np.ndarray:
 
 
 def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """2-means of R samples at once: the half of each row, int64 (R, S), and the cluster index (R,).
+    """2-means of R samples at once: the half, 0 or 1, of each row, int64 (R, S), and the cluster index (R,).
 
-    The cluster index is the sum of squares around two centres over that around one. rows_RSQ: centred, along principal
-    directions. The best of the starts from the two sides of the first directions.
+    The cluster index is the sum of squares around two centres divided by the sum of squares around one centre.
+    rows_RSQ: centred, along principal directions. Each sample has the result of its best start.
     """
     total_R = (rows_RSQ**2).sum((1, 2))
     best_R, half_RS = np.full(len(rows_RSQ), np.inf), np.zeros(rows_RSQ.shape[:2], np.int64)
@@ -61,12 +61,12 @@ def _two_means(rows_RSQ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         for _ in range(_ITERATIONS):
             before_RS = second_RS
             first_RQ, second_RQ = _mean(rows_RSQ, ~second_RS), _mean(rows_RSQ, second_RS)
-            # nearer to the second centre: (x - (a + b) / 2) . (b - a) > 0
+            # a row x is nearer to the second centre b than to the first centre a if (x - (a + b) / 2) . (b - a) > 0
             axis_RQ, middle_RQ = second_RQ - first_RQ, (first_RQ + second_RQ) / 2
             second_RS = np.einsum("rsq,rq->rs", rows_RSQ - middle_RQ[:, None], axis_RQ) > 0
             if np.array_equal(second_RS, before_RS):
                 break
-        # around one centre: W + m1 m2 / m ||b - a||^2
+        # the sum of squares around one centre is W + m1 m2 / m ||b - a||^2, with W the sum around two
         sizes_R = second_RS.sum(1) * (~second_RS).sum(1) / rows_RSQ.shape[1]
         apart_R = ((_mean(rows_RSQ, second_RS) - _mean(rows_RSQ, ~second_RS)) ** 2).sum(1)
         index_R = 1 - sizes_R * apart_R / np.maximum(total_R, 1e-300)
@@ -86,36 +86,36 @@ def _mean(rows_RSQ: np.ndarray, chosen_RS: np.ndarray) -> np.ndarray:
 def merge_insignificant(
     feature_SF: Tensor, cluster_S: np.ndarray, draw: np.random.Generator, level: float
 ) -> tuple[np.ndarray, float]:
-    """Clusters, int64 (S,), after merging the pair that is most like one cluster while its p-value is above `level`.
-    And the highest p-value of the pairs that remain; 1 if there is no pair.
+    """Clusters, int64 (S,), after merges, and the highest p-value of the pairs that remain; 1 if there is no pair.
 
-    A merged pair has the lower number; the numbers of the others stay. Rows of cluster -1 stay where they are. Pairs of
-    fewer than 4 rows are not merged: they look like one cluster wherever they are.
+    As long as a pair's p-value is above `level`, the pair with the highest is merged and gets the lower of its two
+    numbers; other numbers stay. Rows of cluster -1 are left out. Pairs of fewer than 4 rows are not merged: the test
+    would always take them for one cluster.
     """
     cluster_S = cluster_S.copy()
 
-    def one_cluster(pair: tuple[int, int]) -> float:
-        of_pair_S = np.isin(cluster_S, pair)
-        return two_clusters(feature_SF[torch.from_numpy(of_pair_S)], draw)[0] if of_pair_S.sum() >= _FEWEST else 0.0
+    def p_value(pair: tuple[int, int]) -> float:
+        in_pair_S = np.isin(cluster_S, pair)
+        return two_clusters(feature_SF[torch.from_numpy(in_pair_S)], draw)[0] if in_pair_S.sum() >= _FEWEST else 0.0
 
     numbers = np.unique(cluster_S[cluster_S >= 0]).tolist()
-    p_of = {pair: one_cluster(pair) for pair in combinations(numbers, 2)}
+    p_of = {pair: p_value(pair) for pair in combinations(numbers, 2)}
     while p_of and max(p_of.values()) > level:
         kept, gone = max(p_of, key=lambda pair: (p_of[pair], -pair[0], -pair[1]))
         cluster_S[cluster_S == gone] = kept
         numbers.remove(gone)
         p_of = {pair: p for pair, p in p_of.items() if gone not in pair and kept not in pair}
-        p_of |= {pair: one_cluster(pair) for pair in combinations(numbers, 2) if kept in pair}
+        p_of |= {pair: p_value(pair) for pair in combinations(numbers, 2) if kept in pair}
     return cluster_S, max(p_of.values(), default=1.0)
 
 
 def significant_parts(
     feature_SF: Tensor, draw: np.random.Generator, level: float, most: int = 8
 ) -> tuple[np.ndarray, float]:
-    """The clusters that the rows form, int64 (S,), numbered from 0: k-means into more parts than there may be, merged.
-    And the highest p-value with which two of them are one; 1 if there is only one.
+    """The clusters of the rows, int64 (S,), numbered from 0, and the highest p-value of a pair; 1 for a single cluster.
 
-    A test of one cluster against two has little power if there are four; a test of one against two of the four has.
+    k-means makes up to `most` parts, which are then merged while a pair's p-value is above `level`. Splitting instead,
+    with a test of one cluster against two, has little power if there are four clusters.
     """
     parts = min(most, len(feature_SF) // 3)
     if parts < 2:

@@ -9,17 +9,17 @@ import scipy
 
 from cfl_ray.clustering.agglomerative import cut_tree
 
-NO_STRUCTURE = 0.25  # Kaufman and Rousseeuw, Table 4: up to here, no substantial structure has been found
-MOST = 256  # clusters of a cut that is tried: time and memory are O(S MOST^2) and O(S^2)
+NO_STRUCTURE = 0.25  # Kaufman and Rousseeuw, Table 4: up to this mean silhouette there is no substantial structure
+MOST = 256  # most clusters of the cuts that are compared: time is O(S MOST^2), memory O(S^2)
 
 
 def silhouettes(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> np.ndarray:
-    """Mean silhouette of each cut of a tree, float64: at index K of its cut into K clusters, NaN for K < 2.
+    """Mean silhouettes of cuts of a tree, float64: at index K of the cut into K clusters; NaN for K < 2.
 
-    The silhouette of a signature is (b - a) / max(a, b), with its mean distance a to the others of its cluster and b to
-    the members of the nearest other cluster, and 0 in a cluster of its own.
+    The silhouette of a signature is (b - a) / max(a, b). a is its mean distance to the other members of its cluster, b
+    to the members of the nearest other cluster. It is 0 for a signature that is alone in its cluster.
 
-    distance: condensed distances of S signatures. Z: their tree of merges. most: K is at most this, and S - 1.
+    distance: condensed distances of S signatures. Z: their tree of merges. most: the highest K, if S - 1 is not less.
     """
     size = len(Z) + 1
     most = min(most, size - 1)
@@ -28,9 +28,8 @@ def silhouettes(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> np.nda
         return mean_of
     row_S, cluster_S, leaf = np.arange(size), cut_tree(Z, num_clusters=most), _leaves(Z)
     count_K = np.bincount(cluster_S)
-    sum_SK = (
-        scipy.spatial.distance.squareform(distance) @ np.eye(most)[cluster_S]
-    )  # distances to each cluster's members
+    # sum of the distances of each signature to the members of each cluster
+    sum_SK = scipy.spatial.distance.squareform(distance) @ np.eye(most)[cluster_S]
     for num_clusters in range(most, 1, -1):
         count_S = count_K[cluster_S]
         within_S = sum_SK[row_S, cluster_S] / np.maximum(count_S - 1, 1)  # a
@@ -49,7 +48,7 @@ def silhouettes(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> np.nda
 
 
 def _leaves(Z: np.ndarray) -> np.ndarray:
-    """One signature below each node of the tree, int64 (2 S - 1,)."""
+    """A signature below each node of the tree, int64 (2 S - 1,)."""
     leaf = np.arange(2 * len(Z) + 1)
     for row, node in enumerate(range(len(Z) + 1, len(leaf))):
         leaf[node] = leaf[int(Z[row, 0])]
@@ -57,9 +56,9 @@ def _leaves(Z: np.ndarray) -> np.ndarray:
 
 
 def best_cut(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> int:
-    """Number of clusters of the cut with the largest mean silhouette; 1 if none is above 0.25.
+    """Number of clusters of the cut with the largest mean silhouette; 1 if no mean silhouette is above 0.25.
 
-    Of cuts with equal silhouettes, the one with fewer clusters. Arguments as `silhouettes`.
+    If mean silhouettes are equal, the lower number of clusters. Arguments: as in `silhouettes`.
     """
     mean_of = np.nan_to_num(silhouettes(distance, Z, most), nan=-np.inf)
     return int(mean_of.argmax()) if mean_of.max() > NO_STRUCTURE else 1

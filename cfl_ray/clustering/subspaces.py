@@ -1,6 +1,6 @@
 """Principal angles between the data subspaces of clients.
 
-Axis letters here: S, U clients, D values of a sample (pixels), R columns of a basis.
+Axis letters here: S, U: clients; D: values of a sample (pixels); R: columns of a basis.
 """
 
 from collections.abc import Iterator
@@ -14,26 +14,25 @@ from torch.nn.functional import normalize
 from cfl_ray.clustering.agglomerative import require_finite
 
 KINDS = ("smallest", "sum", "trace", "code")
-OF_VECTORS = ("trace", "code")  # these compare the columns as they are, not the subspaces that they span
+OF_VECTORS = ("trace", "code")  # kinds that compare the given columns, not the subspaces that the columns span
 
-RANK = 1e-6  # directions weaker than this share of the strongest are rounding errors of float32
-COLUMNS = 512  # of a block of bases; its products with another block take 2 MB
+RANK = 1e-6  # directions weaker than this share of the strongest direction are rounding errors of float32
+COLUMNS = 512  # columns of a block of bases; the products of two blocks take 2 MB
 
 
 def principal_vectors(x_BD: Tensor, count: int) -> Tensor:
-    """Leading left singular vectors of the matrix whose columns are samples.
+    """Leading left singular vectors of the matrix whose columns are the samples, float32 (D, p'), strongest first.
 
-    x_BD: samples, float (B, D). count: p, at least 1.
+    x_BD: samples, float (B, D). count: p, at least 1; p' = min(p, rank).
 
-    Returns float32 (D, p') with p' = min(p, rank), strongest first. The entry of largest magnitude of each vector is
-    positive. Raises ValueError for count < 1.
+    The entry of largest magnitude of each vector is positive. Raises ValueError for count < 1.
     """
     if count < 1:
         raise ValueError(f"the number of principal vectors must be at least 1, got {count}")
     x, small = x_BD.double().numpy(), min(x_BD.shape)
     if not small:
         return torch.zeros(x_BD.shape[1], 0)
-    wide = len(x) <= x.shape[1]  # B <= D: the Gram matrix of the samples is the smaller one
+    wide = len(x) <= x.shape[1]  # B <= D: the Gram matrix of the samples, (B, B), is not larger than (D, D)
     count = min(count, small)
     square_p, vector_p = scipy.linalg.eigh(x @ x.T if wide else x.T @ x, subset_by_index=[small - count, small - 1])
     length_p = np.sqrt(np.maximum(square_p[::-1], 0))
@@ -46,7 +45,7 @@ def principal_vectors(x_BD: Tensor, count: int) -> Tensor:
 
 
 def orthonormal(u_DR: Tensor) -> Tensor:
-    """Orthonormal basis of the span of the columns, float64 (D, R): rank columns, by QR with pivoting, then zeros."""
+    """Orthonormal basis of the span of the columns, float64 (D, R), by pivoted QR. Columns past the rank are 0."""
     q_Dr, r_rR, _ = scipy.linalg.qr(u_DR.double().numpy(), mode="economic", pivoting=True)
     strength = np.abs(r_rR.diagonal())
     rank = int((strength > RANK * strength.max(initial=0)).sum())
@@ -58,8 +57,8 @@ def orthonormal(u_DR: Tensor) -> Tensor:
 def _prepared(basis_SDR: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Transposed bases, float64 (S, R, D), and the rank of each, (S,).
 
-    The columns of a basis are orthonormal, or for "trace" and "code" the given ones at norm 1. Raises ValueError for
-    another kind, values that are not finite, and a basis of zeros.
+    The columns of a basis are made orthonormal; for "trace" and "code" they are only scaled to norm 1. Raises
+    ValueError for another kind, values that are not finite, or a basis of zeros.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -70,19 +69,19 @@ def _prepared(basis_SDR: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     rank_S = ready_SRD.any(2).sum(1)
     if not rank_S.all():
         empty = torch.nonzero(rank_S == 0).flatten().tolist()
-        found = f"{len(empty)} of {len(rank_S)} have none, the first is {empty[0]}"
-        raise ValueError(f"every basis needs a column that is not zero; {found}")
+        count = f"{len(empty)} of {len(rank_S)} have none, the first is {empty[0]}"
+        raise ValueError(f"every basis needs a column that is not zero; {count}")
     return ready_SRD, rank_S
 
 
 def _blocks(ready_SRD: Tensor) -> Iterator[slice]:
-    """Slices of clients whose bases have about COLUMNS columns together."""
+    """Yields slices of clients whose bases together have at most COLUMNS columns (or a single client)."""
     size = max(COLUMNS // max(ready_SRD.shape[1], 1), 1)
     return (slice(start, start + size) for start in range(0, len(ready_SRD), size))
 
 
 def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: str) -> np.ndarray:
-    """Angles (s, u) in degrees between prepared bases."""
+    """Angles between two blocks of prepared bases, in degrees, float64 (s, u)."""
     s, u, rows, columns = len(a_sRD), len(b_uRD), a_sRD.shape[1], b_uRD.shape[1]
     product_suRR = (a_sRD.flatten(0, 1) @ b_uRD.flatten(0, 1).T).view(s, rows, u, columns).transpose(1, 2)
     if kind == "code":
@@ -93,7 +92,7 @@ def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: s
         places = both_suR.shape[2]
         counted_suR = a_sRD.any(2)[:, None, :places] & b_uRD.any(2)[None, :, :places]
         return _summed(_degrees(both_suR.abs()), counted_suR)
-    # Cosines are singular values: roots of the eigenvalues of the small Gram matrices, in half the time of svdvals.
+    # The cosines are singular values: the roots of the eigenvalues of Gram matrices, in half the time of svdvals.
     product_pRR = product_suRR.reshape(s * u, rows, columns)
     square_pR = torch.linalg.eigvalsh(torch.bmm(product_pRR.mT, product_pRR)).view(s, u, -1)
     if kind == "smallest":
@@ -103,30 +102,31 @@ def _block(a_sRD: Tensor, b_uRD: Tensor, rank_s: Tensor, rank_u: Tensor, kind: s
 
 
 def _summed(angle_suR: Tensor, counted_suR: Tensor) -> np.ndarray:
-    """Sums (s, u) of the counted angles of each pair."""
+    """Sums (s, u) of each pair's angles, of those that are counted."""
     sum_su: np.ndarray = (angle_suR * counted_suR).sum(2).numpy()
     return sum_su
 
 
 def _degrees(cosine: Tensor) -> Tensor:
-    """Angle of each cosine; values above 1 in magnitude are rounding errors."""
+    """Angle of each cosine in degrees. Cosines beyond -1..1 are rounding errors and are clamped."""
     return cosine.clamp(-1, 1).arccos().rad2deg()
 
 
 def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
-    """Angles between the subspaces of every two clients.
+    """Angles between the subspaces of all pairs of clients: condensed, in degrees, float64 (S (S - 1) / 2,).
 
     basis_SDR: the columns span each client's subspace; columns of zeros are padding.
     kind: "smallest": the smallest principal angle of the two subspaces;
         "sum": the sum of their principal angles, as many as the lower of the two ranks;
-        "trace": the sum of the angles between the first columns, the second columns, and so on, regardless of sign, as
-        many as both have: the trace of arccos |U_i' U_j|;
-        "code": the smallest angle between a column of one and a column of the other, 0 to 180 degrees.
-        The last two depend on the columns, while for the first two these need not be orthonormal.
+        "trace": the sum of the angles between the two first columns, the two second columns, and so on, as far as both
+        have columns, without regard to sign: the trace of arccos |U_i' U_j|;
+        "code": the smallest angle between a column of one client and a column of the other, 0 to 180 degrees.
+        "smallest" and "sum" depend on the subspaces only, so columns need not be orthonormal; "trace" and "code" depend
+        on the columns.
 
-    Returns condensed angles in degrees, float64 (S (S - 1) / 2,). They are computed in float64 and exact to 1e-5
-    degrees, also at 0 and 90; float32 would give 0.03 degrees at 0. Raises ValueError for another kind, values that are
-    not finite, and a client whose columns are all zero.
+    Angles are computed in float64 with errors of at most 1e-5 degrees, even near 0 and 90; with float32, the error
+    would be 0.03 degrees near 0. Raises ValueError for another kind, values that are not finite, or a client whose
+    columns are all zero.
     """
     ready_SRD, rank_S = _prepared(basis_SDR, kind)
     angle_SS = np.zeros((len(ready_SRD), len(ready_SRD)))
@@ -140,12 +140,12 @@ def angles(basis_SDR: Tensor, *, kind: str) -> np.ndarray:
 
 
 def angles_between(a_SDR: Tensor, b_UDR: Tensor, *, kind: str) -> np.ndarray:
-    """Angles between the subspaces of the clients of two sets, as in `angles`; the sets may differ in R.
+    """Angles in degrees, float64 (S, U), between the subspaces of two sets of clients, as in `angles`.
 
-    Returns degrees, float64 (S, U). Raises ValueError as `angles`, and if the sets differ in D.
+    The sets may differ in R. Raises ValueError as `angles` does, and if the sets differ in D.
     """
     if a_SDR.shape[1] != b_UDR.shape[1]:
-        raise ValueError(f"bases must be of samples of one size, got {a_SDR.shape[1]} and {b_UDR.shape[1]} values")
+        raise ValueError(f"samples of both sets need equal sizes, got {a_SDR.shape[1]} and {b_UDR.shape[1]} values")
     (a_SRD, rank_S), (b_URD, rank_U) = _prepared(a_SDR, kind), _prepared(b_UDR, kind)
     angle_SU = np.zeros((len(a_SRD), len(b_URD)))
     for rows in _blocks(a_SRD):

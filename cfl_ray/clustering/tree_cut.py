@@ -9,15 +9,15 @@ from cfl_ray.clustering.silhouette import best_cut
 from cfl_ray.core.method import option
 
 CUTS = ("silhouette", "median", "gap")
-_GAP = 20  # number of last merges between which the largest gap is searched
+_GAP = 20  # the largest gap is searched between the heights of so many last merges
 
 
 @dataclass(frozen=True)
 class TreeCut:
-    """Agglomerative clustering of signatures, as a mixin: its fields are options of the method.
+    """A mixin for methods that cluster signatures agglomeratively: its fields become options of the method.
 
-    It is named before the method: `class FLHC(TreeCut, Method[CentreState], name="fl_hc")`. Raises ValueError if both
-    `threshold` and `num_clusters` are given.
+    It comes before `Method` among the bases: `class FLHC(TreeCut, Method[CentreState], name="fl_hc")`. Raises
+    ValueError if both `threshold` and `num_clusters` are given.
     """
 
     linkage: str = option(
@@ -53,9 +53,9 @@ class TreeCut:
             )
 
     def height(self, distance: np.ndarray) -> float | None:
-        """Height up to which clusters merge, for condensed distances.
+        """The height up to which clusters merge; None if another rule decides, or without distances.
 
-        The highest merge of the cut by silhouettes; None without distances, and if another rule decides.
+        For the cut by silhouettes, it is the height of the last merge. distance: condensed distances.
         """
         if self.threshold is not None:
             return self.threshold
@@ -67,10 +67,10 @@ class TreeCut:
         return float(tree[len(tree) - best_cut(distance, tree), 2])
 
     def clusters(self, distance: np.ndarray, size: int) -> np.ndarray:
-        """Clusters of signatures by the method's options.
+        """The cluster of each signature, int64 (S,), by the method's options.
 
+        Clusters are numbered from 0 in the order of their lowest members.
         distance: condensed distances (S (S - 1) / 2,). size: S.
-        Returns the cluster of each signature, int64 (S,), numbered from 0 in the order of their lowest members.
         """
         tree = agglomerative.linkage_tree(distance, self.linkage)
         height, num_clusters = self.height(distance), self.num_clusters
@@ -81,11 +81,11 @@ class TreeCut:
         return agglomerative.cut_tree(tree, gap=_GAP, size=size)
 
     def cut_figures(self, distance: np.ndarray, cluster_S: np.ndarray) -> dict[str, float]:
-        """The figures that decided a cut: its highest merge, the merge after it, and the threshold if one is set."""
+        """The numbers that decided a cut: the heights of its last merge and of the next merge, and the options set."""
         tree = agglomerative.linkage_tree(distance, self.linkage)
-        merges = len(cluster_S) - 1 - int(cluster_S.max())  # those up to the cut
-        found: dict[str, float] = {"clients": len(cluster_S)}
-        found |= {"highest_merge": tree[merges - 1, 2]} if merges else {}
-        found |= {"next_merge": tree[merges, 2]} if merges < len(tree) else {}
-        asked = {"threshold": self.threshold, "num_clusters": self.num_clusters}
-        return found | {name: value for name, value in asked.items() if value is not None}
+        merges = len(cluster_S) - 1 - int(cluster_S.max())  # number of merges up to the cut
+        figures: dict[str, float] = {"clients": len(cluster_S)}
+        figures |= {"highest_merge": tree[merges - 1, 2]} if merges else {}
+        figures |= {"next_merge": tree[merges, 2]} if merges < len(tree) else {}
+        given = {"threshold": self.threshold, "num_clusters": self.num_clusters}
+        return figures | {name: value for name, value in given.items() if value is not None}

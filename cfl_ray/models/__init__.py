@@ -1,4 +1,4 @@
-"""Networks of the papers, by registered name, and networks that users bring."""
+"""Networks of the papers, by registered name, and networks that users provide."""
 
 import inspect
 from collections.abc import Callable
@@ -27,19 +27,20 @@ REGISTRY: dict[str, Callable[..., nn.Module]] = {
     "vgg16": vgg.vgg16,
 }
 MODELS = Registry("model", REGISTRY, "cfl_ray.models")
-INPUT_NAMES = ("input_shape", "in_shape", "shape")  # names of a factory's parameter for the shape of one sample
-CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of that for the number of classes
+INPUT_NAMES = ("input_shape", "in_shape", "shape")  # a factory's parameter of this name gets the shape of a sample
+CLASS_NAMES = ("num_classes", "n_classes", "classes", "num_outputs")  # and of these names the number of classes
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Builds the network in any process: calling a recipe returns a new module.
+    """A network's factory with its arguments; calling the recipe returns a new module, in any process.
 
-    The factory is passed all `options`, and the shape of one sample and the number of classes if it asks for them:
-    by the names above, or positionally in this order as its remaining parameters without a default.
+    The factory is called with all `options`, and with the shape of a sample and the number of classes if it has
+    parameters for them: parameters with the names above, or else its remaining parameters without a default, in this
+    order.
 
-    num_classes: for targets that are no classes, the outputs for each number to predict.
-    dtype: of the inputs: float32, or int64 for token ids.
+    num_classes: number of classes; if the targets are not classes, the number of outputs for each predicted number.
+    dtype: type of the inputs: float32, or int64 for token ids.
     """
 
     factory: Callable[..., nn.Module]
@@ -47,12 +48,12 @@ class ModelRecipe:
     num_classes: int
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    outputs: tuple[int, ...] = ()  # shape of the output for one sample; empty: (num_classes,)
-    # pretrained tensors by name, with which every module begins; they travel with the recipe
+    outputs: tuple[int, ...] = ()  # shape of the output for a sample; empty: (num_classes,)
+    # pretrained tensors by name, loaded into every new module; the recipe's pickle contains them
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self) -> nn.Module:
-        """A new module, with its own initialisation. Lazy layers have got their sizes in a forward pass."""
+        """A new module, initialised as its layers do. Lazy layers get their sizes in a forward pass."""
         positional, named = self._arguments()
         module = self.factory(*positional, **named)
         if not isinstance(module, nn.Module):
@@ -64,7 +65,7 @@ class ModelRecipe:
         return module
 
     def check(self) -> None:
-        """Builds the network once. Raises ConfigError if that fails, or for a wrong input shape or output size."""
+        """Builds the network. Raises ConfigError if that fails, or if the input shape or output size does not fit."""
         try:
             module = self()
         except ConfigError:
@@ -106,7 +107,7 @@ class ModelRecipe:
         """Positional and named arguments of the factory. Raises ConfigError if a parameter gets no value."""
         try:
             parameters = list(inspect.signature(self.factory).parameters.values())
-        except (TypeError, ValueError):  # written in C: it says nothing about its parameters
+        except (TypeError, ValueError):  # a function written in C has no signature
             return [], dict(self.options)
         names = [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
         named, left = dict(self.options), []
@@ -125,7 +126,7 @@ class ModelRecipe:
                 raise ConfigError(
                     f"model {self._place} has a parameter {parameter.name!r} without a value; a factory is passed the "
                     f"shape of one sample {self.input_shape} and the number of classes {self.num_classes}: "
-                    f"set model.options.{parameter.name}, or give it a default"
+                    f"set model.options.{parameter.name}, or give the parameter a default"
                 )
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 positional.append(left.pop(0))
@@ -134,7 +135,7 @@ class ModelRecipe:
         return positional, named
 
     def _materialise(self, module: nn.Module) -> None:
-        """A forward pass, in which lazy layers find their sizes and draw their weights."""
+        """Runs a forward pass, in which lazy layers get their sizes and initial weights."""
         with torch.no_grad():
             module.eval()(self._zeros())
         module.train()
@@ -174,27 +175,27 @@ def recipe(
     outputs: tuple[int, ...] = (),
     weights: str | Path | None = None,
 ) -> ModelRecipe:
-    """The recipe of a model. Raises ConfigError if it is unusable.
+    """The recipe of a model. Raises ConfigError if the network cannot be built or does not fit the data.
 
     name: a registered name, the name of an installed package's entry point, `file.py:Factory`, or a factory.
-    weights: a file of pretrained tensors by name; None: the first weights are those of the factory.
+    weights: a .safetensors file of pretrained tensors; None: the network starts with the factory's initialisation.
     """
     factory = name if callable(name) else MODELS.find(name)
     if not callable(factory):
         raise ConfigError(f"model {name!r} is {type(factory).__name__}, expected a function or class to call")
     tensors = {} if weights is None else read_weights(Path(weights).expanduser())
-    made = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype, outputs, tensors)
-    made.check()
-    return made
+    model = ModelRecipe(factory, tuple(input_shape), num_classes, dict(options), dtype, outputs, tensors)
+    model.check()
+    return model
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .safetensors file by name; reading it runs no code. Raises ConfigError."""
+    """The tensors in a .safetensors file, by name. Reading runs no code. Raises ConfigError if it cannot be read."""
     if not file.is_file():
         raise ConfigError(f"model.weights: there is no file {file}")
     try:
         return load_file(file)
-    except Exception as error:  # boundary to safetensors: what a damaged file raises is not documented
+    except Exception as error:  # safetensors does not document which errors a damaged file raises
         raise ConfigError(
             f"model.weights: {file} cannot be read as a safetensors file ({str(error).splitlines()[0]}); "
             "safetensors.torch.save_file(model.state_dict(), FILE) writes one"

@@ -1,4 +1,4 @@
-"""Convolutional networks of the papers, identified by their numbers of parameters."""
+"""Convolutional networks of the papers. The docstrings give the numbers of parameters by which they are identified."""
 
 from torch import nn
 
@@ -24,7 +24,10 @@ def lenet5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def femnist_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """The CNN of StoCFL's FEMNIST experiment, Xavier initialised: 1,206,590 parameters on 1x28x28 with 62 classes."""
+    """The CNN of StoCFL's FEMNIST experiment, with Xavier initialisation.
+
+    1,206,590 parameters on 1x28x28 with 62 classes.
+    """
     channels, height, width = input_shape
     network = nn.Sequential(
         nn.Conv2d(channels, 32, 3),

@@ -1,21 +1,16 @@
-"""VGG16 for small images, whose layers FedClust compares."""
+"""VGG16 for small images. FedClust compares clients by its layers."""
 
 from torch import nn
 
-_CHANNELS = (
-    (64, 64),
-    (128, 128),
-    (256, 256, 256),
-    (512, 512, 512),
-    (512, 512, 512),
-)  # of the blocks before each pooling
+# output channels of the convolutions in each block; a pooling layer follows each block
+_CHANNELS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def vgg16(input_shape: tuple[int, ...], num_classes: int, hidden: int = 512) -> nn.Module:
-    """Thirteen 3x3 convolutions (configuration D of arXiv:1409.1556) and three linear layers; sides of at least 32.
+    """Thirteen 3x3 convolutions (configuration D of arXiv:1409.1556) and three linear layers, for sides of at least 32.
 
-    Initialised as torchvision does. hidden: width of the first two linear layers; ImageNet's VGG16 has 4,096 there,
-    after a map of 7x7. 15,245,130 parameters on 3x32x32 images with 10 classes.
+    Initialised as in torchvision. hidden: width of the first two linear layers; in ImageNet's VGG16 it is 4,096, and
+    the input of the first is a map of 7x7. 15,245,130 parameters on 3x32x32 images with 10 classes.
     """
     inputs, height, width = input_shape
     layers: list[nn.Module] = []

@@ -196,5 +196,5 @@ class TestAnglesBetween:
         assert angles_between(torch.ones(0, 4, 2), torch.ones(3, 4, 2), kind="sum").shape == (0, 3)
 
     def test_errors(self):
-        with pytest.raises(ValueError, match="one size, got 4 and 5 values"):
+        with pytest.raises(ValueError, match="need equal sizes, got 4 and 5 values"):
             angles_between(torch.ones(1, 4, 2), torch.ones(1, 5, 2), kind="sum")
