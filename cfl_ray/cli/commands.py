@@ -571,18 +571,23 @@ def export(
 def prepare(file: File = None, overrides: Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
+    from cfl_ray.data.from_config import with_shards
     from cfl_ray.runtime.prepare import prepare as prepare_setup
+    from cfl_ray.runtime.prepare import shards_folder
 
     experiment = _load(file, overrides)
     with Display(out, experiment.rounds) as display:
         federation = prepare_setup(experiment, display.preparing).federation
-    location = getattr(federation, "uri", None)
+    uri = getattr(federation, "uri", None)
+    if uri is None:
+        name = experiment.data.source.rpartition(":")[2] or "arrays"
+        uri = with_shards(federation.at(0), name, shards_folder(experiment)).uri
     samples_N = federation.num_samples_N
     _print(
         f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
         f"{federation.shape.targets_in_words}"
     )
-    _print(f"Shards: {location}" if location else "No shards: the samples of this federation are generated on access.")
+    _print(f"Shards: {uri}")
     _print(f"Next: {_command('run', file, *(overrides or ()))}")
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cfl_ray import data
-from cfl_ray.cli.tables import choice_line, method_table, print_table
+from cfl_ray.cli.tables import choice_line, method_table, print_table, statistics_line
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.aggregation import Mean
@@ -218,7 +218,7 @@ def _stand_in(summary: FederationSummary, seed: int) -> Federation:
     federation = SyntheticFederation(
         summary.clients, input=tuple(summary.input), classes=max(summary.num_classes, 2), groups=1, samples=1, seed=seed
     )
-    federation.shape = summary.shape
+    federation.shape, federation.num_samples_N = summary.shape, summary.num_samples_N
     return federation
 
 
@@ -245,6 +245,8 @@ def show(found: Estimate, console: Console) -> None:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")
+    if line := statistics_line(found.setup.network().batch_statistics):
+        _print(console, f"note: {line}")
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
     hosts = experiment.runtime.hosts or usable_cpus()
     _print(

@@ -21,6 +21,7 @@ from cfl_ray.cli.tables import (
     print_table,
     rejection_warning,
     score_of,
+    statistics_line,
 )
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.results import Results
@@ -124,10 +125,10 @@ class Display(Watcher):
             self.progress.remove_task(self.preparation)
             self.preparation = None
         self.labels, self.run_dir = list(setup.methods), run_dir
-        federation = setup.federation
+        federation, network = setup.federation, setup.network()
         groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
         self._line(
-            f"{federation.num_clients} clients{groups}; {setup.network().spec.size:,} parameters; "
+            f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters; "
             f"hosts: {facts['hosts']} ({facts['device']})"
         )
         self.tested_on = federation.tested_on
@@ -136,6 +137,8 @@ class Display(Watcher):
             self._line(f"warning: {warning}")
         if ignored := ignored_events(setup.experiment):
             self._line(f"note: {ignored}")
+        if line := statistics_line(network.batch_statistics):
+            self._line(f"note: {line}")
         self._line(f"engine {facts['engine']}")
         limit = setup.experiment.evaluation.choice_samples
         if line := choice_line(setup.methods, limit, int(federation.num_samples_N.max())):

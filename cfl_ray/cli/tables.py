@@ -145,6 +145,16 @@ def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: i
     )
 
 
+def statistics_line(has_batch_statistics: bool) -> str | None:
+    """Returns what becomes of the statistics of BatchNorm; None for a network without."""
+    if not has_batch_statistics:
+        return None
+    return (
+        "BatchNorm: the running means and variances of clients are averaged like weights, without the variance between "
+        "clients (docs/extend/model.md); GroupNorm has no such statistics"
+    )
+
+
 def list_methods(registry: "Mapping[str, type[Method[Any]]]", console: Console) -> None:
     """Prints a table of all methods with one line each."""
     table = _folding("name", "description")

@@ -45,6 +45,7 @@ _ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults 
         ("schedule", "constant"),
         ("step_schedule", "constant"),
         ("clip_norm", None),
+        ("drop_last", False),
     ),
     "evaluation": (("metrics", []),),
     "model": (("weights", None),),

@@ -17,6 +17,11 @@ class LocalConfig(ConfigSection):
     batch_size: int | None = Field(
         None, ge=1, description="B, samples per batch; null: all samples of the client in one batch"
     )
+    drop_last: bool = Field(
+        False,
+        description="true: the samples of an epoch that fill no batch are left out of it, other ones in each epoch; "
+        "BatchNorm cannot train on a last batch of one sample. false: the last batch may be smaller",
+    )
     lr: float = Field(0.1, gt=0, le=100, description="eta, learning rate")
     momentum: float = Field(0.0, ge=0, lt=1, description="rho, momentum of SGD; 0: none")
     weight_decay: float = Field(0.0, ge=0, lt=1, description="factor of the L2 penalty in the gradient; 0: none")

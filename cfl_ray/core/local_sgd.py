@@ -43,6 +43,7 @@ class LocalSGD:
     optimizer: LocalOptimizer | None = None  # None: SGD with the momentum and weight decay above
     step_schedule: RateSchedule | None = None  # factor of lr in each local step; None: 1
     clip_norm: float | None = None  # largest norm of a step's gradient, proximal terms included; None: no limit
+    drop_last: bool = False  # the samples of an epoch that fill no batch are left out
 
     @property
     def is_sgd(self) -> bool:
@@ -69,10 +70,15 @@ class LocalSGD:
         even = np.where(-(-size // even) < batches_per_step, np.maximum(size // batches_per_step, 1), even)
         return np.where(-(-size // batch) < batches_per_step, even, batch)
 
+    def batches_of(self, size: int | np.ndarray, batches_per_step: int = 1) -> int | np.ndarray:
+        """Batches of one epoch of a client with `size` samples: n / B, rounded up, or with `drop_last` down."""
+        batch = self.batch_of(size, batches_per_step)
+        return np.maximum(size // batch, 1) if self.drop_last else -(-size // batch)
+
     def steps_of(
         self, num_samples_M: np.ndarray, epochs: float | np.ndarray | None = None, batches_per_step: int = 1
     ) -> np.ndarray:
-        """Local steps, int64 (M,), of clients with `num_samples_M` samples: E * ceil(n / B), at least 1.
+        """Local steps, int64 (M,), of clients with `num_samples_M` samples: E * `batches_of`, at least 1.
 
         epochs: E, one value or one per client; fractional ones are rounded to steps. None: `self.steps`, or else
             `self.epochs`.
@@ -80,7 +86,7 @@ class LocalSGD:
         """
         if epochs is None and self.steps is not None:
             return np.full(len(num_samples_M), self.steps, np.int64)
-        per_epoch_M = -(-np.asarray(num_samples_M) // self.batch_of(num_samples_M, batches_per_step)) / batches_per_step
+        per_epoch_M = self.batches_of(np.asarray(num_samples_M), batches_per_step) / batches_per_step
         epochs = self.epochs if epochs is None else epochs
         steps_M = np.floor(epochs * per_epoch_M + (0.5 if batches_per_step == 1 else 0))
         return np.maximum(steps_M, 1).astype(np.int64)
@@ -90,14 +96,14 @@ class LocalSGD:
     ) -> Iterator[np.ndarray | None]:
         """Yields the sample indices of `count` batches; None stands for all samples.
 
-        The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller. A batch of all
-        samples needs no draw.
+        The samples are shuffled anew in every epoch, and the last batch of an epoch may be smaller, unless `drop_last`.
+        A batch of all samples needs no draw.
         """
         batch = int(self.batch_of(size, batches_per_step))
         if batch >= size and batches_per_step == 1:
             yield from (None for _ in range(count))
             return
-        per_epoch = -(-size // batch)
+        per_epoch = int(self.batches_of(size, batches_per_step))
         for number in range(count):
             if number % per_epoch == 0:
                 order = draw.permutation(size)

@@ -134,20 +134,20 @@ class ArrayFederation(IndexedFederation):
         names: list[str],
     ) -> None:
         super().__init__(shape, view, recipe, index, scaling)
-        self._samples, self._test, self._names = samples, test, names
+        self.index, self.scaling, self.samples, self.test_samples, self._names = index, scaling, samples, test, names
 
     def client_name(self, client: int) -> str:
         return self._names[client]
 
     def num_test_sets(self) -> int:
-        return 0 if self._test is None else 1
+        return 0 if self.test_samples is None else 1
 
     def _file(self, number: int) -> StoredSamples:
-        return self._samples
+        return self.samples
 
     def _test_file(self, number: int) -> StoredSamples:
-        assert self._test is not None  # test sets are counted by num_test_sets
-        return self._test
+        assert self.test_samples is not None  # test sets are counted by num_test_sets
+        return self.test_samples
 
 
 # --- layout -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from cfl_ray.config import DataConfig
 from cfl_ray.data.arrays import federation_from_arrays
+from cfl_ray.data.as_plan import plan_of
 from cfl_ray.data.federation import DataShape, Federation
 from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import load_function
@@ -42,6 +43,7 @@ class FederationSummary:
     test_sets: int  # shared test sets; 0 under hold-out
     view: str  # what clients are tested on (`data.test.view`)
     bytes: int  # of the shards; 0 for data that are generated or kept in memory
+    num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
 
     @property
     def num_classes(self) -> int:
@@ -82,6 +84,14 @@ def build(
     return _reuse(folder, recipe)
 
 
+def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
+    """Returns the shards of a federation that is not made of shards, written into a folder below `shards` or reused."""
+    folder = Folder(str(shards)).child(f"{name}-{_hash(federation.recipe)}")
+    if read_manifest(folder) is None:
+        write_shards(folder.uri, plan_of(federation), federation.recipe, federation.normalize)
+    return open_shards(folder.uri)
+
+
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
     """Returns the sizes of the federation that `build` would return; reads labels, not pixels, and writes nothing."""
     federation, source = _undivided(data, seed, targets)
@@ -94,16 +104,19 @@ def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationS
             test_sets=federation.num_test_sets(),
             view=federation.view,
             bytes=0,
+            num_samples_N=federation.num_samples_N,
         )
     plan = _plan(data, seed, _sources(data, source, targets), pixels=False, progress=None)
+    num_samples_N = np.array([len(client.train) for client in plan.clients])
     return FederationSummary(
         clients=len(plan.clients),
-        samples=_min_median_max(np.array([len(client.train) for client in plan.clients])),
+        samples=_min_median_max(num_samples_N),
         groups=len({client.group for client in plan.clients if client.group >= 0}),
         shape=plan.images.data_shape,
         test_sets=len(plan.test_sets),
         view=plan.view,
         bytes=shard_bytes(plan),
+        num_samples_N=num_samples_N,
     )
 
 

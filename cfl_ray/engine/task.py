@@ -55,7 +55,7 @@ class TrainingTask:
     @property
     def tail(self) -> int:
         """Number of steps of one local epoch, at most all; the train loss is the mean over the last ones."""
-        per_epoch = -(-len(self.y) // int(self.local.batch_of(len(self.y), self.batches_per_step)))
+        per_epoch = int(self.local.batches_of(len(self.y), self.batches_per_step))
         return min(self.steps, max(per_epoch // self.batches_per_step, 1))
 
     def batches(self) -> Iterator[np.ndarray | None]:

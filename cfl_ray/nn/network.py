@@ -112,6 +112,17 @@ class Network:
             shapes, layer.trial = dropouts[name].trial, None
             layer.sample_shape = shapes[0][1:] if shapes else ()
 
+    @torch.no_grad()
+    def why_not_batch_of(self, size: int) -> str | None:
+        """The error of a forward pass in training mode on so many samples; None without one."""
+        module = self._build(seed=0, index=0).train()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                module(torch.zeros(size, *self.input_shape, dtype=self.dtype))
+        except ValueError as error:
+            return str(error)
+        return None
+
     @staticmethod
     def _dropouts_of(module: nn.Module) -> dict[str, AddressedDropout]:
         return {name: m for name, m in module.named_modules() if isinstance(m, AddressedDropout)}

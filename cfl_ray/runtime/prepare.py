@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 
@@ -79,7 +80,7 @@ class Learning:
     @property
     def local(self) -> LocalSGD:
         """The local training before any schedule of the rounds."""
-        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm")
+        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm", "drop_last")
         given = {key: value for key, value in self.settings.model_dump().items() if key in keys}
         step_schedule = None if self.steps.is_constant else self.steps
         return LocalSGD(**given, optimizer=self.optimizer, step_schedule=step_schedule)
@@ -181,9 +182,35 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
     _try_methods(setup)
+    _check_batches(setup)
     _try_own_parts(setup)
     _check_engine(setup)
     return setup
+
+
+def _check_batches(setup: Setup) -> None:
+    """Raises ConfigError if clients train on a batch of one sample, and the model cannot: BatchNorm needs two."""
+    network, sizes_N = setup.network(), setup.federation.num_samples_N
+    if not network.batch_statistics:
+        return
+    for label in setup.methods:
+        local = setup.learning_of(label).local
+        batch_N = np.asarray(local.batch_of(sizes_N))
+        single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
+        if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
+            continue
+        client, more = int(single_N.argmax()), int(single_N.sum()) - 1
+        whole = sizes_N[client] == 1 or batch_N[client] == 1
+        cure = (
+            "leave such clients out (data.partition.min_samples: 2) and set local.batch_size to 2 or more"
+            if whole
+            else "set local.drop_last: true, which leaves that batch out, or another local.batch_size"
+        )
+        raise ConfigError(
+            f"client {client}{f' and {more} more' * bool(more)} would train on a batch of one sample "
+            f"({sizes_N[client]} samples in batches of {batch_N[client]}), which the model's BatchNorm refuses "
+            f"({reason}); {cure}, or use GroupNorm"
+        )
 
 
 def _check_engine(setup: Setup) -> None:

@@ -462,6 +462,17 @@ def test_prepare_writes_once(capsys):
     assert status == 0 and "40 clients" in printed and manifest.stat().st_mtime_ns == written
 
 
+def test_prepare_writes_the_shards_of_a_users_function(capsys):
+    x = "{'x': np.eye(20), 'y': np.arange(20) % 2, 'clients': np.arange(20) // 5}"
+    Path("own.py").write_text(f"import numpy as np\ndef load(): return {x}")
+    for _ in range(2):
+        status, printed, _ = call(
+            capsys, "prepare", "data.source=own.py:load", "data.shift.kind=none", "data.test.view=null"
+        )
+        (manifest,) = Path("runs/shards").glob("load-*/manifest.json")
+        assert status == 0 and "4 clients" in printed and f"Shards: {manifest.parent.absolute()}" in printed
+
+
 def test_what_clients_are_tested_on_is_said_before_and_after(capsys):
     """Under label skew, by default their own held-out samples; the whole test set is worth a warning."""
     skewed = ["data.shift.kind=none", "data.partition={kind: dirichlet, clients: 5}", "schedule=[]", *QUICK]

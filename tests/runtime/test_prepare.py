@@ -1,11 +1,15 @@
 """The engine and the device that a run uses. A measured engine is kept beside the runs."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from cfl_ray import simulate
+from cfl_ray import Experiment, simulate
+from cfl_ray.cli.estimate import estimate
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import ConfigError
 from cfl_ray.runtime.prepare import compute_device, engine_choice, prepare
@@ -99,3 +103,24 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_any_method_trai
         with pytest.raises(ConfigError, match=message):
             prepare(experiment(methods=methods))
     prepare(experiment(methods=[{"fedclust": {"layer": 2}}]))
+
+
+@pytest.mark.parametrize("stage", [prepare, estimate], ids=["run", "check"])
+def test_a_batch_of_one_sample_is_refused_for_batchnorm_and_drop_last_cures_it(stage, tmp_path):
+    x, y, owner = torch.randn(57, 4).numpy(), [0, 1, 1] * 19, [0] * 30 + [1] * 27
+    np.savez(tmp_path / "own.npz", x=x, y=y, clients=owner, x_test=x, y_test=y)
+
+    def with_norm(shape, classes):
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, classes))
+
+    def given(**local):
+        data = {"source": "arrays", "root": str(tmp_path / "own.npz"), "test": {"view": "cluster"}}
+        sections = {"model": with_norm, "data": data, "local": local, "tracking": {"enabled": False}}
+        return Experiment(rounds=1, methods=["fedavg"], **sections)
+
+    message = r"client 1 would train on a batch of one sample \(27 samples in batches of 13\).*local.drop_last: true"
+    with pytest.raises(ConfigError, match=message):
+        stage(given(batch_size=13))
+    for local in ({"batch_size": 13, "drop_last": True}, {"batch_size": 14}, {}):
+        stage(given(**local))
+    assert math.isfinite(simulate(given(batch_size=13, drop_last=True))["fedavg"].final["accuracy"])
