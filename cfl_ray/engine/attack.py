@@ -50,7 +50,7 @@ class Attack:
         return classes - 1 - y if self.kind == "label_flip" else y
 
     def upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
-        """The upload (F,) of this client: `value_F` itself, or its forgery where the client attacks."""
+        """The upload (F,) of this client: `value_F` itself, or its forgery if the client attacks."""
         if not self.attacks(client, address):
             return value_F
         if not isinstance(self.kind, str):
@@ -73,10 +73,10 @@ class Attack:
         if not hasattr(self.kind, "labels"):
             return y
         draw = stream(address.seed, address.round, -1, client, "own attack/labels")
-        found = call_plugin("attack", self.kind.labels, y.numpy().copy(), classes, draw)
-        labels = np.asarray(found)
+        returned = call_plugin("attack", self.kind.labels, y.numpy().copy(), classes, draw)
+        labels = np.asarray(returned)
         if labels.shape != tuple(y.shape) or labels.dtype.kind not in "iu":
-            where = f"attack {place_of(self.kind.labels)} returned {described(found)}"
+            where = f"attack {place_of(self.kind.labels)} returned {described(returned)}"
             raise RunError(f"{where}, expected integer labels of shape {tuple(y.shape)}")
         if len(bad := labels[(labels < 0) | (labels >= classes)]):
             raise RunError(f"attack {place_of(self.kind.labels)} returned label {bad[0]}, expected 0..{classes - 1}")
@@ -87,21 +87,21 @@ class Attack:
         if function is None:
             return value_F
         draw = stream(address.seed, address.round, address.exchange, client, "own attack/upload")
-        found = call_plugin("attack", function, value_F.cpu().clone(), sent_F.cpu().clone(), draw)
+        returned = call_plugin("attack", function, value_F.cpu().clone(), sent_F.cpu().clone(), draw)
         try:
-            forged_F = torch.as_tensor(found).detach().float()
+            forged_F = torch.as_tensor(returned).detach().float()
         except (TypeError, ValueError, RuntimeError):
             forged_F = torch.zeros(0)
         if forged_F.shape != value_F.shape:
             raise RunError(
-                f"attack {place_of(function)} returned {described(found)}, "
+                f"attack {place_of(function)} returned {described(returned)}, "
                 f"expected an upload like the one it was passed: numbers of shape {tuple(value_F.shape)}"
             )
         return forged_F.to(value_F.device)
 
 
 def check_own(attack: Any) -> None:
-    """Raises ConfigError where a user's attack is neither a function nor an object with `upload` or `labels`."""
+    """Raises ConfigError if a user's attack is neither a function nor an object with `upload` or `labels`."""
     if not (callable(attack) or hasattr(attack, "upload") or hasattr(attack, "labels")):
         raise ConfigError(
             f"attack {place_of(attack)} is no attack: expected a function f({', '.join(UPLOAD)}), or a class with a "

@@ -71,7 +71,7 @@ def cache_key(network: Network, local: LocalSGD, division: Division, device: str
     engines = " ".join(f"{engine} {division.size(engine)}" for engine in ENGINES)
     return (
         f"{device}, torch {torch.__version__}, input {network.input_shape}, batch {local.batch_size}, "
-        f"clients per chunk: {engines}, network {structure(network.module)}" + "".join(f", {one}" for one in learning)
+        f"clients per chunk: {engines}, network {structure(network.module)}" + "".join(f", {part}" for part in learning)
     )
 
 
@@ -214,8 +214,8 @@ def _mean_of(tasks: Sequence[TrainingTask]) -> Averaging:
 
 
 def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[Tensor, Tensor]]]:
-    """The first clients with valid training data, and these data. Raises DataError where there are none."""
-    found: list[tuple[int, tuple[Tensor, Tensor]]] = []
+    """The first clients with valid training data, and these data. Raises DataError if there are none."""
+    valid: list[tuple[int, tuple[Tensor, Tensor]]] = []
     reasons: list[str] = []
     for client in range(federation.num_clients):
         with naming_client(client, "reading its data"):
@@ -224,12 +224,12 @@ def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[T
         if reason:
             reasons.append(reason)
         else:
-            found.append((client, samples))
-        if len(found) == most:
+            valid.append((client, samples))
+        if len(valid) == most:
             break
-    if not found:
+    if not valid:
         raise DataError(f"no client has valid data; those of client 0 have {reasons[0]}")
-    return found
+    return valid
 
 
 def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: Network) -> dict[str, float]:

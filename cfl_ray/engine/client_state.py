@@ -13,13 +13,13 @@ from cfl_ray.engine.task import TrainingResult
 
 
 def client_state_value(client_state: ClientState, result: TrainingResult) -> Tensor:
-    """The stored value of a client state after training: its columns and, where it persists, the momentum buffer."""
+    """The stored value of a client state after training: its columns and the momentum buffer, if that persists."""
     columns = result.row_P if client_state.columns is None else client_state.columns.of(result.row_P)
     return torch.cat([columns] if result.velocity is None else [columns, result.velocity]).cpu()
 
 
 def with_client_state(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
-    """The start row with the columns of the client state written into it; unchanged where there is no value yet."""
+    """The start row with the columns of the client state written into it; unchanged if there is no value yet."""
     if client_state is None or value is None:
         return start_P
     if client_state.columns is None:
@@ -30,7 +30,7 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
 
 
 def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Tensor) -> Tensor | None:
-    """The momentum buffer in a stored value; None where there is no value, or no buffer in it, yet."""
+    """The momentum buffer in a stored value; None if there is no value yet, or no buffer in it."""
     columns = len(start_P) if client_state.columns is None else client_state.columns.count
     return None if value is None or len(value) == columns else value[columns:]
 

@@ -16,7 +16,7 @@ def instruction_set() -> str:
 
 
 def check_instructions(wanted: str | None, where: str) -> None:
-    """Raises ConfigError where this process uses other instructions than those of runtime.cpu_capability."""
+    """Raises ConfigError if this process does not use the instructions of runtime.cpu_capability."""
     if wanted is None or instruction_set().lower() == wanted:
         return
     variables = " ".join(f"{name}={value}" for name, value in instructions_environment(wanted).items())
@@ -27,7 +27,7 @@ def check_instructions(wanted: str | None, where: str) -> None:
 
 
 def model() -> str:
-    """The name of the CPU, e.g. "AMD EPYC"; of its architecture where the system does not say."""
+    """The name of the CPU, e.g. "AMD EPYC"; that of its architecture if the system does not say."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -39,7 +39,7 @@ def may_be_machine(error: BaseException | None) -> bool:
 class naming_client:
     """Context manager that raises any exception of its block as a `ClientFailure` with this client and stage.
 
-    what: what the number is of, where it is not a client's.
+    what: the kind of thing that the number is of, if not a client.
     """
 
     def __init__(self, client: int, stage: str, what: str = "client"):

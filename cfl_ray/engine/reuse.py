@@ -58,7 +58,7 @@ class _Results:
         return np.where((self.ids_U[at_M] == ids_M) & (self.version_U[at_M] == version_M), at_M, -1)
 
     def updated(self, other: "_Results") -> "_Results":
-        """These results and, where both have a unit, those of `other`."""
+        """These results; of units that both have, those of `other`."""
         ids_U, first_U = np.unique(np.concatenate([other.ids_U, self.ids_U]), return_index=True)
         version_U = np.concatenate([other.version_U, self.version_U])[first_U]
         arrays = {name: np.concatenate([array, self.arrays[name]])[first_U] for name, array in other.arrays.items()}
@@ -70,7 +70,7 @@ _Group = tuple[_Model, np.ndarray]  # a model, and its units as positions among 
 
 @dataclass
 class ReusingBackend:
-    """A backend that carries out tests and comparisons of models only where their result is not known.
+    """A backend that carries out tests and comparisons of models only if their result is not known.
 
     It keeps the results of the latest two evaluations: scores, not models. Work of a training round uses what is known
     and adds nothing.
@@ -115,9 +115,9 @@ class ReusingBackend:
         version_M, groups = self._versions(work), list(self._groups(work))
         arrays, known_M = work.empty_result(self.federation.shape.num_classes), np.zeros(len(work.ids_M), bool)
         for model, index_m in groups:
-            found, at_m = self._known(model, work.ids_M[index_m], version_M[index_m])
+            known, at_m = self._known(model, work.ids_M[index_m], version_M[index_m])
             known_M[index_m] = at_m >= 0
-            for name, array in found.items():
+            for name, array in known.items():
                 arrays[name][index_m[at_m >= 0]] = array[at_m[at_m >= 0]]
         missing_m, excluded = np.flatnonzero(~known_M), {}
         if len(missing_m):
@@ -153,7 +153,7 @@ class ReusingBackend:
             yield _Model(name, models, self._checksum(work.tables[frozen.table], frozen_row), limit), index_m
 
     def _versions(self, work: Work) -> np.ndarray:
-        """The versions of the clients' states, int64 (M,); 0 where the work uses none."""
+        """The versions of the clients' states, int64 (M,); 0 if the work uses none."""
         if work.client_state is None:
             return np.zeros(len(work.ids_M), np.int64)
         return self._changes_of(work.client_state.name)[work.ids_M]
@@ -172,10 +172,10 @@ class ReusingBackend:
         known_MK = np.zeros(loss_MK.shape, bool)
         reusable_M = ~np.isin(work.ids_M, self.attackers)
         for k, model in enumerate(models):
-            found, at_M = self._known(model, work.ids_M, used_M)
+            known, at_M = self._known(model, work.ids_M, used_M)
             known_MK[:, k] = (at_M >= 0) & reusable_M
-            if found:
-                loss_MK[known_MK[:, k], k] = found["losses"][at_M[known_MK[:, k]]]
+            if known:
+                loss_MK[known_MK[:, k], k] = known["losses"][at_M[known_MK[:, k]]]
         missing_m, missing_k = np.flatnonzero(~known_MK.all(1)), np.flatnonzero(~known_MK.all(0))
         excluded = {}
         if len(missing_m):
@@ -198,10 +198,10 @@ class ReusingBackend:
         self, model: _Model, ids_M: np.ndarray, version_M: np.ndarray
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Arrays (U, ...) of what is known of a model, and the position of each unit in them; -1 for an unknown one."""
-        found = [results for kept in (self.latest, self.before) if (results := kept.get(model)) is not None]
-        if not found:
+        known = [results for kept in (self.latest, self.before) if (results := kept.get(model)) is not None]
+        if not known:
             return {}, np.full(len(ids_M), -1)
-        results = found[0] if len(found) == 1 else found[1].updated(found[0])
+        results = known[0] if len(known) == 1 else known[1].updated(known[0])
         return results.arrays, results.find(ids_M, version_M)
 
     def _keep(self, model: _Model, ids_M: np.ndarray, version_M: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
@@ -244,7 +244,7 @@ class ReusingBackend:
             self._changes_of(name)[ids] = -self._changes
 
     def _carried_out(self, work: Work) -> Outcome:
-        """The outcome of the backend. Raises RunError where a user's own returns anything else."""
+        """The outcome of the backend. Raises RunError if a user's backend returns anything else."""
         outcome = self.backend.run(work)
         if not isinstance(outcome, Outcome):
             raise RunError(f"backend {place_of(self.backend)}: run must return an Outcome, got {described(outcome)}")

@@ -10,7 +10,7 @@ RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
 
 
 def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -> Tensor:
-    """These rows (m, P) on the device. Rows are the same where they have one address in memory.
+    """These rows (m, P) on the device. Rows with the same address in memory are the same.
 
     copies: each is a copy of its own, which may be changed; otherwise they may share memory.
     """
@@ -29,11 +29,11 @@ def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -
 def padded(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """One tensor (m, n, ...) on the device of parts (n_i, ...), padded with zeros.
 
-    Where all parts are elsewhere, they are copied to the device at once.
+    If all parts are elsewhere, they are copied to the device at once.
     """
     most, first = max(map(len, parts)), parts[0]
-    where = next((part.device for part in parts if part.device == device), first.device)
-    whole = first.new_zeros(len(parts), most, *first.shape[1:], device=where)
+    target = next((part.device for part in parts if part.device == device), first.device)
+    whole = first.new_zeros(len(parts), most, *first.shape[1:], device=target)
     for index, part in enumerate(parts):
         whole[index, : len(part)] = part
     return whole.to(device)
@@ -49,7 +49,7 @@ class DeviceRows:
     def __call__(self, table: int, row: int) -> Tensor:
         if self.device.type == "cpu":
             return self.lookup(table, row)
-        found = self._present.get((table, row))
-        if found is None:
-            self._present[table, row] = found = self.lookup(table, row).to(self.device)
-        return found
+        row_P = self._present.get((table, row))
+        if row_P is None:
+            self._present[table, row] = row_P = self.lookup(table, row).to(self.device)
+        return row_P

@@ -134,7 +134,7 @@ def batches(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[tuple[i
         return
 
     def alone(task: TrainingTask) -> SpanBatch:
-        return train_alone(network.memory, task, lambda one: SpanBatch(network, [one]))
+        return train_alone(network.memory, task, lambda alone: SpanBatch(network, [alone]))
 
     first = 0
     for members, batch in in_batches(network.memory, tasks, lambda batch: SpanBatch(network, batch), alone, "span"):
@@ -175,10 +175,11 @@ class SpanBatch:
             self._train_one_by_one(network)
 
     def _train_together(self, network: Network) -> None:
-        found = train_together(network, self.tasks, self.terms)
-        self.x_ND, self.c_HN, self.others_mP = found.x_ND, found.c_HN, found.others_mQ
-        self.a, self.losses = list(found.a_mJ.cpu()), found.loss_m.tolist()
-        self.slices = [slice(at * found.width, at * found.width + len(t.y)) for at, t in enumerate(self.tasks)]
+        trained = train_together(network, self.tasks, self.terms)
+        self.x_ND, self.c_HN, self.others_mP = trained.x_ND, trained.c_HN, trained.others_mQ
+        self.a, self.losses = list(trained.a_mJ.cpu()), trained.loss_m.tolist()
+        starts = [at * trained.width for at in range(len(self.tasks))]
+        self.slices = [slice(start, start + len(task.y)) for start, task in zip(starts, self.tasks, strict=True)]
 
     def _train_one_by_one(self, network: Network) -> None:
         tasks = self.tasks
@@ -278,14 +279,14 @@ class SpanBatch:
     def invalid_reason(self, index: int) -> str | None:
         """Reason why the update of one client is not valid; None for a valid one.
 
-        The first layer's weights are computed only where a bound on them is not below the limit:
+        The first layer's weights are computed only if a bound on them is not below the limit:
         |W| <= sum_j |a_j| max |W_j| + max_h sum_n |C_nh| max |X|.
         """
         part = self.slices[index]
         bound = self.c_HN[:, part].abs().sum(1).max() * self.x_ND[part].abs().max()
         for a_j, (row_P, _) in zip(self.a[index], self.terms[index], strict=True):
             bound += a_j.abs() * self._largest(row_P)
-        if bound.item() < 2**WEIGHT_POWER:  # not where it is NaN
+        if bound.item() < 2**WEIGHT_POWER:  # false for NaN
             return invalid_value_reason(self.others_mP[index], WEIGHT_POWER)
         return invalid_update_reason(self.row(index), self.spec.trained)
 
@@ -345,7 +346,7 @@ def _loss_and_gradient(layers: Sequence[Layer], z: Array, y: Array, frozen_Cn: A
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The product a @ b.T.
 
-    On a CPU by oneDNN where PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors.
+    On a CPU by oneDNN if PyTorch has it: twice as fast as MKL (`torch.mm`) on AMD processors.
     """
     if _linear is None or a.device.type != "cpu":
         return torch.mm(a, b.T)
@@ -353,7 +354,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _onednn_linear() -> Any:
-    """The operation of PyTorch that multiplies by oneDNN; None where there is none."""
+    """The operation of PyTorch that multiplies by oneDNN; None if there is none."""
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return torch.ops.mkldnn._linear_pointwise if available else None
 

@@ -102,15 +102,15 @@ def _others_proximal(
     network: Network, tasks: Sequence[TrainingTask], size: int
 ) -> list[tuple[int, int, float, Tensor]]:
     """Ranges of columns after the first layer's weights, each with a proximal term's weight and anchors (m, P)."""
-    found = []
+    terms = []
     for which, term in enumerate(tasks[0].proximal):
         anchor_mP = rows_on(network.device, [task.proximal[which].anchor_P for task in tasks], copies=False)
         ranges = ((0, network.spec.trained),) if term.columns is None else term.columns.ranges
         for start, stop in ranges:
             start, stop = max(start, size), min(stop, network.spec.trained)
             if start < stop:
-                found.append((start, stop, term.weight, anchor_mP))
-    return found
+                terms.append((start, stop, term.weight, anchor_mP))
+    return terms
 
 
 class _Rest:

@@ -87,8 +87,8 @@ class TrainingResult:
     row_P: Tensor
     train_loss: float
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
-    velocity: Tensor | None = None  # momentum buffer (trained columns,), where it persists
-    # largest absolute values of the row's weights and buffers, where the engine has computed them for many rows at once
+    velocity: Tensor | None = None  # momentum buffer (trained columns,), if it persists
+    # largest absolute values of the row's weights and buffers, if the engine has computed them for many rows at once
     largest: tuple[float, float] | None = None
 
     @property

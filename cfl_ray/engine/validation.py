@@ -53,10 +53,10 @@ def _invalid_target_reason(y: Tensor, shape: DataShape) -> str | None:
 
 
 def invalid_value_reason(values: Tensor, power: int) -> str | None:
-    """Reason why values are not finite and below 2^power, to follow "has" or "have"; None where they are."""
+    """Reason why values are not finite and below 2^power, to follow "has" or "have"; None if they are."""
     if not values.numel():
         return None
-    low, high = torch.aminmax(values)  # NaN where any value is
+    low, high = torch.aminmax(values)  # NaN if any value is
     return _beyond(max(-low.item(), high.item()), power)
 
 

@@ -82,7 +82,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
 
     def alone(task: TrainingTask) -> list[TrainingResult]:
         with naming_client(task.client, "training"):
-            return [train_alone(network.memory, task, lambda one: next(sequential.train(network, [one])))]
+            return [train_alone(network.memory, task, lambda alone: next(sequential.train(network, [alone])))]
 
     def together(batch: list[TrainingTask]) -> list[TrainingResult]:
         return alone(batch[0]) if len(batch) == 1 else train_batch(network, batch)
@@ -121,7 +121,7 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
 
 
 def _largest(rows_mP: Tensor, trained: int) -> list[tuple[float, float]]:
-    """Largest absolute values of each row's weights and buffers, in one copy; NaN where any value is."""
+    """Largest absolute values of each row's weights and buffers, in one copy; NaN if any value is."""
     parts = [part for part in (rows_mP[:, :trained], rows_mP[:, trained:]) if part.shape[1]]
     bounds = [torch.stack(torch.aminmax(part, dim=1)).abs().amax(0) for part in parts]
     if len(bounds) == 1:
@@ -178,7 +178,7 @@ class _Plan:
 
 def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of all L batches: sample indices (L, m, B), their weights (L, m, B), numbers of samples (L, m), and which
-    clients have such a batch, bool (L, m). A client without one has 0 samples.
+    clients have such a batch, bool (L, m). A client without such a batch has 0 samples.
     """
     per_client = [[np.arange(len(task.y)) if batch is None else batch for batch in task.batches()] for task in tasks]
     steps = max(map(len, per_client))
@@ -253,7 +253,7 @@ def _train_rows(
 
 
 def _learning_rate(tasks: Sequence[TrainingTask], number: int, device: torch.device) -> float | Tensor:
-    """Learning rate of step `number`: one for all clients, or (m, 1) where it follows the number of their steps."""
+    """Learning rate of step `number`: one for all clients, or (m, 1) if it follows the number of their steps."""
     local = tasks[0].local
     if local.step_schedule is None:
         return local.lr
@@ -348,7 +348,7 @@ class _ProximalGradients:
             self.anchor_mP[:, start:stop] = torch.where(now[:, None], moved, self.anchor_mP[:, start:stop])
 
     def moved(self, rows_mP: Tensor) -> Tensor | None:
-        """The present anchors (m, P), with the buffers of `rows_mP`; None where they do not move."""
+        """The present anchors (m, P), with the buffers of `rows_mP`; None if they do not move."""
         if not self.term.follow:
             return None
         return torch.cat([self.anchor_mP[:, : self.trained], rows_mP[:, self.trained :]], 1)

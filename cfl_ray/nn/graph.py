@@ -1,6 +1,6 @@
 """The operations of a network's forward pass, recorded while it runs.
 
-A forward pass in training mode runs once on a batch of two samples and once on one of three, under a mode that sees
+A forward pass in training mode runs once on a batch of two samples and once on three samples, under a mode that sees
 every function of PyTorch with its arguments: in modules, in functional form and as methods. Control flow of Python that
 depends on shapes is followed (`torch.fx.symbolic_trace` stops at loops over `x.size()`). The two recordings must agree,
 and the first axis of every activation must be the batch: then the operations hold for any batch.
@@ -24,7 +24,7 @@ _BATCHES = (2, 3)
 _QUERIES = {"size", "dim", "ndim", "shape", "dtype", "device", "numel", "__len__", "is_contiguous", "stride", "layout"}
 _QUERIES |= {"is_floating_point", "ndimension", "nelement", "is_cuda", "requires_grad", "element_size", "is_complex"}
 _QUERIES |= {"is_nested", "is_sparse"}
-# functions that return their argument where nothing is to be done
+# functions that return their argument if nothing is to be done
 _CONVERSIONS = {
     "contiguous",
     "float",
@@ -87,20 +87,20 @@ class Call:
     @property
     def references(self) -> list[Value | Parameter | Buffer | Mask]:
         """Activations and tensors among the arguments, in order."""
-        found: list[Value | Parameter | Buffer | Mask] = []
+        references: list[Value | Parameter | Buffer | Mask] = []
 
         def add(value: object) -> object:
             if isinstance(value, Value | Parameter | Buffer | Mask):
-                found.append(value)
+                references.append(value)
             return value
 
         replaced((self.args, self.kwargs), add)
-        return found
+        return references
 
     @property
     def inputs(self) -> list[int]:
         """Activations among the arguments, in order."""
-        return [one.index for one in self.references if isinstance(one, Value)]
+        return [reference.index for reference in self.references if isinstance(reference, Value)]
 
     def unsupported(self, reason: str) -> Unsupported:
         """The error that this operation has no implementation."""
@@ -134,9 +134,9 @@ class Graph:
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     """Nested tuples, lists and dictionaries with every element replaced."""
     if isinstance(value, tuple | list):
-        return type(value)(replaced(one, by) for one in value) if type(value) in (tuple, list) else by(value)
+        return type(value)(replaced(part, by) for part in value) if type(value) in (tuple, list) else by(value)
     if isinstance(value, dict):
-        return {key: replaced(one, by) for key, one in value.items()}
+        return {key: replaced(part, by) for key, part in value.items()}
     return by(value)
 
 
@@ -155,9 +155,9 @@ def graph_of(network: Network) -> Graph:
         for layer, mask in zip(network.dropouts.values(), masks, strict=True):
             layer.mask = mask
     first, second = recordings
-    for one, other in zip(first.calls, second.calls, strict=False):
-        if not one.agrees(other):
-            raise one.unsupported(f"has other arguments for batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
+    for call, other in zip(first.calls, second.calls, strict=False):
+        if not call.agrees(other):
+            raise call.unsupported(f"has other arguments for batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
     if len(first.calls) != len(second.calls) or first.shapes != second.shapes or first.output != second.output:
         raise Unsupported(f"its forward pass differs between batches of {_BATCHES[0]} and {_BATCHES[1]} samples")
     return first
@@ -227,11 +227,11 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
         tensors: list[Tensor] = []
-        replaced((args, kwargs), lambda one: tensors.append(one) if isinstance(one, Tensor) else None)
+        replaced((args, kwargs), lambda part: tensors.append(part) if isinstance(part, Tensor) else None)
         if any(id(tensor) in self.overwritten for tensor in tensors):
             raise _unsupported(self.place, name, "uses an activation whose memory another operation has overwritten")
         if not any(id(tensor) in self.values for tensor in tensors):
-            if name.endswith("_") and any(isinstance(self.known.get(id(one)), Buffer) for one in tensors):
+            if name.endswith("_") and any(isinstance(self.known.get(id(tensor)), Buffer) for tensor in tensors):
                 raise _unsupported(self.place, name, "changes a buffer")
             return function(*args, **kwargs)
         before = torch.get_rng_state()
@@ -269,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         if draws and name not in DROPOUTS:
             raise _unsupported(place, name, "draws random numbers")
         index = len(self.shapes)
-        refer = lambda one: self._reference(one, place, name) if isinstance(one, Tensor) else one  # noqa: E731
+        refer = lambda part: self._reference(part, place, name) if isinstance(part, Tensor) else part  # noqa: E731
         in_place = id(result) in self.values
         call = Call(name.strip("_"), function, replaced(args, refer), replaced(kwargs, refer), index, place, draws)
         self.calls.append(_out_of_place(call) if in_place else call)

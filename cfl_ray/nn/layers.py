@@ -10,8 +10,8 @@ class AddressedDropout(nn.Module):
     """Dropout whose mask is drawn by the engine, so that every client's draws have an address (`core.rng`).
 
     whole_channels: drop whole channels, as Dropout1d, Dropout2d and Dropout3d do.
-    A mask has one row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have one
-    size in all calls: see `regular`.
+    A mask has one row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have the
+    same size in all calls: see `regular`.
     """
 
     mask: Tensor
@@ -40,7 +40,7 @@ class AddressedDropout(nn.Module):
         )
 
     def draw(self, batch: int, generator: torch.Generator) -> Tensor:
-        """A mask (batch, *sample shape) of 0 and 1 / (1 - p). Where whole channels drop: (batch, channels, 1, ...)."""
+        """A mask (batch, *sample shape) of 0 and 1 / (1 - p). If whole channels drop: (batch, channels, 1, ...)."""
         shape = self.sample_shape
         if self.whole_channels:
             shape = (shape[0], *[1] * (len(shape) - 1))

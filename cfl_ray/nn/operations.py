@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass
 class Buffers:
-    """Arrays that are allocated once, by name and shape. Shapes of one name share memory: one is used at a time."""
+    """Arrays that are allocated once, by name and shape. Shapes of a name share memory: only the latest is valid."""
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     views: dict[tuple[str, tuple[int, ...]], Array] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class PatchConvolution(Layer):
         height, width = self.out_shape[:2]
         grad_patches = np.matmul(self.weight.T, flat, out=self.buffers.get("grad patches", self.patches.shape))
         grad_patches = grad_patches.reshape(self.in_shape[0], *self.kernel, *self.out_shape)
-        # two sums, over the columns and then over the rows of the kernel, add fewer values in longer runs than one
+        # two sums, over the columns and then over the rows of the kernel, add fewer values in longer runs than one sum
         channels, _, padded_width, batch = self.padded_shape
         grad_rows = self.buffers.get("grad rows", (channels, self.kernel[0], height, padded_width, batch))
         grad_rows.fill(0)
@@ -191,7 +191,7 @@ class ChannelsLastConvolution(Layer):
 
 
 def _channels_last_array(x: Tensor) -> Array:
-    """The array (B, H, W, C) of a tensor (B, C, H, W): without a copy where its format is channels-last."""
+    """The array (B, H, W, C) of a tensor (B, C, H, W): without a copy if its format is channels-last."""
     array: Array = x.permute(0, 2, 3, 1).contiguous().numpy()
     return array
 
@@ -296,7 +296,7 @@ class MaxPool(Layer):
         return grad_x
 
     def _divide(self, grad: Tensor, first: Tensor, second: Tensor, grads: tuple[Tensor, Tensor]) -> None:
-        """Gives the gradient of each maximum to the first value where it is not smaller, else to the second."""
+        """Gives the gradient of each maximum to the first value if it is not smaller, else to the second."""
         takes = torch.from_numpy(self.buffers.get("takes", tuple(grad.shape)))
         torch.ge(first, second, out=takes)  # as 0 and 1 in float32, which is faster than with bool
         torch.mul(grad, takes, out=grads[0])
@@ -491,7 +491,7 @@ class Differentiated(Join):
                 (torch.from_numpy(x) if self.wide is None else tensor_of(x, self.wide[i])).requires_grad_(self.needs[i])
                 for i, x in enumerate(inputs)
             ]
-            self.leaves = [one for one, needs in zip(tensors, self.needs, strict=True) if needs]
+            self.leaves = [tensor for tensor, needs in zip(tensors, self.needs, strict=True) if needs]
             self.out = self.function(*tensors, *self.parameters)
         out = self.out.detach()
         array = out.numpy() if self.wide is None else array_of(out, self.wide_out)
@@ -500,11 +500,11 @@ class Differentiated(Join):
 
     def backward(self, grad: Array, needs_input: bool) -> Sequence[Array | None]:
         upstream = torch.from_numpy(grad) if self.wide is None else tensor_of(grad, self.wide_out)
-        found = torch.autograd.grad(self.out, [*self.leaves, *self.parameters], upstream, materialize_grads=True)
+        all_grads = torch.autograd.grad(self.out, [*self.leaves, *self.parameters], upstream, materialize_grads=True)
         del self.out
-        for into, one in zip(self.grads, found[len(self.leaves) :], strict=True):
-            into.copy_(one)
-        grads = iter(found)
+        for into, grad_w in zip(self.grads, all_grads[len(self.leaves) :], strict=True):
+            into.copy_(grad_w)
+        grads = iter(all_grads)
         return [self._array(next(grads), i) if needs else None for i, needs in enumerate(self.needs)]
 
     def _array(self, grad: Tensor, index: int) -> Array:

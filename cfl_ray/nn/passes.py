@@ -68,26 +68,29 @@ class Step:
 
 @dataclass(frozen=True)
 class _Back:
-    """The backward pass of a step. into: per input, None or whether the gradient is the first at its activation."""
+    """The backward pass of a step.
+
+    is_first: for each input, whether its gradient is the first at that activation; None: it is not needed.
+    """
 
     step: Step
     copies: bool  # whether the gradient at the output is copied first
-    into: tuple[bool | None, ...]
+    is_first: tuple[bool | None, ...]
     needs_input: bool
 
 
 def passes_of(network: Network) -> "Passes":
     """The passes of a network, made once. Raises Unsupported."""
-    found = _PASSES.get(network)
-    if found is None:
+    passes = _PASSES.get(network)
+    if passes is None:
         try:
-            found = Passes(network)
+            passes = Passes(network)
         except Unsupported as reason:
-            found = str(reason)
-        _PASSES[network] = found
-    if isinstance(found, str):
-        raise Unsupported(found)
-    return found
+            passes = str(reason)
+        _PASSES[network] = passes
+    if isinstance(passes, str):
+        raise Unsupported(passes)
+    return passes
 
 
 def why_no_passes(network: Network) -> str | None:
@@ -203,15 +206,14 @@ class Passes:
                 copy = self.buffers.get(f"copy {step.output}", grad.shape)
                 np.copyto(copy, grad)
                 grad = copy
-            found = step.operation.backward(grad, back.needs_input)
-            for index, into, one in zip(
-                step.inputs, back.into, (found,) if isinstance(step.operation, Layer) else found, strict=True
-            ):
-                if into:
-                    grads[index] = one
-                elif into is not None:
-                    total = self.buffers.get(f"sum {index}", one.shape)
-                    grads[index] = np.add(grads[index], one, out=total)
+            of_inputs = step.operation.backward(grad, back.needs_input)
+            listed = (of_inputs,) if isinstance(step.operation, Layer) else of_inputs
+            for index, is_first, grad in zip(step.inputs, back.is_first, listed, strict=True):
+                if is_first:
+                    grads[index] = grad
+                elif is_first is not None:
+                    total = self.buffers.get(f"sum {index}", grad.shape)
+                    grads[index] = np.add(grads[index], grad, out=total)
         for whole, parts in self.repeated:
             for part in parts:
                 whole += part
@@ -235,7 +237,7 @@ class _Steps:
         self.tensors = self.network.spec.tensors(self.row_P)
         self.shapes, self.users = list(self.graph.shapes), self.graph.users
         self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
-        self.written: dict[int, list[Array]] = {}  # gradients of each parameter, one per use, by its number
+        self.written: dict[int, list[Array]] = {}  # by number of a parameter: its gradients, one for each use
         for call in self._used_calls():
             self._add(call)
         if not self.trained[self.graph.output]:
@@ -258,7 +260,7 @@ class _Steps:
         needed, used = {self.graph.output}, []
         for call in reversed(self.graph.calls):
             if call.output not in needed:
-                kinds = {type(one) for one in call.references}
+                kinds = {type(reference) for reference in call.references}
                 if not call.draws and Buffer not in kinds:
                     continue
                 if Parameter in kinds:
@@ -270,7 +272,7 @@ class _Steps:
     def _add(self, call: Call) -> None:
         """Adds the steps of one operation."""
         inputs = tuple(call.inputs)
-        has_parameters = any(isinstance(one, Parameter) for one in call.references)
+        has_parameters = any(isinstance(reference, Parameter) for reference in call.references)
         self.trained[call.output] = has_parameters or any(self.trained[index] for index in inputs)
         operations: Sequence[Layer | Join] | None = None
         if call.name in RESHAPES:
@@ -278,7 +280,7 @@ class _Steps:
             operations, inputs = [Reshape(shape, self.wide(inputs[0]), wide_out)], inputs[:1]
         elif call.draws:
             operations = [self._drawn_dropout(call)]
-        elif call.name in _WRITTEN_OUT and Buffer not in {type(one) for one in call.references}:
+        elif call.name in _WRITTEN_OUT and Buffer not in set(map(type, call.references)):
             with suppress(TypeError):  # another signature
                 operations = _WRITTEN_OUT[call.name](self, *call.args, **call.kwargs)
         if operations is None:
@@ -319,8 +321,8 @@ class _Steps:
         function, args, kwargs = call.function, call.args, call.kwargs
 
         def draw(ones: Tensor) -> Tensor:
-            def fill(one: object) -> object:
-                return ones if isinstance(one, Value) else one
+            def fill(argument: object) -> object:
+                return ones if isinstance(argument, Value) else argument
 
             drawn: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
             return drawn
@@ -330,7 +332,7 @@ class _Steps:
 
     def _differentiated(self, call: Call) -> Join:
         """The operation of any function that takes activations, parameters and buffers."""
-        if any(isinstance(one, Mask) for one in call.references):
+        if any(isinstance(reference, Mask) for reference in call.references):
             raise call.unsupported("uses the mask of a dropout layer")
         function, args, kwargs, buffers = call.function, call.args, call.kwargs, self.tensors
         inputs = call.inputs
@@ -338,17 +340,17 @@ class _Steps:
         def replay(*tensors: Tensor) -> Tensor:
             activations, parameters = iter(tensors[: len(inputs)]), iter(tensors[len(inputs) :])
 
-            def fill(one: object) -> object:
-                if isinstance(one, Value):
+            def fill(argument: object) -> object:
+                if isinstance(argument, Value):
                     return next(activations)
-                if isinstance(one, Parameter):
+                if isinstance(argument, Parameter):
                     return next(parameters)
-                return buffers[one.name] if isinstance(one, Buffer) else one
+                return buffers[argument.name] if isinstance(argument, Buffer) else argument
 
             out: Tensor = function(*replaced(args, fill), **replaced(kwargs, fill))
             return out
 
-        parameters = [self.parameter(one) for one in call.references if isinstance(one, Parameter)]
+        parameters = [self.parameter(used) for used in call.references if isinstance(used, Parameter)]
         same_shape = all(self.shapes[index] == self.shapes[call.output] for index in inputs)
         others = len(call.references) > len(inputs)
         any_layout = call.name in _ELEMENTWISE and same_shape and not others
@@ -385,12 +387,12 @@ class _Steps:
             copies = operation.overwrites_grad and not owned[step.output]
             needs = [self.trained[index] for index in step.inputs]
             own = not operation.returns_grad or ((copies or owned[step.output]) and sum(needs) == 1)
-            into: list[bool | None] = []
+            is_first: list[bool | None] = []
             for index, needed in zip(step.inputs, needs, strict=True):
-                into.append(index not in owned if needed else None)
+                is_first.append(index not in owned if needed else None)
                 if needed:
                     owned[index] = index in owned or own
-            plan.append(_Back(step, copies, tuple(into), any(needs)))
+            plan.append(_Back(step, copies, tuple(is_first), any(needs)))
         return plan
 
 
@@ -486,7 +488,7 @@ def _mul(steps: _Steps, input: object, other: object) -> Sequence[Layer] | None:
 
 
 def _cat(steps: _Steps, tensors: Sequence[Value], dim: int = 0) -> Sequence[Join] | None:
-    if not all(isinstance(one, Value) for one in tensors):
+    if not all(isinstance(tensor, Value) for tensor in tensors):
         return None
     index = tensors[0].index
     sample = len(steps.shapes[index])
