@@ -98,6 +98,11 @@ class Method(ABC, Generic[S]):
     # would send all registered methods along with a plugin.
     registry = _REGISTRY
     phases: ClassVar[Mapping[str, tuple[str, ...]]] = {"federate": ()}  # and those that may follow each: `core.events`
+    # words for results: the model of a newcomer after `join`, that of a client without a cluster, and the reason why a
+    # newcomer has none before it has trained (empty: it has)
+    placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
+    without_cluster: ClassVar[str] = "the mean of the cluster models"
+    untrained: ClassVar[str] = ""
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
     aggregation: Any = field(

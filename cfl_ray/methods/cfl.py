@@ -157,6 +157,8 @@ class CFLState(SplitState):
 class CFL(Method[CFLState], name="cfl"):
     """Recursive bipartition of clusters whose members disagree once their common model stalls."""
 
+    placement = "the leaf of the tree of splits, by a local training at each split that it meets"
+
     eps1: float | None = option(
         None,
         "eps_1: a leaf may split when its mean update is shorter than this; null: 0.4, relative 0.1",

@@ -38,6 +38,8 @@ PERSONAL = ClientState("personal", private=False)  # theta_i
 class CGPFL(Method[State], name="cgpfl"):
     """Personal models with a proximal term to the context model of their cluster."""
 
+    placement = "the mean of the context models, until its first round"
+    without_cluster = "the mean of the context models"
     phases = {"cluster": ("federate",), "federate": ()}
 
     num_clusters: int = option(4, "K, number of context models", source="ours", low=1)

@@ -77,6 +77,7 @@ class FedACState(SignatureState):
 class FedAC(Method[FedACState], name="fedac"):
     """Personal models between their cluster's model and a global embedding; clusters are found in a low-rank space."""
 
+    placement = "the cluster with the highest cosine, by a local training from the mean of the contexts"
     phases = {"cluster": ("federate",), "federate": ()}
 
     # CNT

@@ -44,6 +44,8 @@ from cfl_ray.core.weights import cluster_weights
 class FedGroup(Method[CentreState], name="fedgroup"):
     """One-shot grouping of a sample of clients by the directions of their updates; FedAvg per group."""
 
+    placement = "the group with the most similar update, by a local training from the first model"
+    without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}
 
     num_clusters: int = option(5, "K, number of groups (MNIST: 3)", source="paper", low=1)

@@ -23,6 +23,8 @@ from cfl_ray.core.weights import global_weights
 class FedPer(Method[State], name="fedper"):
     """A shared base below private upper layers."""
 
+    untrained = "its private layers begin untrained"
+
     private_layers: int = option(
         1, "upper layers that stay with the client (K_P); 0: none, which is FedAvg", source="FedAC's comparison", low=0
     )

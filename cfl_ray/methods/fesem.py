@@ -37,6 +37,7 @@ from cfl_ray.core.weights import cluster_weights
 class FeSEM(Method[State], name="fesem"):
     """k-means of the clients' models, one E-step and one M-step per round."""
 
+    placement = "the nearest centre, by a local training from the mean of the cluster models"
     phases = {"cluster": ("federate",), "federate": ()}
 
     num_clusters: int = option(4, "K, number of centres", source="ours", low=1)

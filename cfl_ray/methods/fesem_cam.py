@@ -50,6 +50,7 @@ class FeSEMCAMState(SignatureState):
 class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
     """FeSEM whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
+    placement = "the nearest centre, by a local training from the mean of the cluster models"
     phases = {"warmup": ("federate",), "federate": ()}
 
     num_clusters: int = option(5, "K, number of centres", source="paper: 5 and 10", low=1)

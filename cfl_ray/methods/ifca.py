@@ -34,6 +34,7 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 class IFCA(Method[State], name="ifca"):
     """K models; in every round each client trains the model that fits its data best."""
 
+    placement = "the model with the least loss on its training samples, chosen anew whenever it predicts"
     phases = {"warmup": ("federate",), "federate": ()}
 
     num_clusters: int = option(4, "K, number of cluster models", source="paper", low=1)

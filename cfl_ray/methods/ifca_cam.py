@@ -54,6 +54,8 @@ class CAMState(State):
 class IFCACAM(Method[CAMState], name="ifca_cam"):
     """IFCA whose cluster models are added to a shared global model: clients predict with the sum of both."""
 
+    placement = "the model with the least loss on its training samples, chosen anew whenever it predicts"
+    without_cluster = "the global model"
     phases = {"warmup": ("federate",), "federate": ()}
 
     num_clusters: int = option(5, "K, number of cluster models", source="paper: 5 and 10", low=1)

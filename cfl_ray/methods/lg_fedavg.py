@@ -22,6 +22,8 @@ from cfl_ray.core.weights import global_weights
 class LGFedAvg(Method[State], name="lg_fedavg"):
     """Shared upper layers on private lower ones."""
 
+    untrained = "its private layers begin untrained"
+
     private_layers: int | None = option(
         None,
         "lower layers that stay with the client; 0: none, which is FedAvg; null: all but two, at least one "

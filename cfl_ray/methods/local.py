@@ -23,6 +23,8 @@ PERSONAL = ClientState("personal")  # w_i, kept by the client
 class Local(Method[State], name="local"):
     """Every client trains alone on its own data."""
 
+    untrained = "its model is its own, and begins untrained"
+
     only_mean = "it averages nothing"
 
     def init(self, start: Start) -> State:

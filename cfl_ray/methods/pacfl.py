@@ -92,6 +92,8 @@ class PACFLState(SignatureState):
 class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
+    placement = "the cluster with the smallest principal angles to its data"
+    without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}
 
     vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)

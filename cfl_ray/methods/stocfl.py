@@ -99,6 +99,9 @@ class StoCFLState(SignatureState):
 class StoCFL(Method[StoCFLState], name="stocfl"):
     """Clusters grow by merging similar anchor gradients; cluster models are kept near a global model."""
 
+    placement = "the cluster with the most similar signature if the cosine is at least tau, else a cluster of its own"
+    without_cluster = "the global model"
+
     tau: float = option(
         0.5,
         "tau: clusters merge when the cosine of their mean signatures is at least this",

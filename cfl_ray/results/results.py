@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ from cfl_ray.data.federation import TensorSamples
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
+from cfl_ray.results.newcomers import Newcomer
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
@@ -122,12 +123,20 @@ class MethodResult:
         """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
         return self.trained.train(client, round)
 
-    def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
-        """Predictions of a client's model for normalised inputs; see `TrainedMethod.predict`."""
-        return self.trained.predict(client, x)
+    def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
+        """The model that a client with these samples would get, and why; see `TrainedMethod.place`."""
+        return self.trained.place(x, y)
+
+    def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
+        """The same after a training on these samples; see `TrainedMethod.adapt`."""
+        return self.trained.adapt(x, y)
+
+    def predict(self, x: Any, like: Any) -> np.ndarray:
+        """Predictions for normalised inputs by the model of a client or a newcomer; see `TrainedMethod.predict`."""
+        return self.trained.predict(x, like)
 
     def assignments(self) -> pd.DataFrame:
-        """One row per client: client, name, cluster, true group; see `TrainedMethod.assignments`."""
+        """One row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()
 
 

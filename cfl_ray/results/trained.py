@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -18,6 +21,7 @@ from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.models import ModelRecipe
+from cfl_ray.results.newcomers import VOTE, Newcomer, adapt, place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,9 +67,14 @@ class TrainedMethod:
     seed: int
     recipe: ModelRecipe
     spec: ParamSpec
-    serve: Callable[[np.ndarray], Serving]  # the models that these clients predict with
+    steps: CheckedMethod
+    clients_of: Callable[[np.ndarray], Clients]  # these clients, in the last round
     online: np.ndarray  # ids of the clients online
     backend: InProcessBackend  # with the state of the clients
+
+    def serve(self, ids: np.ndarray) -> Serving:
+        """The models that these clients predict with."""
+        return self.steps.serve(self.state, self.clients_of(ids))
 
     @property
     def num_clusters(self) -> int:
@@ -84,7 +93,7 @@ class TrainedMethod:
         """A cluster's model, in evaluation mode. For additive methods (CAM) it includes the frozen global model."""
         models_KP, row = self.state.models_KP, self._row(cluster)
         serving = self.serve(self.online[:1])
-        return self._module(models_KP[row], serving.frozen_P)
+        return self.module(models_KP[row], serving.frozen_P)
 
     def _row(self, cluster: int | None) -> int:
         if cluster is None and self.num_clusters == 1:
@@ -100,13 +109,13 @@ class TrainedMethod:
 
     def test(self, client: int, round: int | None = None) -> TensorSamples:
         """The test samples (x, y) of a client, as its data were in a round; None: in the last one."""
-        return self._data(round).test(self._known(client))
+        return self.present(round).test(self._known(client))
 
     def train(self, client: int, round: int | None = None) -> TensorSamples:
         """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
-        return self._data(round).train(self._known(client))
+        return self.present(round).train(self._known(client))
 
-    def _data(self, round: int | None = None) -> Federation:
+    def present(self, round: int | None = None) -> Federation:
         """The federation as it was in a round; None: in the last one."""
         last = max(self.round, 1)
         if round is not None and not 1 <= round <= last:
@@ -122,7 +131,7 @@ class TrainedMethod:
         """
         serving = self.serve(np.array([self._known(client)]))
         if serving.vote:
-            return VotingModel([self._module(row_P) for row_P in serving.models_KP]).eval()
+            return self.vote(serving)
         row = int(serving.row_M[0])
         if row < 0:
             raise ConfigError(f"{self.label} has no model for client {client} yet")
@@ -131,38 +140,69 @@ class TrainedMethod:
             value = self.backend.client_state(serving.client_state.name, client)
         row_P = with_client_state(serving.models_KP[row], serving.client_state, value)
         if serving.tune is not None:
-            row_P = self._tuned(client, row_P, serving)
-        return self._module(row_P, serving.frozen_P)
+            row_P = self.tuned(client, row_P, serving.tune, self.train(client), serving.frozen_P)
+        return self.module(row_P, serving.frozen_P)
 
-    def outputs(self, client: int, x: Tensor | np.ndarray) -> Tensor:
-        """Outputs (n, C) of a client's model for normalised inputs (n, *shape)."""
+    def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
+        """The model that a client with these samples, which is not in the federation, would get, and why.
+
+        x: normalised inputs (n, *shape). y: their targets: then it is placed as a newcomer is in a run (`Method.join`).
+            None: of several cluster models it gets the one whose predictions have the least mean entropy.
+        docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
+        no model for such a client. Nothing changes in the trained method.
+        """
+        return place(self, x, y)
+
+    def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
+        """The same after a training on these samples.
+
+        A method with personal columns trains them in a round of its own; the models of the others are trained as in a
+        round, or as the method prescribes before a client predicts.
+        """
+        return adapt(self, x, y)
+
+    def inputs(self, x: Tensor | np.ndarray) -> Tensor:
+        """Normalised inputs as a tensor. Raises DataError for another shape than that of the federation's samples."""
         x = torch.as_tensor(x, dtype=self.federation.shape.dtype)
         if tuple(x.shape[1:]) != self.federation.shape.input:
             raise DataError(
                 f"inputs have shape {tuple(x.shape)}, expected (n, {', '.join(map(str, self.federation.shape.input))})"
             )
-        model = self.personal_model(client)
+        return x
+
+    def outputs(self, client: int | Newcomer, x: Tensor | np.ndarray) -> Tensor:
+        """Outputs (n, C) of a client's model for normalised inputs (n, *shape)."""
+        x = self.inputs(x)
+        model = client.model if isinstance(client, Newcomer) else self.personal_model(client)
         with torch.no_grad():
             outputs: Tensor = model(x)
         return outputs
 
-    def predict(self, client: int, x: Tensor | np.ndarray) -> np.ndarray:
-        """Predictions of a client's model for normalised inputs (n, *shape).
+    def predict(self, x: Any, like: Any) -> np.ndarray:
+        """Predictions for normalised inputs (n, *shape) by the model of a client.
 
+        like: id of the client, or a `Newcomer`; predict(client, x) is the same as predict(x, like=client).
         Classes are int64 (n,), tokens int64 (n, T), labels bool (n, C), real numbers float32 as the targets.
         """
-        outputs, shape = self.outputs(client, x), self.federation.shape
+        if isinstance(x, int | np.integer | Newcomer):
+            x, like = like, x
+        outputs, shape = self.outputs(like, x), self.federation.shape
         if shape.targets == "real":
             return outputs.reshape(-1, *shape.target_shape).numpy()
         predicted: np.ndarray = (outputs > 0 if shape.targets == "binary" else outputs.argmax(-1)).numpy()
         return predicted
 
     def assignments(self) -> "pd.DataFrame":
-        """A data frame with one row per client: client, name, cluster (-1: none), group (true group; -1: not known)."""
+        """A data frame with one row per client.
+
+        client, name; cluster: that it is a member of (-1: none); group: true group (-1: not known); served_by: the
+        cluster whose model it would predict with now (-1: that of none); why, in words.
+        """
         import pandas as pd
 
         federation = self.federation
         count = federation.num_clients
+        served_N, why_N = self._served()
         group_N = np.full(count, -1) if federation.group_N is None else federation.group_N
         return pd.DataFrame(
             {
@@ -170,8 +210,31 @@ class TrainedMethod:
                 "name": [federation.client_name(client) for client in range(count)],
                 "cluster": self.state.assign_N.astype(np.int64),
                 "group": group_N.astype(np.int64),
+                "served_by": served_N,
+                "why": why_N,
             }
         )
+
+    def _served(self) -> tuple[np.ndarray, list[str]]:
+        """The cluster whose model each client predicts with, int64 (N,), -1 for none, and why."""
+        count, method = self.federation.num_clients, self.steps.method
+        served_N, why_N = np.full(count, -1), ["it is not in the federation now"] * count
+        serving = self.serve(self.online)
+        for client, row in zip(self.online.tolist(), np.asarray(serving.row_M).tolist(), strict=True):
+            name = None if serving.client_state is None else serving.client_state.name
+            if serving.vote:
+                why_N[client] = VOTE
+                continue
+            served_N[client] = row if row < self.num_clusters else -1
+            if row < 0:
+                why_N[client] = "it has no model yet"
+            elif name is not None and self.backend.client_state(name, client) is not None:
+                why_N[client] = f"its own columns ({name}) in that model"
+            elif row == self.state.assign_N[client]:
+                why_N[client] = "it is a member"
+            else:
+                why_N[client] = method.placement if row < self.num_clusters else method.without_cluster
+        return served_N, why_N
 
     # ---- parts
 
@@ -182,22 +245,26 @@ class TrainedMethod:
             )
         return client
 
-    def _tuned(self, client: int, row_P: Tensor, serving: Serving) -> Tensor:
-        """The row after the local training that the method prescribes before a client predicts."""
-        assert serving.tune is not None
-        x, y = self.train(client)
-        steps = int(serving.tune.steps_of(np.array([len(y)]))[0])
+    def tuned(
+        self, client: int, row_P: Tensor, local: LocalSGD, samples: TensorSamples, frozen_P: Tensor | None
+    ) -> Tensor:
+        """The row after a local training of a client on these samples."""
+        x, y = samples
+        steps = int(local.steps_of(np.array([len(y)]))[0])
         address = Address(self.seed, max(self.round, 1), _EXCHANGE)
-        task = TrainingTask(
-            client, row_P, x, y, steps=steps, local=serving.tune, address=address, frozen_P=serving.frozen_P
-        )
+        task = TrainingTask(client, row_P, x, y, steps=steps, local=local, address=address, frozen_P=frozen_P)
         return self.backend.worker.train_one(task).row_P.cpu().clone()
 
     def _named(self, row_P: Tensor) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.spec.tensors(row_P).items()}
 
-    def _module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
+    def vote(self, serving: Serving) -> nn.Module:
+        """The vote of all models, in evaluation mode."""
+        return VotingModel([self.module(row_P) for row_P in serving.models_KP]).eval()
+
+    def module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
+        """The network with this row, in evaluation mode; its outputs are added to those of the frozen row, if any."""
         module = self.recipe()
         module.load_state_dict(self._named(row_P), strict=False)  # integer buffers keep their initial values
         module.eval()
-        return module if frozen_P is None else AdditiveModel(module, self._module(frozen_P)).eval()
+        return module if frozen_P is None else AdditiveModel(module, self.module(frozen_P)).eval()

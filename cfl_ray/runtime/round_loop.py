@@ -169,7 +169,8 @@ class RoundLoop:
             self.experiment.seed,
             self.setup.recipe,
             self.network.spec,
-            lambda ids: self.steps.serve(self.state, self.clients_of(ids, max(round, 1), RoundStats())),
+            self.steps,
+            lambda ids: self.clients_of(ids, max(round, 1), RoundStats()),
             self.membership.population.online,
             backend,
         )

@@ -136,7 +136,9 @@ def test_a_changed_study_runs_what_is_new(study, inline, files_of):
 def test_runs_of_another_config_are_refused(study, inline, files_of):
     root = run_study(study()).root
     before = files_of(root)
-    with pytest.raises(ConfigError, match=r"all/fedavg/seed-0 belongs to another config .* move it away, or choose"):
+    with pytest.raises(
+        ConfigError, match=r"all/fedavg/seed-0 belongs to another config: rounds .* move it away, or choose"
+    ):
         run_study(study(experiment={"rounds": 3}))
     assert files_of(root) == before
     with pytest.raises(ConfigError, match="is the folder of study 'small', this one is 'other'"):

@@ -1,0 +1,188 @@
+"""Models for clients that are not in the federation: by the rule of the method, with labels or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cfl_ray.core.clients import RoundStats
+from cfl_ray.core.method import Method
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.server_optimizers import ServerMoments
+from cfl_ray.core.serving import Serving
+from cfl_ray.data.federation import Federation, TensorSamples
+from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.engine.worker import Worker
+from cfl_ray.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from cfl_ray.results.trained import TrainedMethod
+
+VOTE = "all models vote"
+_ONLY = "the only model"
+_ENTROPY = "the cluster model whose predictions have the least mean entropy"
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client that is not in the federation, with the model that a method gives it."""
+
+    cluster: int  # whose model it has; -1: that of no cluster
+    why: str
+    model: nn.Module  # in evaluation mode, for normalised inputs
+
+
+class _WithNewcomer(Federation):
+    """A federation with one more client, the last one, which has training samples alone."""
+
+    def __init__(self, base: Federation, samples: TensorSamples):
+        self.base, self.samples = base, samples
+        self.shape, self.view, self.recipe, self.normalize = base.shape, base.view, base.recipe, base.normalize
+        self.num_samples_N, self.group_N = np.append(base.num_samples_N, len(samples[1])), None
+
+    def train(self, client: int) -> TensorSamples:
+        return self.samples if client == self.base.num_clients else self.base.train(client)
+
+    def num_test_sets(self) -> int:
+        return self.base.num_test_sets()
+
+    def test_set(self, index: int) -> TensorSamples:
+        return self.base.test_set(index)
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return self.base.test_set_of(clients)
+
+    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self.base.labels_of(clients)
+
+    def holdout(self, client: int) -> TensorSamples:
+        return self.base.holdout(client)
+
+
+class _Joined:
+    """A method to which one client has come by `Method.join`; the trained method itself stays as it is."""
+
+    def __init__(self, trained: TrainedMethod, samples: TensorSamples):
+        self.trained, self.samples, self.steps = trained, samples, trained.steps
+        federation, worker = _WithNewcomer(trained.present(), samples), trained.backend.worker
+        self.client = federation.num_clients - 1
+        self.backend = InProcessBackend(Worker(worker.network, federation, worker.engine))
+        step = self.steps.method.server_step
+        self.clients = replace(
+            trained.clients_of(np.zeros(1, np.int64)),
+            ids_M=np.array([self.client]),
+            num_samples_M=np.array([len(samples[1])]),
+            backend=self.backend,
+            stats=RoundStats(),
+            reachable=None,
+            server=None if step is None else ServerMoments(step),
+        )
+        self.state = self.steps.join(trained.state.grown(federation.num_clients), self.clients)
+        self.serving: Serving = self.steps.serve(self.state, self.clients)
+
+    def row(self) -> Tensor:
+        """The row (P,) of the client's model. Raises ConfigError if it has none."""
+        row = int(self.serving.row_M[0])
+        if row < 0:
+            raise ConfigError(
+                f"{self.trained.label} has no model for a newcomer yet; it forms clusters in a later round"
+            )
+        return self.serving.models_KP[row]
+
+    def row_after_round(self) -> Tensor:
+        """The same after the client's part of a round of the method: its own columns, trained on its samples."""
+        assert self.serving.client_state is not None
+        self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
+        value = self.backend.client_state(self.serving.client_state.name, self.client)
+        return with_client_state(self.row(), self.serving.client_state, value)
+
+    def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
+        row = int(self.serving.row_M[0])
+        return Newcomer(
+            row if row < self.state.num_clusters else -1, why, self.trained.module(row_P, self.serving.frozen_P)
+        )
+
+
+def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
+    """As `TrainedMethod.place`."""
+    if y is None:
+        return _without_labels(trained, trained.inputs(x))
+    joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
+    serving = joined.serving
+    if serving.vote:
+        return Newcomer(-1, VOTE, trained.vote(serving))
+    if serving.client_state is not None and method.untrained:
+        raise ConfigError(f"{trained.label}: {method.untrained}; adapt(x, y) trains it")
+    row_P = joined.row()
+    if serving.tune is not None:
+        row_P = trained.tuned(joined.client, row_P, serving.tune, joined.samples, serving.frozen_P)
+        return joined.newcomer(row_P, "the model after the method's own training on x and y")
+    return joined.newcomer(row_P, method.placement)
+
+
+def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
+    """As `TrainedMethod.adapt`."""
+    joined = _Joined(trained, _samples(trained, x, y))
+    serving, local = joined.serving, joined.clients.local
+    if serving.client_state is not None:
+        return joined.newcomer(joined.row_after_round(), "its own columns, trained by a round of the method")
+    row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
+    how = "the method's own training" if serving.tune is not None else "the local training of a round"
+    of = "the first model" if serving.vote else trained.steps.method.placement
+    return joined.newcomer(row_P, f"{of}, after {how}")
+
+
+def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
+    """By the entropy of predictions, if there are several models to choose from."""
+    serving, method, state = trained.serve(trained.online[:1]), trained.steps.method, trained.state
+    if serving.vote:
+        return Newcomer(-1, VOTE, trained.vote(serving))
+    if serving.tune is not None or (serving.client_state is not None and method.untrained):
+        reason = method.untrained or "clients predict after a training on labels of their own"
+        raise ConfigError(f"{trained.label}: {reason}; give labels: adapt(x, y)")
+    rows = range(min(state.num_clusters, len(serving.models_KP)))
+    rows_K = [row for row in rows if state.members_K[row]] or list(rows)
+    models = [trained.module(serving.models_KP[row], serving.frozen_P) for row in rows_K]
+    if len(models) == 1:
+        return Newcomer(rows_K[0], _ONLY, models[0])
+    if not models:
+        raise ConfigError(f"{trained.label} has no cluster model yet; give labels: place(x, y)")
+    if trained.federation.shape.targets != "class":
+        raise ConfigError(
+            f"{trained.label} has {len(models)} cluster models, and without labels they are compared by the entropy of "
+            f"class probabilities; the targets are {trained.federation.shape.targets!r}: give them, place(x, y)"
+        )
+    with torch.no_grad():
+        log_p = torch.stack([model(x).log_softmax(-1) for model in models])  # (K, n, C)
+    best = int(-(log_p.exp() * log_p).sum(-1).mean(-1).argmin())
+    return Newcomer(rows_K[best], _ENTROPY, models[best])
+
+
+def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> TensorSamples:
+    shape = trained.federation.shape
+    inputs, targets = trained.inputs(x), torch.as_tensor(y, dtype=shape.target_dtype)
+    if tuple(targets.shape) != (len(inputs), *shape.target_shape) or not len(inputs):
+        wanted = (len(inputs), *shape.target_shape)
+        raise DataError(f"targets have shape {tuple(targets.shape)}, expected {wanted}: one for each input, at least 1")
+    return inputs, targets
+
+
+def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
+    """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, in words."""
+    serving, method = trained.serve(trained.online[:1]), trained.steps.method
+    one = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
+    adapted = "the method's own training" if serving.tune is not None else f"one {one}"
+    if serving.vote:
+        return VOTE, VOTE, "one local training of the first model"
+    if serving.client_state is not None and method.untrained:
+        return f"refused: {method.untrained}", f"refused: {method.untrained}", adapted
+    if serving.tune is not None:
+        return "the method's own training", "refused: clients predict after a training on labels", adapted
+    if trained.num_clusters == 1 and method.placement == Method.placement:
+        return _ONLY, _ONLY, adapted
+    return method.placement, f"{_ENTROPY}, or the only model", adapted
