@@ -73,14 +73,14 @@ class Attack:
         if not hasattr(self.kind, "labels"):
             return y
         draw = stream(address.seed, address.round, -1, client, "own attack/labels")
-        returned = call_plugin("attack", self.kind.labels, y.numpy().copy(), classes, draw)
+        returned = call_plugin("attack", self.kind.labels, y.cpu().numpy().copy(), classes, draw)
         labels = np.asarray(returned)
         if labels.shape != tuple(y.shape) or labels.dtype.kind not in "iu":
             where = f"attack {place_of(self.kind.labels)} returned {described(returned)}"
             raise RunError(f"{where}, expected integer labels of shape {tuple(y.shape)}")
         if len(bad := labels[(labels < 0) | (labels >= classes)]):
             raise RunError(f"attack {place_of(self.kind.labels)} returned label {bad[0]}, expected 0..{classes - 1}")
-        return torch.from_numpy(labels.astype(np.int64))
+        return torch.from_numpy(labels.astype(np.int64)).to(y.device)
 
     def _own_upload(self, client: int, value_F: Tensor, sent_F: Tensor, address: Address) -> Tensor:
         function = getattr(self.kind, "upload", None) or (self.kind if callable(self.kind) else None)

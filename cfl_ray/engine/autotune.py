@@ -3,7 +3,7 @@
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 
@@ -17,8 +17,9 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.engine.engines import ENGINES, SEQUENTIAL, Engine, chunk_size, mixes_chunks
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.reduce import ChunkSums, HostSums
-from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_data_reason
+from cfl_ray.engine.vmap_batches import DeviceMemoryError, train_alone
 from cfl_ray.errors import DataError
 from cfl_ray.nn.network import Network
 
@@ -26,6 +27,7 @@ _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of client
 _TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together
 _MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
 _BUDGET = 1.0  # seconds
+_SAMPLES_SHARE = 0.3  # of the free memory of a GPU, for the samples of the measurement
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,12 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
     start_P = network.new_model(seed, 0).to(network.device)
 
     def tasks_of(most: int) -> list[TrainingTask]:
-        tasks = []
+        tasks, room = [], int(_SAMPLES_SHARE * network.memory.free())
         for client, (x, y) in _valid_clients(federation, most):
+            room -= x.nbytes + y.nbytes
+            if room > 0:  # the others are copied batch by batch
+                x, y = x.to(network.device), y.to(network.device)
             steps = min(int(local.steps_of(np.array([len(y)]))[0]), _STEPS)
-            x, y = x.to(network.device), y.to(network.device)
             tasks.append(TrainingTask(client, start_P, x, y, steps, local, Address(seed, 0, 0), only_summed=True))
         return tasks
 
@@ -145,6 +149,7 @@ def measure(network: Network, federation: Federation, local: LocalSGD, seed: int
     most = max(run.size for run in runs.values())
     tasks = tasks if most <= len(tasks) else tasks_of(most)
     seconds = _seconds(runs, tasks, network)
+    notes += [f"not {name}: the memory of the device is too small" for name in runs.keys() - seconds.keys()]
     for name in [name for name in ENGINES if name not in first]:
         fastest, run = min(seconds, key=seconds.__getitem__), run_of(name)
         batch = tasks_of(run.size)
@@ -203,8 +208,13 @@ def _sum_of(engine: Engine, network: Network, tasks: Sequence[TrainingTask]) -> 
         for _, batch in engine.train_sums(network, tasks):
             sums.add_change(0, batch.change(dict.fromkeys(range(len(batch.tasks)), 1 / len(tasks))))
     else:
-        for result in engine.train(network, tasks):
-            sums.add(result.index, result.upload_P, tasks[result.index].start_P)
+        results: Iterable[TrainingResult]
+        if engine.together(network):
+            results = engine.train(network, tasks)
+        else:
+            results = (train_alone(network.memory, task, lambda t: next(engine.train(network, [t]))) for task in tasks)
+        for index, result in enumerate(results):
+            sums.add(index, result.upload_P, tasks[index].start_P)
     total.add(sums)
     return total
 
@@ -235,17 +245,24 @@ def _valid_clients(federation: Federation, most: int) -> list[tuple[int, tuple[T
 def _seconds(runs: Mapping[str, _Run], tasks: Sequence[TrainingTask], network: Network) -> dict[str, float]:
     """Least seconds per client of each run, after a first chunk. They are interleaved, so that all meet the same load.
 
-    Runs that are clearly slower than the fastest are made once, and no further ones begin after `_BUDGET` seconds.
+    Runs for which the memory of the device is too small are left out; for the sequential engine, that is an error. Runs
+    that are clearly slower than the fastest are made once, and no further ones begin after `_BUDGET` seconds.
     """
     began = time.perf_counter()
     clock = time.perf_counter if network.device.type == "cuda" else time.thread_time  # other processes do not count
     seconds = dict.fromkeys(runs, np.inf)
-    for run in runs.values():
-        run(tasks[: run.size])
+    for name, run in runs.items():
+        try:
+            run(tasks[: run.size])
+        except (torch.OutOfMemoryError, DeviceMemoryError):
+            if name == SEQUENTIAL:
+                raise
+            del seconds[name]
     _synchronise(network)
     for repetition in range(3):
         least = min(seconds.values())
-        for name, run in runs.items():
+        for name in seconds:
+            run = runs[name]
             if repetition and (seconds[name] > 1.5 * least or time.perf_counter() - began > _BUDGET):
                 continue
             start = clock()

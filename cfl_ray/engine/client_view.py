@@ -32,9 +32,15 @@ class ClientView:
         return self.network.spec
 
     def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
-        """Gradient (trained columns,) of the mean loss over all training samples at a model, without dropout."""
+        """Gradient (trained columns,) of the mean loss over all training samples at a model, without dropout.
+
+        batch: most samples of a pass; fewer if the memory of the device is too small.
+        """
         self.network.load(row_P)
         self.network.module.eval()
+        return self.network.memory.in_batches_of("gradient", batch, self._gradient)
+
+    def _gradient(self, batch: int) -> Tensor:
         total: Tensor | None = None
         for x_B, y_B in zip(self.x.split(batch), self.y.split(batch), strict=True):
             logits_BC = self.network.module(self.network.input(x_B))

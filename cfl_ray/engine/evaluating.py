@@ -18,7 +18,7 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
     work, arrays = chunk.work, chunk.empty()
     for index in range(len(chunk)):
-        row_P = with_client_state(chunk.model(work.start, index), work.client_state, chunk.stored_value(index))
+        row_P = with_client_state(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
         if work.tune is not None:
             task = _tuning_task(chunk, index, row_P)
             if task is None:
@@ -39,7 +39,7 @@ def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
         if reason := invalid_data_reason(x, y, shape, least=0):
             chunk.exclude(index, f"its test set {test_set} has {reason}")
             continue
-        logits = _predictor(chunk, index, chunk.model(work.start, index))
+        logits = _predictor(chunk, index, chunk.on_device(work.start, index))
         if not work.by_confusion:
             with naming_client(test_set, "testing", "test set"):
                 arrays["scores"][index] = scoring.values(task, logits, x, y) if len(y) else np.nan

@@ -3,11 +3,20 @@
 import gc
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 PROBE = 4  # clients of the vmap batch in which the need of one client is measured
 _USED = 0.7  # share of the free memory that a vmap batch fills; the rest is for unequal clients and fragments
+
+
+Result = TypeVar("Result")
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this name; of "cuda", the present GPU with its number, as tensors on it have it."""
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 @dataclass
@@ -31,6 +40,7 @@ class DeviceMemory:
         self._before = 0
         self.largest = 0  # clients of the largest vmap batch that was trained
         self.caches: list[Callable[[], None]] = []  # each call drops what is kept on the device to save time
+        self.samples: dict[str, int] = {}  # most samples of a forward pass that fitted, by its name
 
     @property
     def measurable(self) -> bool:
@@ -70,6 +80,21 @@ class DeviceMemory:
         if self.measurable:
             gc.collect()
             torch.cuda.empty_cache()
+
+    def in_batches_of(self, name: str, size: int, run: Callable[[int], Result]) -> Result:
+        """`run(size)`; if the memory is too small, with half as many samples at a time until it is enough.
+
+        name: of what is done. The number that fitted is remembered for the next time.
+        """
+        size = min(size, self.samples.get(name, size))
+        while True:
+            try:
+                return run(size)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+            self.samples[name] = size = size // 2  # outside the handler: the error holds the tensors of the pass
+            self.drop_caches()
 
     def batch_size(self, kind: Hashable) -> int | None:
         """Most clients of the next vmap batch of this kind; None if there is no limit."""

@@ -10,7 +10,7 @@ from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.nn import precision as precisions
-from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
@@ -50,7 +50,7 @@ class Network:
         memory_share: float = 1.0,
     ):
         self.task = task
-        self.factory, self.input_shape, self.device = factory, tuple(input_shape), torch.device(device)
+        self.factory, self.input_shape, self.device = factory, tuple(input_shape), device_of(device)
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
         self._kept: set[str] = set()  # dropout layers that are not replaced
@@ -202,5 +202,9 @@ class Network:
     def logits(self, x: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of the loaded row in evaluation mode."""
         self.module.eval()
+
+        def outputs(batch: int) -> Tensor:
+            return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
+
         batch = _TEST_BATCH_CPU if self.device.type == "cpu" else _TEST_BATCH
-        return torch.cat([self.module(self.input(part)) for part in x.split(batch)])
+        return self.memory.in_batches_of("test", batch, outputs)

@@ -15,6 +15,7 @@ from cfl_ray.core.work import Address
 from cfl_ray.engine import autotune
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.engine.vmap_batches import DeviceMemoryError
 from cfl_ray.nn.network import Network
 
 
@@ -214,3 +215,32 @@ def test_networks_of_equal_tensors_do_not_share_a_choice(first, second):
     """In both orders: the record of the first measurement has no entry for the second network."""
     known = {autotune.cache_key(Network(first, (36,)), LocalSGD(), CHUNKS): "measured"}
     assert autotune.cache_key(Network(second, (36,)), LocalSGD(), CHUNKS) not in known
+
+
+def test_an_engine_that_does_not_fit_into_the_memory_is_not_chosen(monkeypatch):
+    """Of the sequential engine it is an error that names the client."""
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    network, federation = Network(mlp(), (36,)), uneven([9] * 4, (36,))
+    monkeypatch.setitem(ENGINES, "manual", replace(ENGINES["manual"], train=too_large))
+    choice = autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
+    assert choice.engine != "manual" and "not manual: the memory of the device is too small" in choice.reason
+    monkeypatch.setitem(ENGINES, "sequential", replace(ENGINES["sequential"], train=too_large))
+    with pytest.raises(DeviceMemoryError, match="client 0 does not fit into the memory of cpu"):
+        autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
+
+
+def test_only_samples_that_fit_are_on_the_device(monkeypatch):
+    """A share of the free memory, .3, holds the samples of two of these clients."""
+    network, federation = Network(mlp(), (36,)), uneven([10] * 4, (36,))
+    size = 10 * (36 * 4 + 8)
+    network.memory = FakeMemory(int(2.5 * size / 0.3))
+    moved, to = [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: (moved.append(tuple(x.shape)), to(x, *a, **k))[1])
+    seen = []
+    monkeypatch.setattr(autotune, "_seconds", lambda runs, tasks, _: (seen.extend(tasks), dict.fromkeys(runs, 1.0))[1])
+    monkeypatch.delitem(ENGINES, "vectorised")
+    autotune.measure(network, federation, LocalSGD(batch_size=4), 0, CHUNKS)
+    assert len(seen) == 4 and moved.count((10, 36)) == 2

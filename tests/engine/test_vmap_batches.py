@@ -15,10 +15,11 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
+from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.engines import ENGINES
 from cfl_ray.engine.task import ProximalTask, TrainingTask
 from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
-from cfl_ray.nn.device_memory import DeviceMemory
+from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.network import Network
 
 FLAT = (36,)
@@ -298,3 +299,51 @@ class TestStepsOnTheDevice:
         assert [batch.tolist() for batch in there] == expected and len(copies) == 1
         (whole,) = tasks_of(Network(mlp, FLAT), 1)
         assert list(whole.batches_on(torch.device("meta"))) == [None] * 3
+
+
+class TestSamplesOfAPass:
+    """Forward passes over many samples are made in smaller parts if the memory is too small for them."""
+
+    @staticmethod
+    def small(network: Network, most: int) -> list[int]:
+        """Makes passes of more than `most` samples fail; returns the list of the sizes that were tried."""
+        sizes, forward = [], network.module.forward
+
+        def limited(x):
+            sizes.append(len(x))
+            if len(x) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return forward(x)
+
+        network.module.forward = limited
+        return sizes
+
+    def test_in_a_test_are_halved_and_remembered(self):
+        network = Network(mlp, FLAT)
+        network.memory.caches.append(lambda: dropped.append(True))
+        x, dropped = torch.rand(300, *FLAT), []
+        expected, sizes = network.logits(x), self.small(network, 100)
+        assert torch.allclose(network.logits(x), expected, rtol=0, atol=1e-6) and len(dropped) == 2
+        assert sizes == [256, 128, 64, 64, 64, 64, 44]
+        sizes.clear()
+        network.logits(x)
+        assert sizes == [64, 64, 64, 64, 44] and len(dropped) == 2
+
+    def test_in_a_gradient_are_halved(self):
+        network, federation = Network(mlp, FLAT), uneven([50], FLAT)
+        view = ClientView(0, *federation.train(0), network, Address(0, 1, 1), LocalSGD(), lambda task: None)
+        start_P = network.new_model(0, 0)
+        expected, sizes = view.gradient(start_P), self.small(network, 20)
+        assert torch.allclose(view.gradient(start_P, batch=40), expected, rtol=0, atol=1e-6)
+        assert sizes == [40, 20, 20, 10]
+
+    def test_of_which_one_is_too_much_raise(self):
+        network = Network(mlp, FLAT)
+        self.small(network, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            network.logits(torch.rand(3, *FLAT))
+
+
+def test_a_gpu_has_its_number_like_the_tensors_on_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [str(device_of(name)) for name in ("cpu", "cuda", "cuda:0")] == ["cpu", "cuda:1", "cuda:0"]
