@@ -58,9 +58,14 @@ def client_scores(
     task, shape, client = chunk.network.task, chunk.data.shape, chunk.client(index)
     undefined = np.full(len(task.score_names), np.nan)
     with naming_client(client, "testing"):
-        x, y = chunk.data.test(client, max_samples)
-        if reason := invalid_data_reason(x, y, shape, least=0):
-            return undefined, reason
+        key = "test", client, chunk.data.data_version(client), max_samples
+        samples = chunk.cache.get(key)
+        if samples is None:
+            samples = chunk.data.test(client, max_samples)
+            if reason := invalid_data_reason(*samples, shape, least=0):
+                return undefined, reason
+            samples = chunk.cache.add(key, samples)
+        x, y = samples[0], samples[1].cpu()  # the outputs are compared on the CPU
         if not task.by_confusion:
             return scoring.values(task, logits, x, y) if len(y) else undefined, None
         confusion_CC, loss_C = scoring.confusion(logits, x, y, shape.num_classes)

@@ -10,6 +10,7 @@ from federations import Spoiled, Stage, planted, uneven
 from torch import nn
 
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.work import Address, EvaluateClients, Rows
 from cfl_ray.data.chained import ChainedFederation
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.engine.attack import Attack
@@ -49,6 +50,22 @@ def test_every_client_is_read_once(engine):
     assert all(map(torch.equal, play(stage, 1, 2, 3), play(again, 1, 2, 3)))
     assert set(reads.values()) == {1} and set(all_reads.values()) == {3}
     assert stage.backend.worker.samples.used == 8 * SIZE <= stage.backend.worker.samples.limit == int(0.3 * 10**9)
+
+
+def test_of_tests_are_read_once_per_version_of_the_data():
+    federation = ChangingFederation(planted(3), [DataChange(3, (1,), offset=1)])
+    stage, _ = stage_of(federation, None)
+    reads, test = Counter(), federation._base.test
+    federation._base.test = lambda client, *rest: (reads.update([client]), test(client, *rest))[1]
+    scores = []
+    for number in (1, 2, 3, 4):
+        address, start = Address(0, number, -1), Rows(0, np.zeros(3, int))
+        work = EvaluateClients(address, np.arange(3), (stage.model()[None],), start=start)
+        scores.append(stage.backend.run(work).arrays["scores"])
+    assert reads == {0: 1, 1: 2, 2: 1}
+    assert np.array_equal(scores[0], scores[1]) and np.array_equal(scores[2], scores[3])
+    changed = [client for client in range(3) if not np.array_equal(scores[1][client], scores[2][client])]
+    assert changed == [1]
 
 
 def test_of_losses_are_the_same_ones():
