@@ -265,5 +265,6 @@ class TestMethodFiles:
                     "local",
                     "label",
                     "undo_normalize",
+                    "private",
                 )  # elsewhere
                 assert bounded or checked, f"{name} takes anything"

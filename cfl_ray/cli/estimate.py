@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from cfl_ray.cli.tables import choice_line, method_table, print_table, statistic
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
@@ -99,10 +100,15 @@ class TrafficEstimate:
 def traffic(
     method: Method[Any], num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: DataShape
 ) -> TrafficEstimate:
-    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training."""
+    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training.
+
+    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
+    result that is not as agreed.
+    """
+    steps = CheckedMethod(method, spec.size)
     start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input)
     backend = DryBackend(spec, math.prod(shape.input), shape.num_classes)
-    state, mbit = method.init(start), []
+    state, mbit = steps.init(start), []
     for round in (1, 2):
         stats = RoundStats()
         clients = Clients(
@@ -116,8 +122,9 @@ def traffic(
             stats=stats,
             reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
         )
-        state = method.round(state, clients, Draws(0, round))
+        state = steps.round(state, clients, Draws(0, round))
         mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+    steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:

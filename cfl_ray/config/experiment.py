@@ -390,7 +390,11 @@ def _name_of(value: Any) -> Any:
         if isinstance(value, type):
             return name
         given = {item.name: getattr(value, item.name) for item in fields(value)}
-        return {name: {key: one for key, one in given.items() if key not in ("local", "label") or one is not None}}
+        return {
+            name: {
+                key: one for key, one in given.items() if key not in ("local", "label", "private") or one is not None
+            }
+        }
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 

@@ -112,6 +112,9 @@ class ClientData(Protocol):
     def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
         """Gradient (trained columns,) of the mean loss over the whole training data at a model; without dropout."""
 
+    def outputs(self, row_P: Tensor) -> Tensor:
+        """Outputs (n, *output_shape) of a model for all training samples, in evaluation mode."""
+
     def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
         """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
 

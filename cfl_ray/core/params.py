@@ -92,13 +92,20 @@ class ParamSpec:
         """All trained columns: without frozen parameters and buffers."""
         return Columns(((0, self.trained),))
 
-    def columns(self, prefixes: Iterable[str]) -> Columns:
-        """Columns of the tensors with a name that starts with a prefix. Raises ValueError if a prefix matches none."""
-        prefixes = tuple(prefixes)
+    def columns(self, prefixes: str | Iterable[str], others: bool = False) -> Columns:
+        """Columns of the tensors whose name, or its part after a dot, starts with a prefix, or with one of several.
+
+        others: those of all other tensors. Raises ValueError if a prefix matches none.
+        """
+        prefixes = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes)
+
+        def matches(name: str, wanted: Iterable[str]) -> bool:
+            return any(f".{name}".find(f".{prefix}") >= 0 for prefix in wanted)
+
         for prefix in prefixes:
-            if not any(name.startswith(prefix) for name in self.names):
+            if not any(matches(name, [prefix]) for name in self.names):
                 raise ValueError(f"no parameter starts with {prefix!r}; the model has {', '.join(self.names)}")
-        return self._ranges(lambda name: name.startswith(prefixes))
+        return self._ranges(lambda name: matches(name, prefixes) != others)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +24,8 @@ class State:
 
     models_KP: Tensor  # float32 (K, P): the cluster models
     assign_N: np.ndarray  # int32 (N,): cluster of each client, UNASSIGNED for a client without one
-    phase: str = "federate"  # stage of the clustering, such as "warmup", "cluster" or "federate"
+    # stage of the clustering, such as "warmup" or "federate"; by keyword, so that fields of a subclass need no default
+    phase: str = field(default="federate", kw_only=True)
 
     @property
     def num_clusters(self) -> int:
@@ -58,20 +59,20 @@ class State:
         """
         more = num_clients - len(self.assign_N)
         changes: dict[str, Tensor | np.ndarray] = {}
-        for field in fields(self):
-            value, axes = getattr(self, field.name), _AXES.search(field.name)
+        for item in fields(self):
+            value, axes = getattr(self, item.name), _AXES.search(item.name)
             if not isinstance(value, (Tensor, np.ndarray)) or not axes or "N" not in axes[1]:
                 continue
             array, axis = np.asarray(value), axes[1].index("N")
             shape = (*array.shape[:axis], more, *array.shape[axis + 1 :])
-            added = np.full(shape, UNASSIGNED if field.name == "assign_N" else 0, array.dtype)
+            added = np.full(shape, UNASSIGNED if item.name == "assign_N" else 0, array.dtype)
             longer = np.concatenate([array, added], axis)
-            changes[field.name] = torch.from_numpy(longer) if isinstance(value, Tensor) else longer
+            changes[item.name] = torch.from_numpy(longer) if isinstance(value, Tensor) else longer
         return self.advance(**changes)
 
     def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, scalars) by field name, in the form that a checkpoint stores."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, (Tensor, np.ndarray))}
         scalars = {name: value for name, value in values.items() if name not in tensors}
         return {name: torch.as_tensor(value) for name, value in tensors.items()}, scalars
@@ -79,6 +80,6 @@ class State:
     @classmethod
     def from_checkpoint(cls, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> Self:
         """The inverse of `to_checkpoint`. Fields annotated as arrays come back as arrays."""
-        arrays = {field.name for field in fields(cls) if "ndarray" in str(field.type)}
+        arrays = {item.name for item in fields(cls) if "ndarray" in str(item.type)}
         values: dict[str, Any] = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
         return cls(**values, **scalars)

@@ -51,6 +51,10 @@ class ClientView:
         assert total is not None  # a client without samples is excluded before
         return total.cpu()
 
+    def outputs(self, row_P: Tensor) -> Tensor:
+        """Outputs (n, *output_shape) of a model for all training samples, in evaluation mode."""
+        return self.network.logits_of(row_P, self.x).cpu()
+
     def train(self, row_P: Tensor, local: LocalSGD | None = None, **changes: Any) -> Tensor:
         """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
         local = replace(local or self.local, **changes)

@@ -10,13 +10,16 @@ Deviations: none.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from cfl_ray.core.clients import Clients, ClientState
 from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.weights import global_weights
+from cfl_ray.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,41 @@ class FedPer(Method[State], name="fedper"):
     private_layers: int = option(
         1, "upper layers that stay with the client (K_P); 0: none, which is FedAvg", source="FedAC's comparison", low=0
     )
+    private: Any = option(
+        None,
+        "parameters that stay with the client instead, by what their names, or the parts of their names after a dot, "
+        "begin with, e.g. [lora_]; null: the upper layers",
+        source="ours",
+    )
     weights: str = weights_option()
+
+    def check_model(self, spec: ParamSpec) -> None:
+        try:
+            self.private_columns(spec)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}.private: {error}") from None
 
     def init(self, start: Start) -> State:
         return start.one_model()
 
     def round(self, state: State, clients: Clients, rng: Draws) -> State:
-        phi = clients.send(state.models_KP, columns=clients.spec.bottom(self.private_layers))
+        phi = clients.send(state.models_KP, columns=self.private_columns(clients.spec)[1])
         updates = clients.train(
             phi, client_state=self.private_head(clients), average=global_weights(clients.weights(self.weights))
         )
         return state.advance(models_KP=updates.averaged(default=state.models_KP))
 
+    def private_columns(self, spec: ParamSpec) -> tuple[Columns, Columns]:
+        """The columns that stay with the client, and the others."""
+        if self.private is not None:
+            return spec.columns(self.private), spec.columns(self.private, others=True)
+        return spec.top(self.private_layers), spec.bottom(self.private_layers)
+
     def private_head(self, clients: Clients) -> ClientState | None:
         """h_i, kept by the client; None without private layers."""
-        return ClientState("head", clients.spec.top(self.private_layers)) if self.private_layers else None
+        if not self.private_layers and self.private is None:
+            return None
+        return ClientState("head", self.private_columns(clients.spec)[0])
 
     def serve(self, state: State, clients: Clients) -> Serving:
         return Serving(state.models_KP, clients.first_row(), client_state=self.private_head(clients))

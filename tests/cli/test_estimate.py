@@ -1,12 +1,17 @@
 """The estimate of traffic equals the traffic that a run counts."""
 
+from dataclasses import dataclass
+
 import pytest
 
 import cfl_ray
 from cfl_ray.cli import estimate
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method
 from cfl_ray.data.federation import DataShape
+from cfl_ray.errors import RunError
 from cfl_ray.methods import REGISTRY, resolve
+from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.runtime.prepare import prepare
 
 
@@ -30,3 +35,18 @@ def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):
         down, up = (expected.first_round[side] + expected.later_round[side] for side in (0, 1))
         final = results[label].final
         assert (final["mbit_down"], final["mbit_up"]) == pytest.approx((down, up), rel=1e-12), label
+
+
+def test_every_step_of_a_method_is_tried():
+    """The first state, a round and the models that clients predict with."""
+    for broken, message in (
+        ({"init": lambda self, start: None}, "<lambda> .* returned None, expected a State"),
+        ({"round": lambda self, state, clients, rng: [state]}, r"returned list of 1, expected a State"),
+        ({"serve": lambda self, state, clients: state}, r"returned .*State.*, expected a Serving"),
+    ):
+        method = dataclass(frozen=True)(type("Broken", (FedAvg,), broken, name="broken_of_estimate"))
+        try:
+            with pytest.raises(RunError, match=message):
+                estimate.estimate(cfl_ray.Experiment(methods=[method], data={"partition": {"clients": 4}}))
+        finally:
+            del Method.registry["broken_of_estimate"]

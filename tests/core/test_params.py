@@ -86,3 +86,12 @@ def test_columns_are_taken_and_put_back():
     one = Columns(((2, 5),)).of(rows)
     one.fill_(-2)
     assert rows[1].tolist() == [10, -1, -2, -2, -2, 15, 16, -1, -1, 19], "one range is a view"
+
+
+def test_columns_by_one_name_by_a_part_of_it_and_all_others():
+    assert SPEC.columns("conv.") == SPEC.columns(["conv."])
+    assert SPEC.columns("weight") == SPEC.columns([name for name in SPEC.names if name.endswith("weight")])
+    columns, others = SPEC.columns("conv."), SPEC.columns("conv.", others=True)
+    assert columns.count + others.count == SPEC.size
+    with pytest.raises(ValueError, match="no parameter starts with 'onv.'"):
+        SPEC.columns("onv.")

@@ -96,3 +96,12 @@ def test_fields_with_an_axis_of_all_clients_grow_along_it():
     assert grown.pair_NF.tolist() == [[1] * 3, [1] * 3, [0] * 3]
     assert grown.centre_KF is state.centre_KF and grown.last_N is None
     assert grown.assign_N.tolist() == [0, 1, UNASSIGNED] and grown.assign_N.dtype == np.int32
+
+
+def test_fields_of_a_subclass_need_no_default():
+    @dataclass(frozen=True)
+    class Own(State):
+        seen_N: np.ndarray
+
+    state = Own(torch.zeros(1, 2), np.zeros(3, np.int32), np.ones(3))
+    assert state.phase == "federate" and state.grown(5).seen_N.tolist() == [1, 1, 1, 0, 0]

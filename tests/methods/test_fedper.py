@@ -16,6 +16,7 @@ from rounds import (
     row_accuracy,
 )
 
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedper import FedPer
 from cfl_ray.methods.local import Local
@@ -107,3 +108,14 @@ def test_a_rejected_client_keeps_no_head():
     one = Stage(Spoiled([4, 5]), mlp)
     state = one.play(FedPer(), [3, 4], [4, 5])
     assert one.client_states.keys() == {("head", 3)} and not state.models_KP.isnan().any()
+
+
+def test_private_parameters_by_name_are_those_of_the_layer():
+    """The last layer by its number and by its name: the same models to the last bit."""
+    states = []
+    for options in ({}, {"private": [deep_stage().network.spec.layers[-1] + "."]}):
+        one = deep_stage()
+        states.append(one.play(FedPer(**options), None, None))
+    assert torch.equal(states[0].models_KP, states[1].models_KP)
+    with pytest.raises(ConfigError, match="fedper.private: no parameter starts with 'lora_'; the model has"):
+        FedPer(private=["lora_"]).check_model(one.network.spec)
