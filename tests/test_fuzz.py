@@ -282,6 +282,7 @@ def run_mutants(name: str, mutants: range, pristine: Path, folder: Path, monkeyp
         if target.read is _resume:
             shutil.rmtree(folder)
             shutil.copytree(pristine, folder)
+            trust.sign_record(folder / "run", config.load(folder / "run" / CONFIG))
         file.write_bytes(target.mutate(whole, random.Random(seed)))
         check(target, folder, pristine / "was_imported", seed)
     for kind in range(0 if target.read is _resume else 6 if len(mutants) < 200 else 12):

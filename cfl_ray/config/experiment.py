@@ -222,7 +222,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         raise ConfigError(f"{file} is a study, no experiment; run it with: {shlex.join(['cfl-ray', verb, str(file)])}")
     written, moved = {}, {}
     if file is not None:
-        text = read_text(Path(file)) or ""
+        text = read_text(Path(file), follow=True) or ""
         moved = moves_of(values, text, Path(file).parent)
         values = with_replaced(values, moved)
         written = from_record(text)
@@ -257,7 +257,7 @@ def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file. Raises ConfigError."""
-    text = read_text(file)
+    text = read_text(file, follow=True)
     if text is None:
         raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
     values = _parse(text, str(file)) or {}

@@ -298,7 +298,7 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
     for override in overrides:
         for one in (given, values):
             _override(one, override)
-    written = paths_as_written(values, given) | from_record(read_text(path) or "")
+    written = paths_as_written(values, given) | from_record(read_text(path, follow=True) or "")
     _find_roots(values, folder)
     if isinstance(published := values.get("published"), str):
         values["published"] = str((folder / Path(published).expanduser()).resolve())

@@ -22,14 +22,12 @@ import yaml
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study, load_study
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import DataError
 from cfl_ray.errors.redaction import redact
-from cfl_ray.run_directory import RunDirectory
-from cfl_ray.security.signing import is_signed, sign
-from cfl_ray.system.files import read_json, read_text, write_json
+from cfl_ray.run_directory import RunDirectory, UntrustedError
+from cfl_ray.system.files import read_text
 from cfl_ray.system.nested import texts_of
 
-_PURPOSE = "names in the record of a run"
 _ROOT = 0
 _PLACES = (
     *("output", "data.root", "data.shards", "data.train_files", "data.test_files"),
@@ -39,10 +37,6 @@ _NAMED_ELSEWHERE = ("runtime.address", "tracking.uri")
 _TRACKERS_OF_FILES = ("mlflow", "csv", "tensorboard")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _CLUSTER, _MLFLOW = "the Ray cluster ", "MLflow at "
-
-
-class UntrustedError(ConfigError):
-    """Code or a server that is used only where the user says so."""
 
 
 def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Experiment:
@@ -59,13 +53,8 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
         names = _code_in(experiment)
         if connects:
             names += _connected_to(experiment) + _places_in({"output": experiment.output} | _record(run_dir))
-        _require_signed(run_dir, RunDirectory.config.name, names)
+        RunDirectory(run_dir).require_signed(names, RunDirectory.config.name, _of_environment())
     return experiment
-
-
-def refuse_links(directory: Path) -> None:
-    """Raises UntrustedError for a directory with symbolic links that this user has not signed."""
-    _require_signed(directory, "folder", [])
 
 
 def load_study_record(folder: Path, trust: bool = False) -> Study:
@@ -73,37 +62,20 @@ def load_study_record(folder: Path, trust: bool = False) -> Study:
     study = load_study(RunDirectory(folder).study)
     if not trust:
         values = yaml.safe_load(read_text(RunDirectory(folder).study) or "")
-        _require_signed(folder, RunDirectory.study.name, _names_in(study) + _places_in(values))
+        names = _names_in(study) + _places_in(values)
+        RunDirectory(folder).require_signed(names, RunDirectory.study.name, _of_environment())
     return study
-
-
-def _require_signed(folder: Path, record: str, names: list[str]) -> None:
-    """Raises UntrustedError for names that this user has neither signed here nor put into the environment."""
-    names = names + [f"the link {link}" for link in RunDirectory(folder).links()]
-    known = [*_of_environment(), *(_signed_in(folder) if names else [])]
-    if unknown := [name for name in names if name not in known]:
-        raise UntrustedError(
-            f"{folder} was not made by you on this machine, and its {record} names {', '.join(unknown)}; what it "
-            "names is imported, read, written or connected to: look at it, and say --trust (trust=True in Python) if "
-            "you trust it, or give the key of the run (CFL_RAY_KEY or CFL_RAY_KEY_FILE) if it is yours"
-        )
 
 
 def sign_record(run_dir: Path, experiment: Experiment, text: str | None = None) -> None:
     """Signs what the record of this user's run names. text: of the record; None: it is in the directory."""
     places = _places_in({"output": experiment.output} | _record(run_dir, text))
-    links = [f"the link {link}" for link in RunDirectory(run_dir).links()]
-    _sign(run_dir, _code_in(experiment) + _servers_in(experiment) + places + links)
+    RunDirectory(run_dir).sign(_code_in(experiment) + _servers_in(experiment) + places)
 
 
 def sign_study(folder: Path, study: Study) -> None:
     """Signs what the record of this user's study names."""
-    _sign(folder, _names_in(study) + _places_in(yaml.safe_load(study.to_record())))
-
-
-def _sign(folder: Path, names: list[str]) -> None:
-    if names and (signature := sign(_PURPOSE, names)):
-        write_json(RunDirectory(folder).signature, {"names": names, "signature": signature})
+    RunDirectory(folder).sign(_names_in(study) + _places_in(yaml.safe_load(study.to_record())))
 
 
 def check_owners(config: Experiment | Study) -> None:
@@ -201,17 +173,6 @@ def _file_of(reference: str) -> Path | None:
         return path.resolve() if path.is_file() else None
     except (OSError, ValueError):  # no name of a file
         return None
-
-
-def _signed_in(run_dir: Path) -> list[str]:
-    try:
-        found = read_json(RunDirectory(run_dir).signature)
-    except DataError:
-        return []
-    names = found.get("names") if isinstance(found, dict) else None
-    if not isinstance(names, list) or found is None or not is_signed(_PURPOSE, names, found.get("signature")):
-        return []
-    return [str(name) for name in names]
 
 
 def _user_name(uid: int) -> str:

@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.run_directory.lock import hold, is_held
-from cfl_ray.system.files import opened, sync
+from cfl_ray.security.signing import is_signed, sign
+from cfl_ray.system.files import opened, read_json, sync, write_json
 
 Owner = Literal["run", "method", "study"]
 FORMAT = 2  # 1, which has no line of its own in config.yaml: other names of environment.json and reassignments.jsonl
 _FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
 _HEADER_BYTES = 1 << 10
+_PURPOSE = "names in the record of a run"
+
+
+def check_inside(key: str, name: str) -> None:
+    """Raises ConfigError for the name of a file or a folder, the value of a key, that is not inside the directory."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(f"{key} must be a name in the directory of each method, got {name!r}")
+
+
+class UntrustedError(ConfigError):
+    """Code, a file or a server that is used only if the user says so."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +139,45 @@ class RunDirectory:
         """The copy of a file among the artifacts."""
         return self.artifacts / file.name
 
-    def links(self) -> list[str]:
+    # ---- trust
+
+    def sign(self, names: Sequence[str]) -> None:
+        """Signs, for this directory, what the record of this user's run or study names outside it, and its links."""
+        names = [*names, *self._links()]
+        if names and (signature := sign(_PURPOSE, self.path, names)):
+            write_json(self.signature, {"names": names, "signature": signature})
+
+    def require_signed(self, names: Sequence[str], record: str = "folder", known: Sequence[str] = ()) -> None:
+        """Raises UntrustedError for names, and for links, that this user has not signed for this directory.
+
+        record: what names them, for the message. known: names that need no signature.
+        """
+        names = [name for name in (*names, *self._links()) if name not in known]
+        signed = self._signed() if names else []
+        if unknown := [name for name in names if name not in signed]:
+            kept = f"; its {self.signature.name} is of another folder, of another key or of an earlier version"
+            raise UntrustedError(
+                f"{self.path} was not made by you on this machine, and its {record} names {', '.join(unknown)}; what "
+                "it names is imported, read, written or connected to: look at it, and say --trust (trust=True in "
+                "Python) if you trust it, or give the key of the run (CFL_RAY_KEY or CFL_RAY_KEY_FILE) if it is yours"
+                + (kept if not signed and self.signature.exists() else "")
+            )
+
+    def _signed(self) -> list[str]:
+        """The names in signature.json; none if this user has not signed them for this directory."""
+        with suppress(DataError):
+            found = read_json(self.signature) or {}
+            names = found.get("names")
+            if isinstance(names, list) and is_signed(_PURPOSE, self.path, names, found.get("signature")):
+                return [str(name) for name in names]
+        return []
+
+    def _links(self) -> list[str]:
         """The symbolic links in the directory, each with its target: what they lead to is no part of the run."""
         found = []
         for folder, folders, files in os.walk(self.path):
             links = (path for name in (*folders, *files) if (path := Path(folder) / name).is_symlink())
-            found += [f"{path.relative_to(self.path)} -> {os.readlink(path)}" for path in links]
+            found += [f"the link {path.relative_to(self.path)} -> {os.readlink(path)}" for path in links]
         return sorted(found)
 
     # ---- kind

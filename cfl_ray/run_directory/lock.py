@@ -6,9 +6,10 @@ import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from cfl_ray.errors import RunError
+from cfl_ray.system.files import open_private
 
 _LOCK_SECONDS = 2  # `is_held` holds the lock for an instant
 
@@ -21,7 +22,7 @@ def command(verb: str, *words: object) -> str:
 @contextlib.contextmanager
 def hold(file: Path) -> Iterator[None]:
     """Marks the run or the study of this file as live. Raises RunError if it is live already."""
-    with file.open("r+") as held:
+    with open_private(file, "r+b") as held:
         deadline = time.monotonic() + _LOCK_SECONDS
         while not _locked(held, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -32,11 +33,11 @@ def hold(file: Path) -> Iterator[None]:
 
 def is_held(file: Path) -> bool:
     """Whether a process holds the run or the study of this file."""
-    with file.open() as held:
+    with open_private(file, "rb") as held:
         return not _locked(held, fcntl.LOCK_SH)
 
 
-def _locked(file: IO[str], how: int) -> bool:
+def _locked(file: BinaryIO, how: int) -> bool:
     """Takes the lock if it is free, and returns whether it was; closing the file releases it."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)

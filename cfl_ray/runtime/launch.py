@@ -14,7 +14,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped
 from cfl_ray.results.load import finished_results
 from cfl_ray.results.results import Results
-from cfl_ray.results.trust import load_record, refuse_links, sign_record
+from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
@@ -256,8 +256,8 @@ class _Launch:
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
         if RunDirectory(directory).is_study:
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
-        refuse_links(directory)
         run = RunDirectory(directory)
+        run.require_signed([])
         if not run.is_run:
             return directory
         if recorded_hash(run) != self.experiment.config_hash:

@@ -15,7 +15,6 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
-from cfl_ray.results.trust import refuse_links
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
@@ -153,7 +152,7 @@ def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
 def _run(run_dir: Path) -> RunDirectory:
     directory = RunDirectory(run_dir)
     directory.require_run()
-    refuse_links(run_dir)
+    RunDirectory(run_dir).require_signed([])
     return directory
 
 

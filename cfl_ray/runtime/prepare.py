@@ -418,7 +418,7 @@ def engine_choice(
     with _alone(file):
         known = {}
         with suppress(DataError, OSError):
-            known = read_json(file) or {}
+            known = read_json(file, follow=True) or {}
         engine, reason = _pair(known.get(key))
         if engine in ENGINES:
             return autotune.EngineChoice(engine, reason)

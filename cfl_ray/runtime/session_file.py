@@ -1,12 +1,9 @@
 """The address of a live run's server, for the command line: session.json in the run directory.
 
-It is signed with the Ray token of the user who runs it, for the folder it is in: Ray's replies are pickles, so neither
-a folder written by another user nor a copy of a session file must lead a command to a cluster.
+It is signed by the user who runs it, for the folder it is in: Ray's replies are pickles, so neither a folder written by
+another user nor a copy of a session file must lead a command to a cluster.
 """
 
-import hashlib
-import hmac
-import json
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -14,9 +11,11 @@ from pathlib import Path
 
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.system.files import read_json
+from cfl_ray.security.signing import is_signed, sign
+from cfl_ray.system.files import read_json, write_json
 
 NAMESPACE = "cfl_ray"
+_PURPOSE = "address of a live run's server"
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,11 @@ def cluster_address(configured: str | None) -> str | None:
     return None if address == "local" else address
 
 
-def token() -> bytes | None:
-    """This user's Ray token, looked up as Ray does it; None where there is none."""
-    if value := os.environ.get("RAY_AUTH_TOKEN"):
-        return value.strip().encode()
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    try:
-        return file.read_bytes().strip() or None
-    except OSError:
-        return None
-
-
 def publish_server(run_dir: Path, session: ServerAddress) -> None:
-    """Writes session.json, readable by its owner only. Without a token there is none, and no live commands."""
-    if key := token():
-        values = asdict(session)
-        file = RunDirectory(run_dir).session
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.touch(mode=0o600)
-        draft.write_text(json.dumps(values | {"signature": _signature(run_dir, values, key)}, indent=1))
-        draft.replace(file)
+    """Writes session.json, readable by its owner only. Without a key there is none, and no live commands."""
+    values = asdict(session)
+    if signature := sign(_PURPOSE, run_dir, values):
+        write_json(RunDirectory(run_dir).session, values | {"signature": signature})
 
 
 def withdraw_server(run_dir: Path) -> None:
@@ -81,22 +65,10 @@ def read_server_address(run_dir: Path) -> ServerAddress | None:
         values = {}  # what cannot be read is not signed
     if values is None:
         return None
-    key = token()
-    if key is None:
-        raise ConfigError(
-            f"{file} cannot be checked: you have no Ray token here "
-            "(RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
-        )
     signature = values.pop("signature", "")
-    if not hmac.compare_digest(str(signature).encode(), _signature(run_dir, values, key).encode()):
+    if not is_signed(_PURPOSE, run_dir, values, signature):
         raise ConfigError(
-            f"{file} was not written with your Ray token for this folder, so its cluster is not "
-            "contacted; use the token of the user who started the run and the folder in which it runs, or remove the "
-            "file if no run is live there"
+            f"{file} was not written by you in this folder, so its cluster is not contacted; give the key of the user "
+            "who started the run (CFL_RAY_KEY or CFL_RAY_KEY_FILE), or remove the file if no run is live there"
         )
     return ServerAddress(**values)
-
-
-def _signature(run_dir: Path, values: object, key: bytes) -> str:
-    signed = json.dumps([str(run_dir.resolve()), values], sort_keys=True)
-    return hmac.new(key, b"cfl_ray session\n" + signed.encode(), hashlib.sha256).hexdigest()

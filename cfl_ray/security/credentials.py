@@ -65,7 +65,7 @@ def _remember(found: dict[str, str]) -> None:
 
 def _remembered() -> dict[str, str]:
     try:
-        known = read_json(user_folder() / "credentials.json") or {}
+        known = read_json(user_folder() / "credentials.json", follow=True) or {}
     except (DataError, OSError):
         return {}
     return {str(redacted): str(uri) for redacted, uri in known.items()}

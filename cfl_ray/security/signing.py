@@ -1,4 +1,4 @@
-"""Signatures of this user: an HMAC with a key that only the user can read.
+"""Signatures of this user, each for one folder: an HMAC with a key that only the user can read.
 
 The key is CFL_RAY_KEY, or the content of the file that CFL_RAY_KEY_FILE names (a mounted secret), or a file in the
 user's own folder, which is made when it is needed. With the first two, a process with another home folder, such as a
@@ -21,25 +21,29 @@ _BYTES = 32
 _LEAST = 16  # characters of a key that the user gives
 
 
-def sign(purpose: str, values: Any) -> str | None:
-    """The signature of JSON values for a purpose; None if the user has no key and none can be made."""
+def sign(purpose: str, folder: Path, values: Any) -> str | None:
+    """The signature of JSON values for a purpose, in a folder; None if the user has no key and none can be made."""
     with suppress(OSError):
-        return _signature(purpose, values, _key() or _new_key())
+        return " ".join(_signatures(purpose, folder, values, _key() or _new_key()))
     return None
 
 
-def is_signed(purpose: str, values: Any, signature: object) -> bool:
-    """Whether this user signed these values for this purpose on this machine."""
+def is_signed(purpose: str, folder: Path, values: Any, signature: object) -> bool:
+    """Whether this user signed these values for this purpose in this folder, which may have been moved."""
     try:
         key = _key()
-    except OSError:
+        pairs = zip(_signatures(purpose, folder, values, key), str(signature).split(" "), strict=True) if key else ()
+        return any(hmac.compare_digest(own.encode(), given.encode()) for own, given in pairs)
+    except (OSError, ValueError):
         return False
-    return key is not None and hmac.compare_digest(_signature(purpose, values, key).encode(), str(signature).encode())
 
 
-def _signature(purpose: str, values: Any, key: bytes) -> str:
-    signed = json.dumps([purpose, values], sort_keys=True)
-    return hmac.new(key, b"cfl_ray\n" + signed.encode(), hashlib.sha256).hexdigest()
+def _signatures(purpose: str, folder: Path, values: Any, key: bytes) -> list[str]:
+    """One for the path of the folder, which a run that another pod takes over keeps, and one for its inode, which a
+    folder keeps that is moved. A copy has neither.
+    """
+    signed = (["cfl_ray", purpose, place, values] for place in (str(folder.resolve()), folder.stat().st_ino))
+    return [hmac.new(key, json.dumps(each, sort_keys=True).encode(), hashlib.sha256).hexdigest() for each in signed]
 
 
 def _given_key() -> bytes | None:

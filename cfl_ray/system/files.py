@@ -30,12 +30,18 @@ def private_folder(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
-    """Opens a binary file without a buffer. A new file gets permissions for the user only."""
-    return cast("BinaryIO", open(path, mode, buffering=0, opener=_opener))
+    """Opens a binary file without a buffer, and no link. A new file gets permissions for the user only."""
+    return cast("BinaryIO", open(path, mode, buffering=0, opener=no_link))
 
 
-def _opener(name: str, flags: int) -> int:
-    return os.open(name, flags, PRIVATE)
+def no_link(name: str, flags: int) -> int:
+    """An `opener` for files of the user alone. Raises DataError for a link."""
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, PRIVATE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DataError(f"{name} is a link: put the file in its place") from error
+        raise
 
 
 class _Umask:
@@ -102,7 +108,7 @@ def drafted(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
 
 def write_text(path: Path, text: str, mode: int = PRIVATE) -> None:
     """Replaces `path` by a text in one step, after the text is on the disk. mode: see `drafted`."""
-    with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8") as file:
+    with drafted(path, mode) as draft, open(draft, "w", encoding="utf-8", opener=no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -114,17 +120,24 @@ def write_json(path: Path, value: dict[str, Any], mode: int = PRIVATE) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO | None]:
+def opened(path: Path, follow: bool = False) -> Iterator[BinaryIO | None]:
     """Context with the file open for reading, or None if it does not exist.
 
-    Raises DataError if it cannot be read, or is a folder, a device or a pipe: reading these may never end.
+    follow: whether the path may be a link, as a path that the user names; a file of a run is no link.
+    Raises DataError if it cannot be read, or is a link, a folder, a device or a pipe: reading these may never end.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+        links = 0 if follow else os.O_NOFOLLOW
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)  # a pipe without a writer would block
     except FileNotFoundError:
         descriptor = -1
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        reason = (
+            "it is a link; put the file in its place"
+            if path.is_symlink() and not follow
+            else getattr(error, "strerror", None) or error
+        )
+        raise DataError(f"{path} cannot be read: {reason}") from error
     if descriptor < 0:
         yield None
         return
@@ -137,24 +150,24 @@ def opened(path: Path) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def read_file(path: Path) -> bytes | None:
+def read_file(path: Path, follow: bool = False) -> bytes | None:
     """The content of `path`; None if there is no such file. Raises DataError as `opened` does."""
-    with opened(path) as file:
+    with opened(path, follow) as file:
         return None if file is None else file.read()
 
 
-def read_text(path: Path) -> str | None:
+def read_text(path: Path, follow: bool = False) -> str | None:
     """The UTF-8 text in `path`; None if there is no such file. Raises DataError if it cannot be read or decoded."""
-    content = read_file(path)
+    content = read_file(path, follow)
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, follow: bool = False) -> dict[str, Any] | None:
     """The JSON object in `path`; None if there is no such file. Raises DataError if it is damaged."""
-    content = read_file(path)
+    content = read_file(path, follow)
     if content is None:
         return None
     try:
@@ -208,7 +221,8 @@ def cut_torn_line(path: Path) -> None:
     """Removes an incomplete last line, which a crash left. The resumed run repeats the round and writes it again."""
     content = read_file(path)
     if content is not None and (whole := content.rfind(b"\n") + 1) < len(content):
-        os.truncate(path, whole)
+        with open_private(path, "r+b") as file:
+            file.truncate(whole)
 
 
 # ---- any file

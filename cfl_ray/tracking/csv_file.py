@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory import check_inside
 from cfl_ray.system.files import append_line, open_private, read_text, write_text
 from cfl_ray.tracking.record import ROUND_METRICS, RoundRecord, RunEnd, RunInfo
 
@@ -13,6 +14,7 @@ class CsvFile:
     """A CSV file in the directory of each method: round, time_ms and a column for every metric of a round."""
 
     def __init__(self, file: str = "metrics.csv") -> None:
+        check_inside("tracking.trackers: csv.file", file)
         self.name = file
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:

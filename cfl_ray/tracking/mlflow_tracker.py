@@ -50,7 +50,7 @@ class Destination:
 
     def is_chosen(self, run_dir: Path) -> bool:
         """Whether this user has chosen it for this directory."""
-        return is_signed(_PURPOSE, [str(run_dir.resolve()), self.uri], self.signature)
+        return is_signed(_PURPOSE, run_dir, self.uri, self.signature)
 
 
 class Mlflow:
@@ -119,7 +119,7 @@ class Mlflow:
         recorded = Destination.read(run_dir) if RunDirectory(run_dir).mlflow.exists() else None
         is_same = recorded is not None and (recorded.uri, recorded.experiment) == (uri, self.experiment)
         if recorded is None or not is_same or recorded.parent != parent or not recorded.is_chosen(run_dir):
-            signature = sign(_PURPOSE, [str(run_dir.resolve()), uri])
+            signature = sign(_PURPOSE, run_dir, uri)
             anew = {} if is_same else {"run_id": None, "delivered": 0, "round": None, "ended_ms": None}
             values = {"uri": uri, "experiment": self.experiment, "parent": parent, "signature": signature}
             update_cursor(run_dir, MLFLOW, **values, **anew)

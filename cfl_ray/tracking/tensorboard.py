@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from cfl_ray.errors import ConfigError
+from cfl_ray.run_directory import check_inside
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 
@@ -11,6 +12,7 @@ class Tensorboard:
     """TensorBoard event files, one scalar per metric with the round as its step: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: str = "tensorboard") -> None:
+        check_inside("tracking.trackers: tensorboard.folder", folder)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

@@ -133,7 +133,9 @@ def test_a_run_that_was_stopped_has_what_was_saved(experiment_, kept, tmp_path):
     assert run["ditto"].records == [] and run["ditto"].final == {} and len(run["ditto"].to_frame()) == 0
     with pytest.raises(ConfigError, match="ditto has not begun"):
         run["ditto"].model(0)
-    assert run["ifca"].trained.round == 2
+    with pytest.raises(ConfigError, match="signature.json is of another folder"):
+        run["ifca"].trained  # noqa: B018
+    assert cfl_ray.load_run(tmp_path / "run", trust=True)["ifca"].trained.round == 2
 
 
 class TestClientMetrics:

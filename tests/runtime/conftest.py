@@ -12,7 +12,9 @@ import pytest
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray import Experiment, simulate
+from cfl_ray.config import load
 from cfl_ray.plugins.loading import load_plugin
+from cfl_ray.results.trust import sign_record
 from cfl_ray.runtime.driver import Watcher
 
 HERE = Path(__file__).parent
@@ -108,8 +110,10 @@ def finished_run(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(finished_run, tmp_path):
-    """A copy of the finished run."""
-    return shutil.copytree(finished_run, tmp_path / "run")
+    """A copy of the finished run, which is this user's."""
+    folder = shutil.copytree(finished_run, tmp_path / "run")
+    sign_record(folder, load(folder / "config.yaml"))
+    return folder
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_a_forged_address_is_not_followed(run_dir):
     (run_dir / "session.json").write_text(json.dumps(values | {"address": "6.6.6.6:1"}))
     with RunDirectory(run_dir).hold():
         for ask in (lambda: live_client.status(run_dir), lambda: live_client.ask(run_dir, "stop")):
-            with pytest.raises(ConfigError, match="was not written with your Ray token"):
+            with pytest.raises(ConfigError, match="was not written by you"):
                 ask()
 
 
@@ -78,7 +78,7 @@ def test_the_session_file_of_another_run_is_not_followed(run_dir, tmp_path):
     publish_server(run_dir, ServerAddress.here("127.0.0.1:6379", "server"))
     other = shutil.copytree(run_dir, tmp_path / "other")
     assert live_client.status(other).state == "finished"  # a run that is not live leads nowhere
-    with RunDirectory(other).hold(), pytest.raises(ConfigError, match="with your Ray token for this folder"):
+    with RunDirectory(other).hold(), pytest.raises(ConfigError, match="was not written by you in this folder"):
         live_client.ask(other, "stop")
 
 

@@ -1,5 +1,6 @@
 """Run directories of other users: nothing that they name is imported or connected to without trust."""
 
+import json
 import os
 import shutil
 import sys
@@ -88,6 +89,24 @@ def test_a_run_of_another_user_or_machine_imports_nothing(own, imports, tmp_path
         assert "say --trust" in capsys.readouterr().err
     assert cli("status", own) == 0
     assert not imports()
+
+
+def test_a_copy_of_a_run_is_not_trusted_nor_a_copied_signature(own, imports, tmp_path):
+    shutil.copytree(own, tmp_path / "copy")
+    with pytest.raises(UntrustedError, match=r"signature\.json is of another folder, of another key or of an earlier"):
+        load_record(tmp_path / "copy")
+    with pytest.raises(UntrustedError):
+        load_run(tmp_path / "copy")
+    assert not imports()
+
+
+def test_a_signature_of_an_earlier_version_says_what_to_do(own, tmp_path):
+    """It held for any folder."""
+    values = json.loads((own / "signature.json").read_text())
+    (own / "signature.json").write_text(json.dumps(values | {"signature": "0" * 64}))
+    with pytest.raises(UntrustedError, match="say --trust .* of an earlier version$"):
+        resume(own, on_ray=False)
+    load_record(own, trust=True)
 
 
 def test_trust_is_an_option_and_lasts_where_the_run_goes_on(own, imports, tmp_path, monkeypatch, capsys):

@@ -19,10 +19,21 @@ from cfl_ray.system.files import (
 )
 
 
+def test_links_are_followed_only_where_the_user_names_them(tmp_path):
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_json(tmp_path / "link", follow=True) == {}
+    for act in (lambda path: read_json(path), lambda path: open_private(path, "ab"), cut_torn_line):
+        with pytest.raises(DataError, match="link.* it is a link|link is a link"):
+            act(tmp_path / "link")
+    write_json(tmp_path / "link", {"new": 1})
+    assert (tmp_path / "file").read_text() == "{}" and not (tmp_path / "link").is_symlink()
+
+
 def test_what_is_no_file_is_an_error_and_never_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    reasons = {"pipe": "a device or a pipe", "loop": "levels of symbolic links", ".": "Is a directory"}
+    reasons = {"pipe": "a device or a pipe", "loop": "it is a link", ".": "Is a directory"}
     for name, reason in reasons.items():
         for read in (read_file, read_json, cut_torn_line):
             with pytest.raises(DataError, match=f"cannot be read: .*{reason}"):
