@@ -7,6 +7,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,8 @@ from cfl_ray.system import files
 
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _Read = TypeVar("_Read")
+_CACHE_GB = 50.0
+_IN_USE_SECONDS = 3600
 _PAUSES = (0.5, 1.0, 2.0)  # seconds, before a file of another file system is read again
 _FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
 
@@ -80,13 +83,18 @@ class Folder:
         cached = cache() / f"{sha256}.arrow"
 
         def is_there() -> bool:
-            return cached.is_file() and cached.stat().st_size == size
+            if not cached.is_file() or cached.stat().st_size != size:
+                return False
+            with suppress(OSError):  # another user's
+                os.utime(cached)  # used now
+            return True
 
         if not is_there():
             locks = cache() / "locks"
             locks.mkdir(parents=True, exist_ok=True)
             with FileLock(locks / sha256):  # of the processes of a machine, one fetches and the others wait
                 if not is_there():
+                    make_room(size)
                     self._fetch(name, cached, size, sha256)
         elif verify:
             check(cached, size, sha256)
@@ -165,6 +173,21 @@ def check(path: Path, size: int, sha256: str | None, name: str | None = None) ->
         found, expected, what = files.sha256(path), sha256, "sha256"
     if found != expected:
         raise DataError(f"{name or path} is damaged: expected {what} {expected}, found {found}; {PREPARE_AGAIN}")
+
+
+def make_room(size: int) -> None:
+    """Removes the files of the cache that were used least recently, so that with `size` bytes more it keeps its limit.
+
+    Files that were used in the last hour stay: a run may need them again. Processes that have mapped a file keep it.
+    """
+    limit = float(os.environ.get("CFL_RAY_CACHE_GB", _CACHE_GB)) * 1e9
+    kept = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda one: one[0].st_mtime)
+    total = size + sum(found.st_size for found, _ in kept)
+    for found, file in kept:
+        if total <= limit or found.st_mtime > time.time() - _IN_USE_SECONDS:
+            return
+        file.unlink(missing_ok=True)
+        total -= found.st_size
 
 
 def cache() -> Path:

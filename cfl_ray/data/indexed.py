@@ -52,7 +52,8 @@ class Scaling:
         """Returns a float32 copy, bit for bit that of torchvision's ToTensor and Normalize; int64 for token ids."""
         if self.tokens:
             return torch.from_numpy(x.astype(np.int64))
-        scaled = np.divide(x, np.float32(self.scale), dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 are infinite: the client is excluded
+            scaled = np.divide(x, np.float32(self.scale), dtype=np.float32)
         if self.normalize is not None:
             mean, std = (np.asarray(part, np.float32).reshape(-1, *[1] * (x.ndim - 2)) for part in self.normalize)
             scaled -= mean

@@ -5,9 +5,11 @@ import re
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
-_URI = re.compile(r"://[^\s'\"]+")
-_USER = re.compile(r"://[^\s'\"]*@")  # up to the last @: a password that was typed by hand may contain / and @
-_QUERY = re.compile(r"([?&;][\w.~%-]+=)[^\s&;'\"]+")
+_CHAR = r"""(?:[^\s'"]|['"](?=[^\s,:)\]}'"]))"""  # a quote ends a URI unless the URI goes on after it
+_URI = re.compile(rf"://{_CHAR}+")
+# Up to the last @, for a password that was typed by hand may contain anything; blanks only after USER:, and no port.
+_USER = re.compile(rf"""://(?:[^/\s@:'"]*:(?!\d+[\s/'"])(?:(?!://)(?:{_CHAR}|[ \t])){{0,80}}@|{_CHAR}*@)""")
+_QUERY = re.compile(rf"([?&;#][\w.~%-]+=)(?:(?![&;]){_CHAR})+")
 _SECRETS_IN_ENVIRONMENT = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
@@ -24,7 +26,8 @@ def redact(text: str, uri: str = "") -> str:
     """
     for secret in sorted(_secrets(uri), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    return _URI.sub(lambda found: _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(f"://{HIDDEN}@", found[0])), text)
+    text = _USER.sub(f"://{HIDDEN}@", text)
+    return _URI.sub(lambda found: _QUERY.sub(rf"\1{HIDDEN}", found[0]), text)
 
 
 def _secrets(uri: str) -> set[str]:

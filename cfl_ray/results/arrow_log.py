@@ -48,7 +48,7 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
     schema = None
     with opened(file):  # raises for what is no regular file
         pass
-    with pa.OSFile(str(file)) as source:
+    with pa.memory_map(str(file)) as source:  # read by those who use the values
         end = 0
         try:
             reader = pa.ipc.open_stream(source)

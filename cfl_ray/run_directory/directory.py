@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Literal, overload
 
-from cfl_ray.errors import ConfigError, DataError
+from filelock import FileLock, Timeout
+
+from cfl_ray.errors import ConfigError, DataError, RunError
 from cfl_ray.run_directory.lock import hold, is_held
 from cfl_ray.security.signing import is_signed, sign
-from cfl_ray.system.files import opened, read_json, sync, write_json
+from cfl_ray.system.files import PRIVATE, opened, read_json, sync, write_json
 
 Owner = Literal["run", "method", "study"]
 FORMAT = 2  # 1, which has no line of its own in config.yaml: other names of environment.json and reassignments.jsonl
@@ -75,6 +77,7 @@ class RunDirectory:
         before="numerics.json",
     )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
+    start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
     failure = File("failure.txt", ("run",), "why a run of a study failed", "study")
 
     info = File("run.json", ("run", "method", "study"), "identity, tags and parameters", "driver")
@@ -219,6 +222,26 @@ class RunDirectory:
     def hold(self) -> AbstractContextManager[None]:
         """Marks the run, or the study, as live. Raises RunError if it is live already."""
         return hold(self.study_lock if self.is_study else self.config)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Context in which no other process starts a run in this folder, which is made. Raises RunError if one does.
+
+        If the run does not begin, and the folder holds nothing, it is removed again.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            with FileLock(self.start_lock, timeout=0, mode=PRIVATE):
+                if self.is_run:
+                    raise RunError(f"another process has started a run in {self.path}; choose another folder")
+                try:
+                    yield
+                finally:
+                    if not self.is_run and [*self.path.iterdir()] == [self.start_lock]:
+                        self.start_lock.unlink()
+                        self.path.rmdir()
+        except Timeout:
+            raise RunError(f"another process starts a run in {self.path}; choose another folder") from None
 
     @property
     def is_live(self) -> bool:

@@ -218,6 +218,7 @@ class _Launch:
         setup = prepare(self.experiment, self.watcher.preparing)
         if self.keep and not self.resumed:
             self.directory = self._new_directory()
+            lock.enter_context(RunDirectory(self.directory).starting())  # before Ray, which takes long to start
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
         facts = self.session.facts()

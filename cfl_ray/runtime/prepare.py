@@ -45,6 +45,7 @@ from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.runtime.first_models import start_of
 from cfl_ray.system.files import SHARED, read_json, write_json
+from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
 
@@ -281,11 +282,23 @@ def _check_method(label: str, method: Method[Any], task: Task, learning: Learnin
         )
 
 
+def _check_memory(label: str, method: Method[Any], parameters: int) -> None:
+    """Raises ConfigError for more clusters than this machine has memory for the models of, before they are made."""
+    wanted, available = getattr(method, "num_clusters", None) or 0, available_memory()
+    most = available // (parameters * 4)  # bytes of a float
+    if wanted > most:
+        raise ConfigError(
+            f"{label}.num_clusters is {wanted}: its models need {wanted * parameters * 4 / 1e9:.1f} GB, and this "
+            f"machine has {available / 1e9:.1f} GB of memory available; use at most {most} clusters"
+        )
+
+
 def _try_methods(setup: Setup) -> None:
     """Raises ConfigError for an option that does not fit the model; makes every method's first state, and drops it."""
     network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
+        _check_memory(label, method, network.spec.size)
         start = start_of(setup.experiment, label, network, setup.federation.num_clients)
         CheckedMethod(method, network.spec.size).init(start)
 

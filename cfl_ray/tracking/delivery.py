@@ -110,11 +110,14 @@ class Delivery:
             self._save(before, cursor)
             return rounds
 
-    def give_up(self) -> None:
-        """Closes a tracker that lacks records, or whose run has no end."""
+    def give_up(self, end: RunEnd | None) -> None:
+        """Closes a tracker that lacks records, or whose run has no end that is recorded.
+
+        end: one that the disk had no room for; None: none.
+        """
         if self.was_opened and not self.is_closed:
             with self._alone(0):
-                self.tracker.close(None)
+                self.tracker.close(end)
 
     def _open(self) -> bool:
         """Opens the tracker if it is not open, and returns whether it was not."""
@@ -144,7 +147,8 @@ class LiveDelivery:
         """finish_seconds: longest time without progress for which `finish` waits."""
         self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
         self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
-        self.ends = threading.Event()  # no record follows: only short pauses from now on
+        self.unrecorded_end: RunEnd | None = None
+        self._ends = threading.Event()  # no record follows: only short pauses from now on
         self._new = threading.Event()  # there may be something to deliver
         self._done = threading.Event()  # everything is delivered, or the delivery has given up
 
@@ -157,10 +161,13 @@ class LiveDelivery:
         """Says that there is something to deliver."""
         self._new.set()
 
-    def finish(self) -> None:
-        """Waits until everything is delivered, or for as long as there is progress."""
-        self.ends.set()
+    def end(self) -> None:
+        """Says that no record follows."""
+        self._ends.set()
         self._new.set()
+
+    def finish(self) -> None:
+        """Waits, after `end`, until everything is delivered, or for as long as there is progress."""
         progress = None
         while not self._done.is_set() and progress != self.delivery.progress:
             progress = self.delivery.progress
@@ -175,8 +182,8 @@ class LiveDelivery:
     def _deliver_until_done(self) -> None:
         failures = failures_at_end = 0
         while not self._done.is_set():
-            ends, progress = self.ends.is_set(), self.delivery.progress
             self._new.clear()
+            ends, progress = self._ends.is_set(), self.delivery.progress
             try:
                 self.delivery.bring_up_to_date()
             except Timeout:  # another process is delivering this run
@@ -195,15 +202,15 @@ class LiveDelivery:
                     break
             self._pause(failures, failures_at_end)
         with suppress(Exception):  # it was warned of
-            self.delivery.give_up()
+            self.delivery.give_up(self.unrecorded_end)
         self._done.set()
 
     def _pause(self, failures: int, failures_at_end: int) -> None:
         """Waits for at least the pause after so many failures, and until there is something to deliver."""
-        if self.ends.is_set():
+        if self._ends.is_set():
             self._done.wait(PAUSES_AT_END_SECONDS[max(0, failures_at_end - 1)])
         else:
-            self.ends.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
+            self._ends.wait(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
         self._new.wait()
 
     def _warn_of(self, error: Exception) -> None:

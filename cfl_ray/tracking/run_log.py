@@ -7,7 +7,7 @@ The identity and configuration (RunInfo) are written first, then a line for each
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -68,12 +68,16 @@ class RunLog:
 
     def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
         """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
+        last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)
+        end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms, self._of_task))
         try:
             os.fsync(self._open_log().fileno())
-            last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)
-            end = RunEnd(status, RoundRecord(last.round, summary, last.time_ms, self._of_task))
             values = {"status": end.status, "summary": end.summary.to_fields(), "time_ms": end.time_ms}
             write_json(RunDirectory(self.run_dir).end, values)
+        except OSError:  # a full disk: trackers that have a server still learn that the run is over
+            for delivery in self._deliveries:
+                delivery.unrecorded_end = replace(end, status="FAILED")
+            raise
         finally:
             self.close()
 
@@ -83,7 +87,7 @@ class RunLog:
             self._log.close()
             self._log = None
             for delivery in self._deliveries:  # all of them deliver at the same time
-                delivery.ends.set()
+                delivery.end()
             for delivery in self._deliveries:
                 delivery.finish()
 

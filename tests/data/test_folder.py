@@ -1,3 +1,4 @@
+import os
 import pickle
 import re
 import time
@@ -159,3 +160,24 @@ def test_unknown_filesystems(uri):
 
 def test_children_of_a_uri_keep_its_query():
     assert Folder("fsspec+memory://bucket/a/?region=eu").child("b").uri == "fsspec+memory://bucket/a/b?region=eu"
+
+
+def test_the_cache_has_a_limit_and_keeps_what_was_used_lately(cache, monkeypatch):
+    monkeypatch.setenv("CFL_RAY_CACHE_GB", "0.000003")
+    cache.mkdir()
+    for hours, name in enumerate("abcd"):
+        (cache / f"{name}.arrow").write_bytes(bytes(1000))
+        os.utime(cache / f"{name}.arrow", (0, time.time() - 3600 * hours - 60))
+    folder_module.make_room(500)
+    assert sorted(path.name for path in cache.iterdir()) == ["a.arrow", "b.arrow"]
+    folder_module.make_room(10**6)
+    assert [path.name for path in cache.iterdir()] == ["a.arrow"], "used in the last hour"
+
+
+def test_a_file_of_the_cache_that_is_used_stays(remote, cache):
+    uri, _ = remote
+    open_shards(uri).client(0)
+    for file in cache.glob("*.arrow"):
+        os.utime(file, (0, 0))
+    open_shards(uri).client(0)
+    assert any(file.stat().st_mtime > 1 for file in cache.glob("*.arrow"))

@@ -25,3 +25,10 @@ def test_scaling_copies_even_what_needs_no_change():
 def test_normalize_must_fit_the_channels(normalize):
     with pytest.raises(DataError, match="with 3 values each"):
         Scaling(255, normalize).check((3, 8, 8))
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_float32_are_infinite_without_a_warning():
+    x = np.array([[1e300, -1e300, np.nan, 1.0]])
+    values = Scaling(1.0, None).to_tensor(x)[0]
+    assert values.isinf().tolist() == [True, True, False, False] and values[2].isnan() and values[3] == 1

@@ -8,7 +8,7 @@ import pytest
 
 import cfl_ray
 from cfl_ray import Experiment, resume, simulate
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.directory import FORMAT
 
@@ -98,3 +98,39 @@ def test_a_run_of_a_later_format_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("# config hash 1\n# format 99\nname: small\n")
     with pytest.raises(ConfigError, match=f"has format 99, and this cfl_ray knows formats up to {FORMAT}"):
         resume(tmp_path)
+
+
+def test_of_two_drivers_that_start_in_one_folder_one_starts(tmp_path):
+    """The second one before the first has written its config, or after."""
+    run = RunDirectory(tmp_path / "run")
+    with run.starting():
+        message = "another process starts a run in .*run; choose another folder"
+        with pytest.raises(RunError, match=message), RunDirectory(tmp_path / "run").starting():
+            raise AssertionError
+        run.config.write_text("x: 1")
+    with pytest.raises(RunError, match="another process has started a run in"), run.starting():
+        raise AssertionError
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(tmp_path):
+    with pytest.raises(KeyError), RunDirectory(tmp_path / "run").starting():
+        raise KeyError
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/notes").write_text("mine")
+    with pytest.raises(KeyError), RunDirectory(tmp_path / "own").starting():
+        raise KeyError
+    assert (tmp_path / "own/notes").exists()
+
+
+def test_the_folder_is_taken_before_ray_starts(experiment, tmp_path, monkeypatch):
+    def start(launched, setup):
+        run = RunDirectory(tmp_path / "run")
+        with pytest.raises(RunError, match="another process starts a run"), run.starting():
+            raise AssertionError
+        raise RunError("seen")
+
+    monkeypatch.setattr("cfl_ray.runtime.launch._Launch._session", start)
+    with pytest.raises(RunError, match="seen"):
+        simulate(experiment, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

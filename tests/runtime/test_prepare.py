@@ -124,3 +124,10 @@ def test_a_batch_of_one_sample_is_refused_for_batchnorm_and_drop_last_cures_it(s
     for local in ({"batch_size": 13, "drop_last": True}, {"batch_size": 14}, {}):
         stage(given(**local))
     assert math.isfinite(simulate(given(batch_size=13, drop_last=True))["fedavg"].final["accuracy"])
+
+
+def test_more_models_than_the_memory_holds_are_refused_before_they_are_made(experiment):
+    with pytest.raises(
+        ConfigError, match=r"ifca.num_clusters is 10{12}: its models need .* GB .*; use at most \d+ clus"
+    ):
+        prepare(experiment(methods=[{"ifca": {"num_clusters": 10**12}}]))

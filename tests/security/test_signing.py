@@ -19,7 +19,7 @@ def test_own_signatures_hold_and_no_others(home, tmp_path, monkeypatch):
     assert is_signed("purpose", tmp_path, ["a", 1], signature)
     assert not is_signed("other", tmp_path, ["a", 1], signature)
     assert not is_signed("purpose", tmp_path, ["a", 2], signature)
-    for other in (None, "", 3, "0" * 64, "é", "é é", f"{'0' * 64} {'1' * 64}", signature.partition(" ")[0]):
+    for other in (None, "", 3, "0" * 64, "é", "é é", f"{'0' * 64} {'1' * 64}"):
         assert not is_signed("purpose", tmp_path, ["a", 1], other), other
     assert (home / "key").stat().st_mode & 0o777 == 0o600 and home.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in home.iterdir()] == ["key"]

@@ -278,3 +278,17 @@ class TestConfig:
         assert written["tracking"]["trackers"] == [f"{__name__}.Recording"]
         with pytest.raises(ConfigError, match="is an object, expected a class: every method of a run has its own"):
             new_trackers(TrackingConfig(trackers=[Recording()]))
+
+
+def test_trackers_learn_of_an_end_that_the_disk_has_no_room_for(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    tracker = Recording()
+    log = RunLog(tmp_path, {"mine": tracker})
+    log.start(RunInfo("run"))
+    log.log(record(1))
+    monkeypatch.setattr("cfl_ray.tracking.run_log.write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.finish("FINISHED", {"rounds_to_target": 2.0})
+    assert tracker.calls[-2:] == [("log", 1, 0.1), ("close", "FAILED", {"rounds_to_target": 2.0})]

@@ -1,6 +1,12 @@
+import json
 import os
+import random
+import re
+import string
+from urllib.parse import quote
 
 from cfl_ray.config import TrackingConfig
+from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.tracking import redact, resolve_uri
 from cfl_ray.tracking.uri import accepts_connection, with_credentials
 
@@ -11,12 +17,34 @@ REDACTED = {
     "https://token@host": "https://***@host",
     "postgresql://bob:p@ss/word@db/x": "postgresql://***@db/x",
     "http://host?token=abc&user=bob#top": "http://host?token=***&user=***",
+    "http://bob:pa'ss@host/x": "http://***@host/x",
+    'http://bob:p"a ss@host': "http://***@host",
+    "http://host?password=a'b&key=c": "http://host?password=***&key=***",
+    "http://host/x#token=abc": "http://host/x#token=***",
+    "'http://host:80/x', said bob@x": "'http://host:80/x', said bob@x",
+    '{"a":"http://host","b":"x@y"}': '{"a":"http://host","b":"x@y"}',
+    "{'a': 'http://b:c@host', 'd': 'x@y'}": "{'a': 'http://***@host', 'd': 'x@y'}",
     "no route to http://a:b@c or https://d:e@f?g=h": "no route to http://***@c or https://***@f?g=***",
 }
 
 
 def test_redact_hides_the_credentials_of_uris():
     assert {text: redact(text) for text in REDACTED} == REDACTED
+
+
+def test_redact_hides_whatever_a_password_is_made_of():
+    """In a URI by itself, in a sentence and in JSON; a quote before , : ) ] } or a blank ends a URI."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        secret = (
+            "Q" + "".join(draw.choice(string.ascii_letters + "0123456789'\"#?/:@ %&;=+!~*()") for _ in range(12)) + "Q"
+        )
+        secret = re.sub(r"""['"](?=[\s,:)\]}'"])""", "", secret)
+        host = draw.choice(["host", "host:5000", "10.0.0.1/path"])
+        uri = draw.choice([f"s3://user:{secret}@{host}", f"http://{quote(secret, safe='')}@{host}"])
+        for text in (uri, f"no route to {uri}: it failed", json.dumps({"uri": quote(uri, safe=":/@")})):
+            shown = redact(text)
+            assert HIDDEN in shown and secret not in shown and not re.search(r"Q.{2,}Q", shown), (text, shown)
 
 
 def test_redact_hides_the_secrets_of_a_uri_where_they_stand_alone(monkeypatch):

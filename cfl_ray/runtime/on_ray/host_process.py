@@ -19,7 +19,6 @@ from cfl_ray.core.work import ChunkResult, CombineColumns, Work
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.reduce import HostSums
-from cfl_ray.errors import UserError
 from cfl_ray.nn.precision import products_in
 from cfl_ray.runtime.numerics import HostNumerics
 from cfl_ray.runtime.on_ray.shared import shared_tensor
@@ -34,7 +33,7 @@ class HostProcess:
     """Work of a host, with one compute thread. The sums of an exchange stay here until they are collected."""
 
     exchange: int | None = None
-    failure: UserError | None = None  # why the present federation cannot be opened here
+    failure: Exception | None = None  # why the present federation cannot be opened here
     chunks_done = 0  # of the present call; read by another thread
 
     def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
@@ -64,10 +63,12 @@ class HostProcess:
         )
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        """Works on the federation of this setup from now on; where it cannot be opened here, every chunk raises why."""
+        """Works on the federation of this setup from now on. If it cannot be opened here, every chunk raises why, for
+        nothing waits for this call.
+        """
         try:
             self.setup = fetch(packed[0])
-        except UserError as error:
+        except Exception as error:
             self.failure = error
             return
         self.failure, self.worker.federation = None, self.setup.federation
