@@ -24,6 +24,7 @@ EVENTS = {"open", "import", "exec", "socket.connect", "socket.getaddrinfo", "sub
 EVENTS |= {"os.exec", "os.posix_spawn", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.listdir", "os.scandir"}
 EVENTS |= {"os.truncate", "os.link", "os.symlink", "os.chmod", "os.utime", "shutil.rmtree", "shutil.copyfile"}
 ANYWHERE = {"socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"}
+PAIRS = {"os.rename", "os.link", "os.symlink", "shutil.copyfile"}
 Schema = dict[str, Any]
 
 
@@ -57,14 +58,12 @@ def cases(outside: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     schema = Experiment.model_json_schema()
     texts = [
         str(outside / "data"),
-        "../outside/data",
         "bare",
         f"{outside}/code.py:Name",
         "outside_module:Name",
         "s3://bucket/x?endpoint_override=127.0.0.1:9&scheme=http",
         "http://127.0.0.1:9",
         f"sqlite:///{outside}/data",
-        f"file://{outside}/data",
     ]
     for key, make in places(schema, schema.get("$defs", {})):
         for text in texts:
@@ -84,10 +83,13 @@ def main(run: Path, outside: Path) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if not watched or event not in EVENTS:
             return
-        text = " ".join(str(one) for one in arguments[:3])
-        paths = [os.path.abspath(one) for one in arguments[:2] if isinstance(one, str | Path)]
-        if event in ANYWHERE or "outside" in text or any(path.startswith(str(outside)) for path in paths):
-            touched.append(f"{event} {text[:200]}")
+        if "__editable__" in str(arguments[0]) or arguments[0] == "git":  # no folder; the commit of this package
+            return
+        named = [str(one) for one in arguments[: 2 if event in PAIRS else 1] if isinstance(one, str | bytes | Path)]
+        if event in ANYWHERE or any(
+            "outside" in name or os.path.abspath(name).startswith(str(outside)) for name in named
+        ):
+            touched.append(f"{event} {arguments[:2]}"[:200])
 
     kept = shutil.copytree(run, run.with_name("kept"))
     record = (run / "config.yaml").read_text()
@@ -96,13 +98,16 @@ def main(run: Path, outside: Path) -> None:
     os.chdir(outside)
     cfl_ray.resume(run, on_ray=False)  # imports what is imported later
     sys.addaudithook(hook)
+    values = yaml.safe_load(record)
     results: dict[str, list[str]] = {"refused": [], "invalid": [], "resumed": [], "failed": [], "touched": []}
     outcome = "resumed"
     for name, changes in cases(outside):
         if outcome != "refused":
             shutil.rmtree(run)
             shutil.copytree(kept, run)
-        (run / "config.yaml").write_text(head + yaml.safe_dump(merged(yaml.safe_load(record), changes)))
+        changed = merged(values, changes)
+        changed["tracking"]["enabled"] = "tracking" in changes
+        (run / "config.yaml").write_text(head + yaml.safe_dump(changed))
         touched.clear()
         watched = True
         try:
@@ -119,7 +124,7 @@ def main(run: Path, outside: Path) -> None:
         results["touched"] += [f"{name}: {what}" for what in touched]
     touched.clear()
     watched = True  # the hook sees what a trusted run does
-    (run / "config.yaml").write_text(head + yaml.safe_dump(yaml.safe_load(record) | {"task": "outside_module:Name"}))
+    (run / "config.yaml").write_text(head + yaml.safe_dump(values | {"task": f"{outside}/code.py:Name"}))
     with suppress(UserError):
         cfl_ray.resume(run, on_ray=False, trust=True)
     print(json.dumps(results | {"trusted": list(touched)}))

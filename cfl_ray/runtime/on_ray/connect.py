@@ -2,8 +2,11 @@
 
 import os
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,7 +37,14 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     if address is None:
         cpus = max(hosts or 0, usable_cpus())
         with _loopback_only(), host_environment(instructions):
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(session_folder()),
+                **_QUIET,
+            )
         return True
     try:
         join_cluster(address)
@@ -45,6 +55,22 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
             "or leave out runtime.address and RAY_ADDRESS to run on this machine"
         ) from error
     return False
+
+
+def session_folder() -> Path:
+    """The folder of the sessions of this user's clusters, in one that only the user can enter: Ray opens it to all.
+
+    Its path is short, for that of a socket in it has at most 107 bytes. Raises ConfigError if it is another user's.
+    """
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"cfl_ray-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a folder that only you can enter; remove it, or set TMPDIR to a folder of yours"
+        )
+    return folder / "ray"
 
 
 @contextmanager

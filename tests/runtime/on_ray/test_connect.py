@@ -1,0 +1,29 @@
+"""The folder of the sessions of clusters that a run starts."""
+
+import pytest
+
+from cfl_ray.errors import ConfigError
+from cfl_ray.runtime.on_ray import connect
+
+
+def test_the_session_folder_is_the_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    folder = connect.session_folder().parent
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    assert connect.session_folder() == folder / "ray"
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
+        connect.session_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder that only you can enter"):
+        connect.session_folder()
+
+
+def test_a_cluster_of_a_run_has_its_session_there(monkeypatch):
+    started = {}
+    monkeypatch.setattr(connect.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connect.ray, "init", lambda **options: started.update(options))
+    monkeypatch.setattr(connect, "cluster_address", lambda address: None)
+    assert connect.connect(None)
+    assert started["_temp_dir"] == str(connect.session_folder())
