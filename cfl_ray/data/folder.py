@@ -86,7 +86,7 @@ class Folder:
             if not cached.is_file() or cached.stat().st_size != size:
                 return False
             with suppress(OSError):  # another user's
-                os.utime(cached)  # used now
+                os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))  # used now
             return True
 
         if not is_there():
@@ -181,10 +181,10 @@ def make_room(size: int) -> None:
     Files that were used in the last hour stay: a run may need them again. Processes that have mapped a file keep it.
     """
     limit = float(os.environ.get("CFL_RAY_CACHE_GB", _CACHE_GB)) * 1e9
-    kept = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda one: one[0].st_mtime)
+    kept = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda one: one[0].st_atime)
     total = size + sum(found.st_size for found, _ in kept)
     for found, file in kept:
-        if total <= limit or found.st_mtime > time.time() - _IN_USE_SECONDS:
+        if total <= limit or found.st_atime > time.time() - _IN_USE_SECONDS:
             return
         file.unlink(missing_ok=True)
         total -= found.st_size

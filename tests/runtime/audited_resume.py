@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 
 import cfl_ray
-from cfl_ray.config import Experiment
+from cfl_ray.config import Experiment, load
 from cfl_ray.errors import UserError
 from cfl_ray.run_directory import UntrustedError
 
-EVENTS = {"open", "import", "exec", "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.fork"}
+EVENTS = {"open", "exec", "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.fork"}
 EVENTS |= {"os.exec", "os.posix_spawn", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.listdir", "os.scandir"}
 EVENTS |= {"os.truncate", "os.link", "os.symlink", "os.chmod", "os.utime", "shutil.rmtree", "shutil.copyfile"}
 ANYWHERE = {"socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"}
@@ -76,6 +76,14 @@ def merged(values: Any, changes: Any) -> Any:
     return values | {key: merged(values.get(key), value) for key, value in changes.items()}
 
 
+def write(file: Path, head: list[str], values: dict[str, Any]) -> None:
+    """Writes a record with the config hash of these values, so that it is not refused as an edited one."""
+    text = "".join(head[1:]) + yaml.safe_dump(values)
+    file.write_text(text)
+    with suppress(UserError, AttributeError):
+        file.write_text(f"# config hash {load(file).config_hash}\n{text}")
+
+
 def main(run: Path, outside: Path) -> None:
     touched: list[str] = []
     watched = False
@@ -93,7 +101,7 @@ def main(run: Path, outside: Path) -> None:
 
     kept = shutil.copytree(run, run.with_name("kept"))
     record = (run / "config.yaml").read_text()
-    head = "".join(line + "\n" for line in record.splitlines() if line.startswith("#"))
+    head = [line + "\n" for line in record.splitlines() if line.startswith("#")]
     sys.path.insert(0, str(outside))
     os.chdir(outside)
     cfl_ray.resume(run, on_ray=False)  # imports what is imported later
@@ -107,7 +115,7 @@ def main(run: Path, outside: Path) -> None:
             shutil.copytree(kept, run)
         changed = merged(values, changes)
         changed["tracking"]["enabled"] = "tracking" in changes
-        (run / "config.yaml").write_text(head + yaml.safe_dump(changed))
+        write(run / "config.yaml", head, changed)
         touched.clear()
         watched = True
         try:
@@ -124,8 +132,8 @@ def main(run: Path, outside: Path) -> None:
         results["touched"] += [f"{name}: {what}" for what in touched]
     touched.clear()
     watched = True  # the hook sees what a trusted run does
-    (run / "config.yaml").write_text(head + yaml.safe_dump(values | {"task": f"{outside}/code.py:Name"}))
-    with suppress(UserError):
+    write(run / "config.yaml", head, values | {"task": f"{outside}/code.py:Name"})
+    with suppress(UserError, AttributeError):
         cfl_ray.resume(run, on_ray=False, trust=True)
     print(json.dumps(results | {"trusted": list(touched)}))
 
