@@ -114,7 +114,10 @@ def main(run: Path, outside: Path) -> None:
             shutil.rmtree(run)
             shutil.copytree(kept, run)
         changed = merged(values, changes)
-        changed["tracking"]["enabled"] = "tracking" in changes
+        tracking = changes.get("tracking", {}).keys()
+        changed["tracking"]["enabled"] = bool(
+            tracking - {"experiment"}
+        )  # which leads to the store of the output folder
         write(run / "config.yaml", head, changed)
         touched.clear()
         watched = True
