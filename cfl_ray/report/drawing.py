@@ -131,3 +131,13 @@ def listed(items: Sequence[str], most: int = 6) -> str:
     """Items with commas; of many the first ones and the number of the others."""
     more = [f"{len(items) - most} more"] if len(items) > most else []
     return ", ".join([*items[:most], *more])
+
+
+def tested_in_words(p: float, effect: float, runs: float, rivals: float) -> str:
+    """A paired test in a cell: p and effect size; why there is none, if seeds are missing; else empty.
+
+    rivals: number of methods of the experiment.
+    """
+    if not math.isnan(p):
+        return f"{p:.3f} (d {effect:.1f})"
+    return "needs three seeds" if runs < 3 and rivals > 1 else ""

@@ -21,7 +21,7 @@ from cfl_ray.report.against import against_figures
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
-from cfl_ray.report.drawing import PageFigure, as_json, with_spread
+from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 from cfl_ray.system.files import PRIVATE, write_text
@@ -151,8 +151,11 @@ def _table_headings(report: Report) -> list[TableHeading]:
     several = [TableHeading("experiment", number=False)] if len(report.experiments) > 1 else []
     scores = {one.score for one in report.experiments}
     headings = [_heading(name, scores) for name in report.columns]
-    note = "p of a paired t-test against the best method of the experiment, from three seeds on"
-    tested = [TableHeading("p", note)] if _is_tested(report) else []
+    note = (
+        "paired t-test of the first metric against the best method of the experiment, over the seeds that both have "
+        "(at least three): p, if their means were equal, and d, the mean difference over its standard deviation"
+    )
+    tested = [TableHeading("p", note)] if _is_compared(report) else []
     return [*several, TableHeading("method", number=False), TableHeading("seeds"), *headings, *tested]
 
 
@@ -163,8 +166,10 @@ def _heading(name: str, scores: Collection[str]) -> TableHeading:
     return TableHeading(_HEADINGS.get(name, name.replace("_", " ")), f"{name} (docs/metrics.md)")
 
 
-def _is_tested(report: Report) -> bool:
-    return any(not math.isnan(_float(row, "p")) for row in report.rows)
+def _is_compared(report: Report) -> bool:
+    """Whether an experiment has several methods."""
+    experiments = [row["experiment"] for row in report.rows]
+    return len(set(experiments)) < len(experiments)
 
 
 def _table_rows(report: Report) -> list[list[TableCell]]:
@@ -177,9 +182,10 @@ def _table_rows(report: Report) -> list[list[TableCell]]:
             mean, std = _float(row, name), _float(row, f"{name}_std")
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
             cells.append(TableCell(text, mean, number=True))
-        if _is_tested(report):
-            p = _float(row, "p")
-            cells.append(TableCell("" if math.isnan(p) else f"{p:.3f}", p, number=True))
+        if _is_compared(report):
+            p, rivals = _float(row, "p"), sum(row["experiment"] == one["experiment"] for one in report.rows)
+            text = tested_in_words(p, _float(row, "effect"), _float(row, "runs"), rivals)
+            cells.append(TableCell(text, p, number=True))
         rows.append(cells)
     return rows
 

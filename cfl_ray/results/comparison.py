@@ -13,7 +13,7 @@ import numpy as np
 from cfl_ray.config import Experiment
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
-from cfl_ray.report.drawing import LEAST_SHOWN
+from cfl_ray.report.drawing import LEAST_SHOWN, tested_in_words
 from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import run_folders, seed_of
@@ -45,9 +45,10 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     Runs that differ only in the seed are one experiment. The folder of a study stands for all its runs; each of its
     settings is an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
     METRIC_std (sample standard deviation; NaN for one run); mbit (per client, download plus upload), seconds (of all
-    rounds), and p (p-value of a paired t-test of the first metric against the best method of the experiment, over
-    common seeds; NaN for the best method and for fewer than 3 common seeds). A method without the metric for one of its
-    seeds cannot be the best. Methods without an evaluation are left out.
+    rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
+    seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
+    their standard deviation). A method without the metric for one of its seeds cannot be the best. Methods without an
+    evaluation are left out.
 
     metrics: names (docs/metrics.md) of the last evaluation or of the whole run, or diagnostics that are numbers, of
         which the last value counts; empty: the score of the task, also of P-local and of the worst decile, macro F1,
@@ -104,7 +105,8 @@ def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
     chosen = _chosen(found, metrics)
     rows = [_row(key, of_seeds, chosen) for key, of_seeds in found.items()]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
-    frame["p"] = _p_values(found, chosen[0]) if chosen else []
+    tests = _paired_tests(found, chosen[0]) if chosen else []
+    frame["p"], frame["effect"] = [p for p, _ in tests], [effect for _, effect in tests]
     return frame
 
 
@@ -172,7 +174,10 @@ def format_table(frame: pd.DataFrame, style: str) -> str:
     for name in [name for name in frame.columns if f"{name}_std" in frame.columns]:
         shown[name] = [mean_and_spread(mean, std) for mean, std in zip(frame[name], frame[f"{name}_std"], strict=True)]
         shown = shown.drop(columns=f"{name}_std")
-    shown["p"] = ["" if np.isnan(p) else f"{p:.3f}" for p in frame["p"]]
+    rivals = frame["experiment"].map(frame["experiment"].value_counts())
+    cells = zip(frame["p"], frame["effect"], frame["runs"], rivals, strict=True)
+    shown["p"] = [tested_in_words(*cell) for cell in cells]
+    shown = shown.drop(columns="effect")
     return _formatted(shown, style)
 
 
@@ -246,21 +251,27 @@ def is_less_better(metric: str) -> bool:
     return metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
 
 
-def _p_values(found: Found, metric: str) -> list[float]:
-    """Of each method against the best one of its experiment; only seeds count with which both have a finite value."""
+def _paired_tests(found: Found, metric: str) -> list[tuple[float, float]]:
+    """(p, effect size) of each method against the best one of its experiment, over the seeds that both have.
+
+    Effect size: the mean of the differences over their standard deviation (Cohen's d of pairs). Only finite values
+    count; NaN where nothing is tested.
+    """
     best = _best_methods(found, metric)
     if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):
         from scipy.stats import ttest_rel  # half a second that the report of a single run does without
 
-    p_values = []
+    tests = []
     for key, of_seeds in found.items():
         rival = best.get(key[0], key)
         common = sorted(of_seeds.keys() & found[rival].keys())
         pairs = np.array([[of_seeds[seed].get(metric), found[rival][seed].get(metric)] for seed in common], float)
         pairs = pairs[np.isfinite(pairs).all(1)] if common else pairs
         tested = key != rival and len(pairs) >= _FEWEST_PAIRS and np.ptp(pairs[:, 0] - pairs[:, 1]) > 0
-        p_values.append(float(ttest_rel(*pairs.T).pvalue) if tested else np.nan)
-    return p_values
+        difference_S = pairs[:, 0] - pairs[:, 1] if tested else np.full(2, np.nan)
+        effect = difference_S.mean() / difference_S.std(ddof=1)
+        tests.append((float(ttest_rel(*pairs.T).pvalue) if tested else np.nan, float(effect)))
+    return tests
 
 
 def _best_methods(found: Found, metric: str) -> dict[str, tuple[str, str]]:

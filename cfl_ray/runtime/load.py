@@ -39,8 +39,18 @@ def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: b
 
 def opener(run_dir: Path, setup: Callable[[], Setup]) -> Callable[[str], TrainedMethod]:
     """A function that opens what a method of a run has learned, by label. setup: of the run; called once, then."""
-    setup = cache(setup)
-    return lambda label: load_trained(setup(), label, run_dir)
+
+    @cache
+    def prepared() -> Setup:
+        try:
+            return setup()
+        except ConfigError as error:
+            raise type(error)(
+                f"the models of {run_dir} need the run's data and network again, and these cannot be made: {error}; "
+                "its metrics (to_frame, client_metrics) need neither"
+            ) from error
+
+    return lambda label: load_trained(prepared(), label, run_dir)
 
 
 def load_trained(setup: Setup, label: str, run_dir: Path) -> TrainedMethod:

@@ -58,7 +58,7 @@ RUN_METRICS = {
 METRICS = ROUND_METRICS | RUN_METRICS
 # of records, of client_metrics.arrow, and of tables of several runs
 _COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
-_COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p"}
+_COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p", "effect"}
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DERIVED = ("_local", "_local_trained", "_tuned", "_honest", "_std", "_p10", "_p90")  # of the first metric of a task
 

@@ -50,6 +50,11 @@ def test_mean_spread_and_p_over_the_seeds(runs):
     best = int(frame["accuracy"].argmax())
     expected = ttest_rel(values["fedavg"], values["local"]).pvalue
     assert np.isnan(frame["p"][best]) and frame["p"][1 - best] == pytest.approx(expected)
+    difference_S = values[frame["method"][1 - best]] - values[frame["method"][best]]
+    assert frame["effect"][1 - best] == pytest.approx(difference_S.mean() / difference_S.std(ddof=1))
+    cells = [line.split("|")[-2].strip() for line in format_table(frame, "md").splitlines()[2:]]
+    assert cells[best] == "" and re.fullmatch(r"0\.\d{3} \(d -\d+\.\d\)", cells[1 - best])
+    assert format_table(compare_runs(runs[:2]), "md").count("| needs three seeds |") == 2
 
 
 def test_other_settings_are_another_experiment(runs):
@@ -69,7 +74,7 @@ def test_what_figures_depend_on_makes_an_experiment():
 def test_metrics_by_name(runs):
     frame = compare_runs(runs[:2], ["macro_f1", "seconds"])
     assert [name for name in frame.columns if not name.endswith("_std")] == [
-        "experiment", "method", "runs", "macro_f1", "seconds", "mbit", "p"
+        "experiment", "method", "runs", "macro_f1", "seconds", "mbit", "p", "effect"
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"no run has the metric 'macro_f'.*did you mean 'macro_f1'"):
         compare_runs(runs[:1], ["macro_f"])
@@ -127,11 +132,11 @@ def test_infinite_values_and_equal_ones_are_not_tested():
 def test_the_spread_over_clients_is_a_metric():
     found = {("e", "m"): {seed: {"accuracy": 0.5, "accuracy_std": 0.1 + 0.1 * seed} for seed in (0, 1)}}
     frame = table_of(found, ["accuracy_std", "accuracy_std"])
-    assert frame.columns.tolist() == ["experiment", "method", "runs", "accuracy_std", "accuracy_std_std", "p"]
+    assert frame.columns.tolist() == ["experiment", "method", "runs", "accuracy_std", "accuracy_std_std", "p", "effect"]
     assert f"| m | 2 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(frame, "md")
     both = table_of(found, ["accuracy", "accuracy_std"])
     spread = "accuracy_std_over_clients"
-    assert both.columns.tolist()[3:-1] == ["accuracy", "accuracy_std", spread, f"{spread}_std"]
+    assert both.columns.tolist()[3:-2] == ["accuracy", "accuracy_std", spread, f"{spread}_std"]
     assert both[spread][0] == frame["accuracy_std"][0] and both["accuracy_std"][0] == 0
     assert f"| m | 2 | 0.500 ± 0.000 | 0.150 ± {0.1 / 2**0.5:.3f} |" in format_table(both, "md")
 

@@ -213,3 +213,20 @@ def test_every_method_has_a_model_for_every_client(experiment_):
     for label, result in results.methods.items():
         x = result.trained.federation.test(0)[0][:4]
         assert result.trained.outputs(0, x).shape == (4, 10), label
+
+
+def test_a_function_that_no_longer_gives_the_data_is_named_when_models_are_opened(tmp_path, monkeypatch):
+    source = "import os\nimport numpy as np\n\n\ndef load():\n    owner = np.arange(20) // 5\n"
+    source += "    return {'x': np.eye(20) * float(os.environ['SCALE']), 'y': np.arange(20) % 2, 'clients': owner}\n"
+    (tmp_path / "own.py").write_text(source)
+    monkeypatch.setenv("SCALE", "1")
+    sections = {"data": {"source": f"{tmp_path}/own.py:load"}, "tracking": {"enabled": False}, "output": str(tmp_path)}
+    cfl_ray.simulate(cfl_ray.Experiment(rounds=1, methods=["fedavg"], **sections), tmp_path / "run")
+    monkeypatch.delenv("SCALE")
+    result = cfl_ray.load_run(tmp_path / "run")["fedavg"]
+    assert len(result.client_metrics()) == 4
+    with pytest.raises(ConfigError) as error:
+        result.model()
+    message = str(error.value)
+    assert "need the run's data and network again" in message and "load (" in message and "own.py, line" in message
+    assert "KeyError: 'SCALE'" in message
