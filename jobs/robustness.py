@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import Experiment, UserError, load, run, simulate
+from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.methods import resolve
 
 RECIPE = Path(__file__).parent / "experiments" / "robust_fashion_mnist.yaml"
@@ -30,11 +31,13 @@ FIELDS = ("method", "rule", "attack", "fraction", "accuracy_honest", "accuracy",
 def cell(base: Experiment, entry: dict, rule: str, attack: str, fraction: float) -> Experiment:
     """The experiment of one method with one aggregation rule; `fraction` 0: no attack."""
     ((name, options),) = entry.items()
-    changes = {"kind": attack, "fraction": fraction, "clients": None} if fraction else {"kind": "none"}
+    kind = attack if fraction else "none"
+    changes = {"kind": kind, "fraction": fraction, "clients": None} if fraction else {"kind": kind}
     values = base.to_dict() | {
         "methods": [{name: options | {"aggregation": yaml.safe_load(rule)}}],
         "tracking": {"enabled": False},
     }
+    ATTACK_KINDS.drop_others(values["attack"], kind)
     return Experiment(**values | {"attack": values["attack"] | changes})
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import config, data, models, simulate
+from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
@@ -138,6 +139,7 @@ def on_digits(cell: Cell, output: Path) -> config.Experiment:
     values = cell.experiment.to_dict()
     part = values["data"]["partition"]
     kind = "dirichlet" if part["kind"] == "writer" else part["kind"]
+    PARTITION_KINDS.drop_others(part, kind)
     small = {
         "rounds": 2,
         "data": {
@@ -145,8 +147,11 @@ def on_digits(cell: Cell, output: Path) -> config.Experiment:
             "normalize": None,
             "shift": {"kind": "none"} if values["data"]["shift"]["kind"] == "hybrid" else values["data"]["shift"],
             "partition": part
-            | {"kind": kind, "clients": 16, "samples": 40, "cut": part["cut"][:1], "groups": part["groups"] and 4}
-            | {"min_samples": 2, "alpha": max(part["alpha"], 1.0), "classes_per_client": 2},
+            | {"kind": kind, "clients": 16, "samples": 40, "cut": part["cut"][:1], "min_samples": 2}
+            | {"dirichlet": {"alpha": max(part.get("alpha", 0), 1.0)}, "classes": {"classes_per_client": 2}}.get(
+                kind, {}
+            )
+            | ({"groups": 4} if part.get("groups") else {}),
         },
         "methods": [with_layers(method) for method in values["methods"]],
         "model": {"name": "mlp", "options": {"hidden": 8}},

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cfl_ray.config import (
-    AttackConfig,
-    AvailabilityConfig,
-    BuiltinKind,
-    ConfigSection,
-    DataConfig,
-    PartitionConfig,
-    ShiftConfig,
-)
+from pydantic.fields import FieldInfo
+
+from cfl_ray.config import BuiltinKind, ConfigSection
+from cfl_ray.config.attack import ATTACK_KINDS
+from cfl_ray.config.cohort import AVAILABILITY_KINDS
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.partition import PARTITION_KINDS
+from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.aggregation import AGGREGATION
 from cfl_ray.core.method import RUN_OPTIONS, Method
 from cfl_ray.core.metrics import METRICS, Metric
@@ -24,14 +23,10 @@ from cfl_ray.core.optimizers import OPTIMIZERS
 from cfl_ray.core.schedules import SCHEDULES
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS
 from cfl_ray.core.tasks import LOSSES, TASKS, Task
-from cfl_ray.data.function import DATASETS
-from cfl_ray.data.partition import PARTITIONS
-from cfl_ray.data.shifts import SHIFTS
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import METHODS
 from cfl_ray.models import CLASS_NAMES, INPUT_NAMES, MODELS
 from cfl_ray.plugins.registry import Registry
-from cfl_ray.runtime.prepare import ATTACKS, AVAILABILITY
 from cfl_ray.runtime.session import BACKENDS
 from cfl_ray.tracking import TRACKERS, Mlflow
 
@@ -50,7 +45,6 @@ class ListedPart:
 class PartKind:
     """A kind of part.
 
-    section: of the config, whose keys are the parameters of this package's own parts; None: they have their own.
     given: parameters that a part is passed, and that no config sets.
     """
 
@@ -58,7 +52,6 @@ class PartKind:
     own: str  # how to bring one's own, in words
     example: str  # in a config
     page: str  # of the documentation
-    section: type[ConfigSection] | None = None
     given: tuple[str, ...] = ()
 
     def parts(self) -> Iterator[ListedPart]:
@@ -80,7 +73,11 @@ class PartKind:
 
     def _parameters(self, part: Any) -> str:
         if isinstance(part, BuiltinKind):
-            return ", ".join(f"{key}: {self._default(key)}" if self._default(key) else key for key in part.keys)
+            if part.section is None:
+                return ", ".join(part.keys)
+            of_all = set.intersection(*(set(kind.section.model_fields) for kind in self.registry.builtin.values()))
+            keys = [(name, info) for name, info in part.section.model_fields.items() if name not in of_all]
+            return ", ".join(_key(name, info) for name, info in keys if not _is_section(info))
         if isinstance(part, type) and issubclass(part, Method):
             own = [option for option in part.options() if option["name"] not in RUN_OPTIONS]
             return ", ".join(f"{option['name']}: {as_yaml(option['default'])}" for option in own)
@@ -98,10 +95,13 @@ class PartKind:
             if item.name not in self.given and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
         )
 
-    def _default(self, key: str) -> str:
-        """The default of a key of the section; empty: it is a key of another section."""
-        fields = self.section.model_fields if self.section is not None else {}
-        return as_yaml(fields[key].get_default(call_default_factory=True)) if key in fields else ""
+
+def _is_section(info: FieldInfo) -> bool:
+    return isinstance(info.annotation, type) and issubclass(info.annotation, ConfigSection)
+
+
+def _key(name: str, info: FieldInfo) -> str:
+    return name if info.is_required() else f"{name}: {as_yaml(info.get_default(call_default_factory=True))}"
 
 
 def _first_line(part: Any) -> str:
@@ -131,11 +131,10 @@ KINDS: Mapping[str, PartKind] = {
         given=(*INPUT_NAMES, *CLASS_NAMES),
     ),
     "datasets": PartKind(
-        DATASETS,
+        SOURCE_KINDS,
         "a function that returns arrays or a Federation",
         "data: {source: my.py:load}",
         "docs/extend/data.md",
-        DataConfig,
     ),
     "tasks": PartKind(
         TASKS, "a cfl_ray.Task, or a function that returns one", "task: my.py:Ranking", "docs/extend/task.md"
@@ -180,35 +179,31 @@ KINDS: Mapping[str, PartKind] = {
         "docs/extend/aggregation.md",
     ),
     "shifts": PartKind(
-        SHIFTS,
+        SHIFT_KINDS,
         "a function f(x, y, group, draw)",
         "data: {shift: {kind: my.py:f, groups: 2}}",
         "docs/extend/shift.md",
-        ShiftConfig,
         ("x", "y", "group", "draw"),
     ),
     "partitions": PartKind(
-        PARTITIONS,
+        PARTITION_KINDS,
         "a function f(labels, clients, draw)",
         "data: {partition: {kind: my.py:f}}",
         "docs/extend/partition.md",
-        PartitionConfig,
         ("labels", "clients", "draw"),
     ),
     "attacks": PartKind(
-        ATTACKS,
+        ATTACK_KINDS,
         "a function f(upload_P, start_P, draw), or a class",
         "attack: {kind: my.py:f}",
         "docs/extend/attack.md",
-        AttackConfig,
         ("upload_P", "start_P", "draw"),
     ),
     "availability": PartKind(
-        AVAILABILITY,
+        AVAILABILITY_KINDS,
         "a function f(clients, round, draw)",
         "cohort: {availability: {kind: my.py:f}}",
         "docs/extend/availability.md",
-        AvailabilityConfig,
         ("clients", "round", "draw"),
     ),
     "trackers": PartKind(

@@ -7,7 +7,7 @@ from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.experiment import Experiment, changed_local, check_cohort, load
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
-from cfl_ray.config.part import BuiltinKind, PartConfig
+from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
 from cfl_ray.config.partition import CutConfig, PartitionConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import DataChangeConfig, EventConfig
@@ -17,7 +17,8 @@ from cfl_ray.config.tracking import TrackingConfig
 
 __all__ = [
     "BuiltinKind",
-    "PartConfig",
+    "Kinds",
+    "PluginConfig",
     "AttackConfig",
     "AvailabilityConfig",
     "CohortConfig",

@@ -1,59 +1,68 @@
 """The section `cohort`, with the availability of clients."""
 
-from typing import Any, Self
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from cfl_ray.config.part import BuiltinKind, PartConfig, meanings_of
+from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
 from cfl_ray.config.section import ConfigSection, without_effect
 
 
-class AvailabilityConfig(PartConfig):
+class AvailabilityConfig(ConfigSection):
     """Which clients can be reached in a round. A number stands for {kind: bernoulli, chance: number}."""
 
-    part = "availability"
-    where = "cohort.availability"
-    group = "cfl_ray.availability"
-    builtin = {
-        "always": BuiltinKind("every client in every round"),
-        "bernoulli": BuiltinKind("the same chance in every round", ("chance",)),
-        "diurnal": BuiltinKind("day and night", ("chance", "amplitude", "period", "zones")),
-        "trace": BuiltinKind("recorded intervals", ("file", "unit")),
-    }
+    kind: Any = Field("always", description="which clients can be reached")
 
-    kind: Any = Field("always", description=meanings_of(builtin))
+
+class BernoulliConfig(AvailabilityConfig):
+    """One chance for all clients."""
+
     chance: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="chance that a client can be reached in a round (bernoulli); mean of that chance over a day "
-        "(diurnal)",
+        0.5, gt=0, le=1, description="chance that a client can be reached in a round; diurnal: its mean over a day"
     )
-    amplitude: float = Field(0.4, ge=0, le=1, description="swing of the chance around its mean (diurnal)")
-    period: float = Field(24.0, gt=0, description="length of a day in rounds (diurnal)")
+
+
+class DiurnalConfig(BernoulliConfig):
+    """A chance that swings."""
+
+    amplitude: float = Field(0.4, ge=0, le=1, description="swing of the chance around its mean")
+    period: float = Field(24.0, gt=0, description="length of a day in rounds")
     zones: int | None = Field(
         None,
         ge=1,
-        description="number of time zones that the clients are spread over; null: every client has its own phase "
-        "(diurnal)",
+        description="number of time zones that the clients are spread over; null: every client has its own phase",
     )
-    file: str | None = Field(
-        None,
+
+
+class TraceConfig(AvailabilityConfig):
+    """A file of intervals."""
+
+    file: str = Field(
         description="CSV or parquet file with columns client, from, to: a client can be reached in rounds from .. to, "
-        "both included; a client without a row never can (trace)",
+        "both included; a client without a row never can",
     )
     unit: float = Field(
         1.0,
         gt=0,
-        description="length of a round in the time unit of the file, e.g. 60 for seconds and rounds of a minute "
-        "(trace)",
+        description="length of a round in the time unit of the file, e.g. 60 for seconds and rounds of a minute",
     )
 
-    @model_validator(mode="after")
-    def _check_trace(self) -> Self:
-        if (self.kind == "trace") != (self.file is not None):
-            raise ValueError(f"kind trace and a file belong together, got kind {self.kind} and file {self.file}")
-        return self
+
+class PluginAvailabilityConfig(PluginConfig, AvailabilityConfig):
+    """A function f(clients, round, draw)."""
+
+
+AVAILABILITY_KINDS = Kinds[AvailabilityConfig](
+    "availability",
+    {
+        "always": BuiltinKind("every client in every round", AvailabilityConfig),
+        "bernoulli": BuiltinKind("the same chance in every round", BernoulliConfig),
+        "diurnal": BuiltinKind("day and night", DiurnalConfig),
+        "trace": BuiltinKind("recorded intervals", TraceConfig),
+    },
+    "cfl_ray.availability",
+    PluginAvailabilityConfig,
+)
 
 
 class CohortConfig(ConfigSection):
@@ -68,7 +77,7 @@ class CohortConfig(ConfigSection):
     clients: int | None = Field(
         None, ge=1, description="m, clients per round, instead of a fraction; null: the fraction decides"
     )
-    availability: AvailabilityConfig = Field(
+    availability: Annotated[AvailabilityConfig, AVAILABILITY_KINDS] = Field(
         AvailabilityConfig(),
         description="which clients can be reached; a number: each with this chance, drawn independently per round",
     )
@@ -78,10 +87,9 @@ class CohortConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of keys that others replace, or that the kind of availability does not use."""
+        """Warnings of keys that others replace."""
         reason = f"cohort.clients is {self.clients}"
-        replaced = [] if self.clients is None else without_effect(self, "cohort", ["fraction"], reason)
-        return replaced + self.availability.warnings
+        return [] if self.clients is None else without_effect(self, "cohort", ["fraction"], reason)
 
     @field_validator("availability", mode="before")
     @classmethod

@@ -1,45 +1,15 @@
-"""The section `data`, with the sources of samples."""
+"""The section `data`: a class for the keys of each family of sources."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from cfl_ray.config.part import BuiltinKind, check_name
-from cfl_ray.config.partition import PartitionConfig
+from cfl_ray.config.part import BuiltinKind, Kinds, check_name
+from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
 from cfl_ray.config.section import ConfigSection, without_effect
-from cfl_ray.config.shift import ShiftConfig
+from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
-
-SOURCES = {  # those that are divided among clients are functions of `data/sources.py` or image_sets, by these names
-    "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn"),
-    "mnist": BuiltinKind("MNIST of torchvision", ("root", "download")),
-    "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", ("root", "download")),
-    "cifar10": BuiltinKind("CIFAR-10 of torchvision or Hugging Face", ("root", "download")),
-    "cifar100": BuiltinKind("CIFAR-100 of torchvision or Hugging Face", ("root", "download")),
-    "svhn": BuiltinKind("SVHN's cropped digits of torchvision or Hugging Face", ("root", "download")),
-    "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", ("root", "train_files")),
-    "images": BuiltinKind("images in parquet files", ("root", "train_files", "test_files")),
-    "image_folder": BuiltinKind("images in a folder per class", ("root", "train_files", "test_files")),
-    "csv": BuiltinKind("tables of numbers", ("root", "train_files", "test_files")),
-    "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", ("root", "train_files", "vocabulary")),
-    "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ("root", "train_files")),
-    "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", ("root", "train_files")),
-    "shakespeare_leaf": BuiltinKind("LEAF's Shakespeare: the next of 80 characters", ("root", "train_files")),
-    "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", ("root", "train_files", "vocabulary")),
-    "mnist_by_writer": BuiltinKind("MNIST with its writers", ("root",)),
-    "synthetic": BuiltinKind(
-        "generated samples", ("synthetic_shape", "synthetic_samples", "synthetic_groups", "synthetic_classes")
-    ),
-    "arrays": BuiltinKind("an .npz file with x, y and clients", ("root",)),
-}
-
-
-# Sources that always come with a test part.
-WITH_TESTS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn", "medmnist", "mnist_by_writer")
-
-
-UNDIVIDED = ("synthetic", "arrays")  # sources whose samples already belong to clients
 
 
 class TestDataConfig(ConfigSection):
@@ -93,44 +63,27 @@ class ColumnsConfig(ConfigSection):
     )
 
 
+NOT_IN_RECIPE = ("root", "download", "shards")  # keys that say where the samples are
+
+
 class DataConfig(ConfigSection):
     """The federation: its samples, and how they are divided among clients."""
 
-    source: str = Field(
-        "digits",
-        description="data set: " + " | ".join(SOURCES) + " | path/to/file.py:function that returns arrays or a "
-        "Federation",
-    )
-    options: dict[str, Any] = Field({}, description="keyword arguments of the function (file.py:function)")
+    has_tests: ClassVar[bool] = False  # True: the source always has a test part
+    has_clients: ClassVar[bool] = False  # True: its samples belong to clients already
+
+    source: Any = Field("digits", description="data set")
     root: str | None = Field(
         None,
         description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
         "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",
     )
-    vocabulary: int | None = Field(
-        None,
-        ge=1,
-        description="number of token ids, for inputs that are token ids 0 .. vocabulary - 1 (hf_disk) or words "
-        "(sent140_leaf; null: 10000); null: the inputs are not tokens",
-    )
     download: bool = Field(False, description="let torchvision download the data set where it is missing")
-    train_files: str | None = Field(
-        None,
-        description="glob below root of the training files (images, femnist, csv), file of the data set (medmnist), "
-        "folder of LEAF's files (*_leaf), or subfolder of the training part (image_folder, hf_disk); null: the usual "
-        "places",
-    )
-    test_files: str | None = Field(
-        None,
-        description="glob below root of the test files (images, femnist, csv), or subfolder of the test part "
-        "(image_folder, hf_disk); null: there are none, and test.view must be holdout",
-    )
-    columns: ColumnsConfig = ColumnsConfig()
     normalize: list[list[float]] | None = Field(
         None, description="[means, standard deviations] per channel, after scaling to [0, 1]; null: only scaling"
     )
-    shift: ShiftConfig = ShiftConfig()
-    partition: PartitionConfig = PartitionConfig()
+    shift: Annotated[ShiftConfig, SHIFT_KINDS] = ShiftConfig()
+    partition: Annotated[PartitionConfig, PARTITION_KINDS] = IidConfig()
     test: TestDataConfig = TestDataConfig()
     shards: str | None = Field(
         None,
@@ -138,45 +91,15 @@ class DataConfig(ConfigSection):
         "or any URI that pyarrow knows; null: below `output`",
     )
     federation: Any = Field(None, exclude=True, description="a Federation made in Python, instead of a source")
-    synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first (synthetic)")
-    synthetic_samples: int = Field(50, ge=1, description="training samples per client (synthetic)")
-    synthetic_groups: int = Field(4, ge=1, description="number of true groups (synthetic)")
-    datasets_group: ClassVar[str] = "cfl_ray.datasets"
-    _written: dict[str, str] = PrivateAttr(
-        default_factory=dict
-    )  # of a run's record: paths as written, by absolute ones
-    synthetic_classes: int = Field(10, ge=2, description="C, number of classes (synthetic)")
+    # of a run's record: paths as written, by absolute ones
+    _written: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _choose_view(self) -> Self:
         """Puts the view in the place of null, so that it is on record; arrays say themselves what they can be."""
-        if self.test.view is None and self.source != "arrays" and not self.is_function:
+        if self.test.view is None and not isinstance(self, ArraysConfig | PluginDataConfig):
             object.__setattr__(self, "test", self.test.model_copy(update={"view": self._own_view()}))
         return self
-
-    @staticmethod
-    def without_defaults(values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the section's values without the defaults of keys that data sets of images do not have.
-
-        Runs and shards are recognised by a hash of this.
-        """
-        unused: tuple[tuple[str, Any], ...] = (("options", {}), ("vocabulary", None), ("features", None))
-        kept = {key: value for key, value in values.items() if (key, value) not in unused}
-        shift = {key: ShiftConfig.model_fields[key].default for key in ("groups", "sigmas", "radii", "factors")}
-        sections = {
-            "columns": unused,
-            "shift": (("options", {}), *shift.items()),
-            "partition": (("options", {}),),
-        }
-        return kept | {
-            name: {key: value for key, value in values[name].items() if (key, value) not in of_section}
-            for name, of_section in sections.items()
-        }
-
-    @property
-    def is_function(self) -> bool:
-        """Whether the source is a function of the user or of an installed package."""
-        return self.source not in SOURCES
 
     def with_view(self, has_tests: bool) -> "DataConfig":
         """This section with a view in the place of null. has_tests: whether the data have a test part."""
@@ -187,43 +110,44 @@ class DataConfig(ConfigSection):
     def _own_view(self, has_tests: bool | None = None) -> str:
         """The view whose test data have each client's own distribution. has_tests: None for what the source has."""
         part = self.partition
-        if self.source == "synthetic":
+        if isinstance(self, SyntheticConfig):
             return "cluster"
         if has_tests is None:
-            has_tests = self.test_files is not None or self.source in WITH_TESTS
-        if self.test.pool or part.kind in ("dirichlet", "writer") or part.is_plugin or not has_tests:
+            has_tests = self.has_tests or getattr(self, "test_files", None) is not None
+        if self.test.pool or not isinstance(part, IidConfig | ClassesConfig) or not has_tests:
             return "holdout"
-        return "label" if part.kind == "classes" or part.sizes or part.cut else "cluster"
+        if isinstance(part, ClassesConfig):
+            return "label"
+        return "label" if part.sizes or part.cut else "cluster"
 
-    def to_recipe(self, exclude: set[str]) -> dict[str, Any]:
+    def of_source(self, name: str) -> "DataConfig":
+        """The section of another source, with the keys that both have."""
+        keys = SOURCE_KINDS.builtin[name].section.model_fields.keys() & type(self).model_fields.keys()
+        values = {key: getattr(self, key) for key in keys - {"federation", "shift", "partition", "test"}}
+        return self if self.source == name else SOURCE_KINDS.of(**{**values, "source": name})
+
+    def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """Returns the values that decide the content of shards, with paths as they were written."""
-        values: dict[str, Any] = with_replaced(self.model_dump(mode="json", exclude=exclude), self._written)
-        return self.without_defaults(values)
+        values = self.model_dump(mode="json", exclude=set(NOT_IN_RECIPE), exclude_defaults=exclude_defaults)
+        recipe: dict[str, Any] = with_replaced(values, self._written)
+        return recipe
 
     @property
     def warnings(self) -> list[str]:
         """Keys of this section that are valid and have no effect, or probably another one than was meant."""
         meant = [one for one in (self.view_warning, self.client_warning) if one is not None]
-        return [*meant, *self._unused_keys, *self._unused_division, *self._unused_test]
-
-    @property
-    def _unused_keys(self) -> list[str]:
-        """Warnings of keys that other sources use."""
-        if self.is_function:
-            return []
-        known = {"options", *(key for source in SOURCES.values() for key in source.keys)} - {"root", "download"}
-        return without_effect(self, "data", known - set(SOURCES[self.source].keys), f"data.source is {self.source}")
+        return [*meant, *self._unused_division, *self._unused_test]
 
     @property
     def _unused_division(self) -> list[str]:
         """Warnings of keys of the shift and the partition."""
-        if self.source not in UNDIVIDED:
-            return self.shift.warnings + self.partition.warnings
+        if not self.has_clients:
+            return self.partition.warnings
         reason = f"the samples of source {self.source} belong to clients already"
-        division = PartitionConfig.model_fields.keys() - {"clients"}
+        division = type(self.partition).model_fields.keys() - {"clients"}
         return [
-            *without_effect(self.shift, self.shift.where, ShiftConfig.model_fields, reason),
-            *without_effect(self.partition, self.partition.where, division, reason),
+            *without_effect(self.shift, "data.shift", type(self.shift).model_fields, reason),
+            *without_effect(self.partition, "data.partition", division, reason),
         ]
 
     @property
@@ -236,7 +160,7 @@ class DataConfig(ConfigSection):
     def client_warning(self) -> str | None:
         """Why the column of clients does not decide the clients; None where it does, or none is named."""
         kind = reference_of(self.partition.kind)
-        if self.columns.client is None or kind == "writer" or self.source in UNDIVIDED or self.is_function:
+        if not isinstance(self, ColumnsDataConfig) or self.columns.client is None or kind == "writer":
             return None
         return (
             f"data.columns.client {self.columns.client!r} does not decide the clients: partition.kind {kind} divides "
@@ -247,8 +171,7 @@ class DataConfig(ConfigSection):
     def view_warning(self) -> str | None:
         """Why the given view does not measure clients on their own distribution; None where it does."""
         part = self.partition
-        skewed = (part.is_plugin or part.kind in ("dirichlet", "classes")) and self.source not in UNDIVIDED
-        if self.test.view != "cluster" or not skewed:
+        if self.test.view != "cluster" or part.kind in ("iid", "writer") or self.has_clients:
             return None
         return (
             f"data.test.view cluster tests clients on all classes alike, but partition.kind {reference_of(part.kind)} "
@@ -256,17 +179,13 @@ class DataConfig(ConfigSection):
         )
 
     @model_validator(mode="after")
-    def _check_sources(self) -> Self:
-        for name in (self.source, self.shift.other):
-            check_name(name, "data set", SOURCES, self.datasets_group)
-        return self
-
-    @model_validator(mode="after")
     def _check_division(self) -> Self:
         part, pool = self.partition, self.test.pool
-        if part.groups is not None and self.shift.kind != "none":
+        if isinstance(self.shift, HybridConfig):
+            check_name(self.shift.other, SOURCE_KINDS.kind, SOURCE_KINDS.builtin, SOURCE_KINDS.group)
+        if part.true_groups is not None and self.shift.kind != "none":
             raise ValueError(
-                f"partition.groups ({part.groups}) and shift.kind ({self.shift.kind}) both make true groups; "
+                f"partition.groups ({part.true_groups}) and shift.kind ({self.shift.kind}) both make true groups; "
                 "set one of them"
             )
         if pool and part.kind == "writer":
@@ -274,13 +193,123 @@ class DataConfig(ConfigSection):
                 "test.pool: the writers of the test images are not known, so partition.kind cannot be writer; "
                 "set pool: false"
             )
-        if self.source in UNDIVIDED:
+        if self.has_clients:
             division = {
-                "partition.groups": part.groups,
-                "partition.sizes": part.sizes,
+                "partition.groups": part.true_groups,
+                "partition.sizes": part.sizes if isinstance(part, IidConfig) else None,
                 "partition.cut": part.cut,
                 "test.pool": pool,
             }
             if key := next((key for key, value in division.items() if value), None):
                 raise ValueError(f"{key} has no meaning for source {self.source}, which is not divided; leave it out")
         return self
+
+
+# --- families of sources ------------------------------------------------------------------------
+
+
+class OfficialDataConfig(DataConfig):
+    """A data set with an official test part."""
+
+    has_tests = True
+
+
+class FilesDataConfig(DataConfig):
+    """Files below `root`."""
+
+    train_files: str | None = Field(
+        None,
+        description="glob below root of the training files (images, femnist, csv), file of the data set (medmnist), "
+        "folder of LEAF's files (*_leaf), or subfolder of the training part (image_folder, hf_disk); null: the usual "
+        "places",
+    )
+
+
+class MedMnistConfig(FilesDataConfig):
+    """A file of MedMNIST."""
+
+    has_tests = True
+
+
+class PartsDataConfig(FilesDataConfig):
+    """Files of a training part and of a test part."""
+
+    test_files: str | None = Field(
+        None,
+        description="glob below root of the test files (images, femnist, csv), or subfolder of the test part "
+        "(image_folder, hf_disk); null: there are none, and test.view must be holdout",
+    )
+
+
+class ColumnsDataConfig(PartsDataConfig):
+    """Tables, whose columns have names."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+
+
+class HfDiskConfig(ColumnsDataConfig):
+    """Tables whose inputs can be token ids."""
+
+    vocabulary: int | None = Field(
+        None,
+        ge=1,
+        description="number of token ids, for inputs that are token ids 0 .. vocabulary - 1 (hf_disk) or words "
+        "(sent140_leaf); null: the inputs are not tokens (hf_disk), 10000 (sent140_leaf)",
+    )
+
+
+class Sent140LeafConfig(FilesDataConfig):
+    """Files of texts."""
+
+    vocabulary: int | None = Field(None, ge=1, description="number of words that are told apart; null: 10000")
+
+
+class SyntheticConfig(DataConfig):
+    """Generated samples."""
+
+    has_clients = True
+    synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first")
+    synthetic_samples: int = Field(50, ge=1, description="training samples per client")
+    synthetic_groups: int = Field(4, ge=1, description="number of true groups")
+    synthetic_classes: int = Field(10, ge=2, description="C, number of classes")
+
+
+class ArraysConfig(DataConfig):
+    """An .npz file with x, y and clients."""
+
+    has_clients = True
+
+
+class PluginDataConfig(DataConfig):
+    """A function that returns arrays or a Federation."""
+
+    source: str
+    options: dict[str, Any] = Field({}, description="keyword arguments of the function")
+
+
+SOURCE_KINDS = Kinds[DataConfig](
+    "data set",
+    {
+        "digits": BuiltinKind("1,797 images of digits, 8x8, which come with scikit-learn", OfficialDataConfig),
+        "mnist": BuiltinKind("MNIST of torchvision", OfficialDataConfig),
+        "fashion_mnist": BuiltinKind("Fashion-MNIST of torchvision", OfficialDataConfig),
+        "cifar10": BuiltinKind("CIFAR-10 of torchvision or Hugging Face", OfficialDataConfig),
+        "cifar100": BuiltinKind("CIFAR-100 of torchvision or Hugging Face", OfficialDataConfig),
+        "svhn": BuiltinKind("SVHN's cropped digits of torchvision or Hugging Face", OfficialDataConfig),
+        "medmnist": BuiltinKind("a 2-D data set of MedMNIST, e.g. pathmnist.npz", MedMnistConfig),
+        "images": BuiltinKind("images in parquet files", ColumnsDataConfig),
+        "image_folder": BuiltinKind("images in a folder per class", PartsDataConfig),
+        "csv": BuiltinKind("tables of numbers", ColumnsDataConfig),
+        "hf_disk": BuiltinKind("a Hugging Face data set after save_to_disk", HfDiskConfig),
+        "femnist": BuiltinKind("FEMNIST with its writers, as parquet files", ColumnsDataConfig),
+        "femnist_leaf": BuiltinKind("FEMNIST with its writers, as LEAF's JSON files", FilesDataConfig),
+        "shakespeare_leaf": BuiltinKind("LEAF's Shakespeare: the next of 80 characters", FilesDataConfig),
+        "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", Sent140LeafConfig),
+        "mnist_by_writer": BuiltinKind("MNIST with its writers", OfficialDataConfig),
+        "synthetic": BuiltinKind("generated samples", SyntheticConfig),
+        "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig),
+    },
+    "cfl_ray.datasets",
+    PluginDataConfig,
+    key="source",
+)

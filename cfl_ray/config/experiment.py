@@ -3,25 +3,27 @@
 Every key has one place, one default and one description; an unknown key is an error that names the nearest valid one.
 """
 
+import copy
 import hashlib
 import json
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
-from cfl_ray.config.attack import AttackConfig
-from cfl_ray.config.cohort import CohortConfig
-from cfl_ray.config.data import SOURCES, DataConfig
+from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
+from cfl_ray.config.cohort import CohortConfig, TraceConfig
+from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
+from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
@@ -36,22 +38,10 @@ from cfl_ray.system.files import read_text, sha256
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
 # They are not hashed: what `auto` means is known only when hosts have started, and what a deadline excludes depends on
 # the clock, not on its value. `runtime/numerics.py` keeps what a run began with. `precision` changes results on purpose
-# and counts, unless it is the default.
+# and counts.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
-_ADDED_LATER: dict[str, tuple[tuple[str, Any], ...]] = {  # keys whose defaults are not hashed: they change no result
-    "local": (
-        ("optimizer", "sgd"),
-        ("optimizer_options", {}),
-        ("schedule", "constant"),
-        ("step_schedule", "constant"),
-        ("clip_norm", None),
-        ("drop_last", False),
-    ),
-    "evaluation": (("metrics", []),),
-    "model": (("weights", None),),
-    "start": (("noise", None),),
-}
-_SHARED_DEFAULTS = (("aggregation", "mean"), ("server_optimizer", "none"), ("local", None))  # options of all methods
+_FORMAT = 2  # of the config hash; a new one for a default that changes
+_RECORD = "# config hash "  # first line of the record of a run
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may be repeated
 _DEEPEST, _LARGEST = 100, 10_000_000  # levels and values of a YAML file
 QUICKSTART = Path(__file__).with_name("quickstart.yaml")
@@ -83,12 +73,12 @@ class Experiment(ConfigSection):
         "token_cross_entropy | mse | mae | huber | bce | file.py:function, targets class | real | binary | tokens, "
         "and metrics as in evaluation.metrics",
     )
-    data: DataConfig = DataConfig()
+    data: Annotated[DataConfig, SOURCE_KINDS] = OfficialDataConfig()
     model: ModelConfig = ModelConfig()
     start: StartConfig = StartConfig()
     local: LocalConfig = LocalConfig()
     cohort: CohortConfig = CohortConfig()
-    attack: AttackConfig = AttackConfig()
+    attack: Annotated[AttackConfig, ATTACK_KINDS] = AttackConfig()
     schedule: list[EventConfig] = Field(
         [], description="clients that join, leave or change; events after the last round are ignored"
     )
@@ -174,38 +164,27 @@ class Experiment(ConfigSection):
     def warnings(self) -> list[str]:
         """Keys that are valid and have no effect, or probably another one than was meant."""
         of_data = self.data.warnings if self.data.federation is None else []
-        return [*of_data, *self.local.warnings, *self.cohort.warnings, *self.attack.warnings]
+        return [*of_data, *self.local.warnings, *self.cohort.warnings]
 
     @property
     def config_hash(self) -> str:
-        """12 hex digits: a hash of what decides a result, up to the rounding of engines and devices."""
-        values = {key: value for key, value in self.to_dict_as_written().items() if key not in NOT_HASHED}
-        if self.runtime.precision != "float32":
-            values["precision"] = self.runtime.precision
+        """12 hex digits: a hash of what decides a result, up to the rounding of engines and devices.
+
+        It covers the keys that differ from their defaults.
+        """
+        excluded: dict[str, Any] = dict.fromkeys(NOT_HASHED | {"methods"}, True) | {"data": set(NOT_IN_RECIPE)}
+        values = self.model_dump(exclude_defaults=True, exclude=excluded)
+        values |= {"format": _FORMAT, "methods": [_hashed_method(entry) for entry in self.methods]}
+        values |= self.runtime.model_dump(exclude_defaults=True, include={"precision"})
         if self.data.federation is not None:
             values["federation"] = self.data.federation.recipe
-        for key in ("root", "shards", "download"):
-            values["data"].pop(key)
-        values["data"] = DataConfig.without_defaults(values["data"])
-        trace = self.cohort.availability.file
-        if trace is not None and Path(trace).expanduser().is_file():
-            values["trace"] = hashlib.sha256(Path(trace).expanduser().read_bytes()).hexdigest()
+        availability = self.cohort.availability
+        if isinstance(availability, TraceConfig) and Path(availability.file).expanduser().is_file():
+            values["trace"] = hashlib.sha256(Path(availability.file).expanduser().read_bytes()).hexdigest()
         if (weights := self.model.weights) is not None and Path(weights).expanduser().is_file():
             values["model"]["weights"] = sha256(Path(weights).expanduser())
-        for section in (values["attack"], values["cohort"]["availability"]):
-            if not section["options"]:  # a key that came later
-                section.pop("options")
-        if self.attack.kind == "none":  # the other keys of the section have no effect
-            values.pop("attack")
-        for name, value in (("task", "classification"),):
-            if values[name] == value:
-                del values[name]
-        for section, defaults in _ADDED_LATER.items():
-            values[section] = {k: v for k, v in values[section].items() if (k, v) not in defaults}
-        if not values["start"]:
-            del values["start"]
-        values["methods"] = [_without_default(entry) for entry in values["methods"]]
-        return hashlib.sha256(json.dumps(values, sort_keys=True, default=_name_of).encode()).hexdigest()[:12]
+        values = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._written)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Experiment:
@@ -228,7 +207,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         written = from_record(text)
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
-    for override in overrides:
+        if text.startswith(_RECORD):  # those of earlier versions have the keys of all kinds
+            values = _without_keys_of_others(values)
+    for override in overrides * 2:  # again: a key that a later override of its kind has dropped is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
@@ -246,7 +227,7 @@ def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]
     count = partition.get("clients") if isinstance(partition, dict) else None
     source = data.get("source", "digits") if isinstance(data, dict) else None
     joining = sum(len(event["join"]) for event in newcomers)
-    if not isinstance(count, int) or source not in SOURCES or source == "arrays" or count < 2 * joining:
+    if not isinstance(count, int) or source not in SOURCE_KINDS.builtin or source == "arrays" or count < 2 * joining:
         return []
     last = count - joining
     for event in newcomers:
@@ -344,15 +325,19 @@ def split_override(override: str) -> tuple[list[str], Any]:
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
     """Sets the key at a path; `methods.LABEL.OPTION` sets an option of one method. Raises ConfigError.
 
+    Another kind of a part drops the keys that only other kinds have.
     where: the override or the parameter, for messages.
     """
     if path[0] == "methods" and path[1:] and isinstance(values.get("methods"), list):
         values["methods"] = _with_option(values["methods"], path[1], path[2:], value, where)
         return
+    kinds = PARTS.get(tuple(path[:-1]))
     for key in path[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: {key} is a value, not a section")
+    if kinds is not None and path[-1] == kinds.key and values.get(kinds.key) != value:
+        kinds.drop_others(values, value)
     values[path[-1]] = value
 
 
@@ -398,18 +383,16 @@ def _name_of(value: Any) -> Any:
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _without_default(entry: Any) -> Any:
-    """Returns an entry of `methods` without its label and the defaults of options that all methods share."""
-    if not isinstance(entry, dict):
-        return entry
-    return {
-        name: {
-            key: value
-            for key, value in (options or {}).items()
-            if key != "label" and (key, value) not in _SHARED_DEFAULTS
-        }
-        for name, options in entry.items()
-    }
+def _hashed_method(entry: Any) -> Any:
+    """Returns [name, options] of an entry of `methods`, without its label and the defaults of shared options."""
+    entry = _name_of(entry) if is_dataclass(entry) else entry
+    name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
+    if not isinstance(options, dict) or not options:
+        return [name, options or {}]
+    from cfl_ray.core.method import Method  # imports torch, for which `cfl-ray status` does not wait
+
+    defaults = {item.name: item.default for item in fields(Method)}
+    return [name, {key: one for key, one in options.items() if key != "label" and (key, one) not in defaults.items()}]
 
 
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
@@ -420,36 +403,85 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
 
 
+def _parts(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Kinds[Any]]]:
+    """The path and the kinds of each part in a section."""
+    for name, info in section.model_fields.items():
+        if (kinds := kinds_of(info)) is not None:
+            yield (*above, name), kinds
+        if isinstance(info.annotation, type) and issubclass(info.annotation, ConfigSection):
+            yield from _parts(info.annotation, (*above, name))
+
+
+PARTS = dict(_parts(Experiment))  # kinds by path, e.g. ("data", "shift")
+
+
+def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of an experiment without keys that only kinds of a part have that it does not use."""
+    values = copy.deepcopy(values)
+    for path, kinds in PARTS.items():
+        section: Any = values
+        for key in path:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            kinds.drop_others(section, section.get(kinds.key, kinds.default))
+    return values
+
+
 def explain(error: ValidationError, config: type[ConfigSection]) -> str:
     """Returns one line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
     lines = []
     for problem in error.errors():
-        where = ".".join(map(str, problem["loc"])) or "config"
+        path, section, kinds, kind = _place(config, problem["loc"])
+        where = ".".join(map(str, path)) or "config"
         if problem["type"] == "extra_forbidden":
-            *section, key = problem["loc"]
-            lines.append(f"unknown key {where!r}{did_you_mean(str(key), _keys_at(config, section))}")
+            keys = [name for name, info in section.model_fields.items() if not info.exclude]
+            if kinds is not None and (others := kinds.with_key(str(path[-1]))):
+                own = ", ".join(name for name in keys if name != kinds.key) or "none"
+                lines.append(
+                    f"{where} is a key of {kinds.key} {' | '.join(others)}, and {kinds.key} is {kind}; "
+                    f"its keys are: {own}"
+                )
+                continue
+            if kinds is not None:
+                keys += [name for one in kinds.all.values() for name in one.section.model_fields if name not in keys]
+            lines.append(f"unknown key {where!r}{did_you_mean(str(path[-1]), keys)}")
         else:
             what = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
                 what = f"expected a list, write [{problem['input']}]"
-            own = problem["type"] == "value_error"  # a message of ours
-            is_said = own and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
+            ours = problem["type"] == "value_error"
+            is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
             is_said = is_said or problem["type"] == "missing"  # its input is all that is around it
             given = "" if is_said else f", got {problem['input']!r}"
             lines.append(f"{where}: {what}{given}"[:500])
     return "\n".join(lines)
 
 
-def _keys_at(config: type[ConfigSection], path: Iterable[int | str]) -> list[str]:
-    """Returns the valid keys of the section at `path` of a config; numbers and names in it that are no keys are places
-    in lists and mappings.
+def _place(
+    config: type[ConfigSection], loc: Iterable[int | str]
+) -> tuple[list[int | str], Any, Kinds[Any] | None, str]:
+    """Returns the path of a problem without the names of kinds that pydantic puts into it, and the section that its
+    last key is in, for that of a part with the kinds and its kind.
+
+    Numbers and names in the path that are no keys are places in lists and mappings.
     """
+    path: list[int | str] = []
     section: Any = config
-    for key in path:
-        if isinstance(key, int) or key not in section.model_fields:
+    kinds, kind = None, ""
+    for key in loc:
+        if isinstance(section, Kinds):
+            kinds, kind = section, str(key)
+            section = kinds.all[kind].section
             continue
-        annotation = section.model_fields[key].annotation
-        # the inner type of a list or an optional section
-        inner = (part for part in typing.get_args(annotation) if isinstance(part, type))
-        section = next((part for part in inner if issubclass(part, ConfigSection)), annotation)
-    return list(section.model_fields)
+        path.append(key)
+        info = section.model_fields.get(key)
+        if info is not None and (inner := kinds_of(info) or _section_in(info.annotation)) is not None:
+            section, kinds = inner, None
+    return path, section, kinds, kind
+
+
+def _section_in(annotation: Any) -> type[ConfigSection] | None:
+    """The section in a type such as a list of sections or an optional one; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)

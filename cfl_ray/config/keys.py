@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
-from cfl_ray.config.part import PartConfig
+from cfl_ray.config.part import Kinds, kinds_of
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
@@ -46,26 +46,48 @@ class KeySection:
     keys: tuple[Key, ...]
 
 
-def sections(section: type[ConfigSection] = Experiment, name: str = "", meaning: str = "") -> Iterator[KeySection]:
-    """Returns this section and all sections in it, each before those that it contains."""
+def sections(
+    section: type[ConfigSection] = Experiment, name: str = "", meaning: str = "", kinds: Kinds[Any] | None = None
+) -> Iterator[KeySection]:
+    """Returns this section and all sections in it, each before those that it contains.
+
+    kinds: of the part that the section is of; it has the keys of all its kinds.
+    """
     keys, inner = [], []
-    for field, info in section.model_fields.items():
-        if info.exclude:
-            continue
+    for field, info, of_kinds in _fields(section, kinds):
         field = info.alias or field
         full = f"{name}.{field}" if name else field
         nested, is_list = _section_of(info.annotation)
-        if nested is None or is_list:
-            choices = (
-                _choices(section) if field == "kind" and issubclass(section, PartConfig) else _values(info, nested)
-            )
-            keys.append(Key(full, info.description or "", choices, _default(info)))
+        if kinds is not None and field == kinds.key:
+            keys.append(_key_of_kind(full, info, kinds))
+        elif nested is None or is_list:
+            keys.append(Key(full, f"{info.description or ''}{of_kinds}", _values(info, nested), _default(info)))
         if nested is not None:
             description = None if is_list else info.description
-            inner.append((nested, full + "[]" * is_list, description or _first_line(nested)))
+            inner.append(
+                (nested, full + "[]" * is_list, f"{description or _first_line(nested)}{of_kinds}", kinds_of(info))
+            )
     yield KeySection(name, meaning or _first_line(section), tuple(keys))
     for arguments in inner:
         yield from sections(*arguments)
+
+
+def _fields(section: type[ConfigSection], kinds: Kinds[Any] | None) -> Iterator[tuple[str, FieldInfo, str]]:
+    """The keys of a section, or of all kinds of a part, each with the kinds that have it, if not all do."""
+    alternatives = [section] if kinds is None else [kind.section for kind in kinds.all.values()]
+    fields = dict(section.model_fields)
+    for one in alternatives:
+        fields = fields | {name: info for name, info in one.model_fields.items() if name not in fields}
+    for name, info in fields.items():
+        with_it = [] if kinds is None else kinds.with_key(name)
+        if not info.exclude:
+            yield name, info, f" ({', '.join(with_it)})" if len(with_it) < len(alternatives) and with_it else ""
+
+
+def _key_of_kind(name: str, info: FieldInfo, kinds: Kinds[Any]) -> Key:
+    """The key that chooses among the kinds of a part."""
+    meanings = (f"{name} ({kind.meaning})" for name, kind in kinds.all.items())
+    return Key(name, f"{info.description}: {' | '.join(meanings)}", " | ".join(kinds.all), kinds.default)
 
 
 def find(name: str) -> list[KeySection]:
@@ -131,10 +153,6 @@ def _default(info: FieldInfo) -> str | None:
 def as_yaml(value: Any) -> str:
     """Returns a value on one line, as it is written in YAML."""
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
-
-
-def _choices(section: Any) -> str:
-    return " | ".join([*section.builtin, "file.py:Name"])
 
 
 def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:

@@ -1,20 +1,29 @@
-"""Sections whose `kind` names a part: of this package, of an installed one, or a plugin."""
+"""Parts of an experiment whose kind decides which keys they have: each kind is a section with exactly its keys."""
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, cast
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag, TypeAdapter, field_serializer
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
-from cfl_ray.config.section import ConfigSection, without_effect
+from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import did_you_mean
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.loading import entry_points_of
+from cfl_ray.plugins.registry import Registry
+
+PLUGIN = "file.py:Name"  # stands for all kinds that are not of this package
 
 
 class BuiltinKind(NamedTuple):
-    """A kind of this package: its meaning, and the keys of the section that it uses."""
+    """A part of this package: its meaning, and its section, or the keys that it uses if it has no section."""
 
     meaning: str
+    section: Any = None  # a type of section
     keys: tuple[str, ...] = ()
 
 
@@ -33,53 +42,71 @@ def check_part(value: Any, part: str) -> None:
         raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
 
 
-def meanings_of(builtin: dict[str, BuiltinKind]) -> str:
-    """The description of a key `kind`."""
-    return " | ".join(f"{name} ({kind.meaning})" for name, kind in builtin.items()) + " | path/to/file.py:Name"
+class PluginConfig(ConfigSection):
+    """A part of a user's file (file.py:Name), of an installed package, or made in Python."""
 
-
-class PartConfig(ConfigSection):
-    """A section whose `kind` names a part: of this package, of an installed one, or a user's own."""
-
-    part: ClassVar[str] = ""  # e.g. "shift": for messages
-    where: ClassVar[str] = ""  # the section's place, e.g. "data.shift": for messages
-    group: ClassVar[str] = ""  # entry-point group of installed packages
-    builtin: ClassVar[dict[str, BuiltinKind]] = {}
-    keys_of_own: ClassVar[tuple[str, ...]] = ()  # used by kinds that are not of this package
-    keys_of_all: ClassVar[tuple[str, ...]] = ()  # used by all kinds but "none"
-
-    kind: Any = Field(None, description="name of the part, or path/to/file.py:Name")
-    options: dict[str, Any] = Field(
-        {}, description="keyword arguments of a function or class that is not of this package (file.py:Name)"
-    )
-
-    @property
-    def is_plugin(self) -> bool:
-        """Whether the kind is not of this package."""
-        return self.kind not in self.builtin if isinstance(self.kind, str) else True
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of keys that the kind does not use."""
-        used = self.keys_of_own if self.is_plugin else self.builtin[self.kind].keys
-        used = () if self.kind == "none" else (*used, *self.keys_of_all)
-        known = {*self.keys_of_own, *self.keys_of_all, *(key for kind in self.builtin.values() for key in kind.keys)}
-        reason = f"{self.where}.kind is {reference_of(self.kind)}" + (f", which uses {', '.join(used)}" if used else "")
-        return without_effect(self, self.where, known - set(used), reason)
-
-    @field_validator("kind")
-    @classmethod
-    def _check_kind(cls, value: Any) -> Any:
-        check_name(value, cls.part, cls.builtin, cls.group)
-        return value
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        if self.options and not self.is_plugin:
-            keys = ", ".join(self.builtin[self.kind].keys) or "none"
-            raise ValueError(f"options are for kinds of your own (file.py:Name); the keys of {self.kind} are: {keys}")
-        return self
+    kind: Any = Field(description="path/to/file.py:Name, or the name of a part of an installed package")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the function or class")
 
     @field_serializer("kind")
     def _reference(self, value: Any) -> Any:
         return reference_of(value)
+
+
+Section = TypeVar("Section", bound=ConfigSection)
+
+
+@dataclass(frozen=True)
+class Kinds(Registry[Any], Generic[Section]):
+    """The kinds of a part. As an annotation, pydantic chooses the section by the key `kind`; the first is the default.
+
+    `builtin` has the `BuiltinKind` of each name.
+    """
+
+    plugin: type[Section]
+    key: str = "kind"
+
+    @property
+    def default(self) -> str:
+        """The kind if none is given."""
+        return next(iter(self.builtin))
+
+    @property
+    def all(self) -> dict[str, BuiltinKind]:
+        """All kinds, and plugins last."""
+        return {**self.builtin, PLUGIN: BuiltinKind((self.plugin.__doc__ or "").rstrip("."), self.plugin)}
+
+    def of(self, **values: Any) -> Section:
+        """The section of these values. Raises pydantic's ValidationError."""
+        return cast(Section, TypeAdapter(Annotated[ConfigSection, self]).validate_python(values))
+
+    def with_key(self, key: str) -> list[str]:
+        """The kinds that have this key."""
+        return [name for name, kind in self.all.items() if key in kind.section.model_fields]
+
+    def drop_others(self, values: dict[str, Any], kind: Any) -> None:
+        """Drops those of the values that only other kinds have."""
+        keys = self.all[self._tag({self.key: kind})].section.model_fields
+        for key in [key for key in values if key not in keys and self.with_key(key)]:
+            del values[key]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices: list[Any] = [Annotated[kind.section, Tag(name)] for name, kind in self.all.items()]
+        union = handler.generate_schema(Annotated[reduce(or_, choices), Discriminator(self._tag)])
+        return core_schema.no_info_before_validator_function(self._with_kind, union)
+
+    def _with_kind(self, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        kind = value.get(self.key, self.default)
+        check_name(kind, self.kind, self.builtin, self.group)
+        return {**value, self.key: kind}
+
+    def _tag(self, value: Any) -> str:
+        kind = value.get(self.key) if isinstance(value, Mapping) else getattr(value, self.key, None)
+        return kind if isinstance(kind, str) and kind in self.builtin else PLUGIN
+
+
+def kinds_of(info: FieldInfo) -> Kinds[Any] | None:
+    """The kinds of the part that a key holds; None if it holds none."""
+    return next((mark for mark in info.metadata if isinstance(mark, Kinds)), None)

@@ -1,58 +1,100 @@
-"""The section `data.shift`."""
+"""The section `data.shift`: a class for the keys of each kind."""
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from cfl_ray.config.part import BuiltinKind, PartConfig, meanings_of
+from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
+from cfl_ray.config.section import ConfigSection
 
 
-class ShiftConfig(PartConfig):
+def _whole(angles: list[int | float]) -> list[int | float]:
+    """Whole numbers as such: the hash of a config does not depend on how they are written."""
+    return [int(angle) if angle == int(angle) else angle for angle in angles]
+
+
+class ShiftConfig(ConfigSection):
     """How the true groups of clients differ (StoCFL, section 5)."""
 
-    part = "shift"
-    where = "data.shift"
-    group = "cfl_ray.shifts"
-    keys_of_own = ("groups",)
-    builtin = {
-        "none": BuiltinKind("all clients draw from one distribution, or keep the groups that the data came with"),
-        "rotated": BuiltinKind("rotated images", ("angles",)),
-        "shifted": BuiltinKind("labels moved by an offset", ("offsets",)),
-        "pathological": BuiltinKind("label sets", ("label_sets",)),
-        "hybrid": BuiltinKind("two data sets", ("other",)),
-        "rotated_labels": BuiltinKind("every angle with every label set", ("angles", "label_sets")),
-        "noise": BuiltinKind("Gaussian noise on the inputs", ("sigmas",)),
-        "blur": BuiltinKind("Gaussian blur of images", ("radii",)),
-        "brightness": BuiltinKind("inputs times a factor", ("factors",)),
-    }
+    kind: Any = Field("none", description="how groups differ")
 
-    kind: Any = Field("none", description=f"how groups differ: {meanings_of(builtin)}")
-    groups: int = Field(2, ge=1, description="number of true groups of a shift of your own (file.py:function)")
-    angles: list[int | float] = Field(
+
+class RotatedConfig(ShiftConfig):
+    """Angles of the groups."""
+
+    angles: Annotated[list[int | float], AfterValidator(_whole)] = Field(
         [0, 90, 180, 270],
-        description="rotation of each group in degrees, counter-clockwise (rotated, rotated_labels); multiples of 90 "
-        "are exact, others bilinear about the centre, with 0 where the image does not reach",
+        description="rotation of each group in degrees, counter-clockwise; multiples of 90 are exact, others bilinear "
+        "about the centre, with 0 where the image does not reach",
     )
+
+
+class ShiftedConfig(ShiftConfig):
+    """Offsets of the groups."""
+
+    offsets: list[int] = Field([0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C")
+
+
+class PathologicalConfig(ShiftConfig):
+    """Label sets of the groups."""
+
+    label_sets: list[list[int]] = Field([[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]], description="labels of each group")
+
+
+class RotatedLabelsConfig(RotatedConfig, PathologicalConfig):
+    """Angles and label sets of the groups."""
+
+
+class HybridConfig(ShiftConfig):
+    """The second data set."""
+
+    other: str = Field("fashion_mnist", description="second data set, that of the second group")
+
+
+class NoiseConfig(ShiftConfig):
+    """Strengths of noise of the groups."""
+
     sigmas: list[Annotated[float, Field(ge=0)]] = Field(
         [0.0, 0.1, 0.2, 0.4],
-        description="standard deviation of the noise of each group, in units of the pixel range 0..1 (noise)",
+        description="standard deviation of the noise of each group, in units of the pixel range 0..1",
     )
-    radii: list[Annotated[float, Field(ge=0)]] = Field(
-        [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels (blur)"
-    )
-    factors: list[Annotated[float, Field(ge=0)]] = Field(
-        [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range (brightness)"
-    )
-    offsets: list[int] = Field(
-        [0, 3, 6, 9], description="offset s of each group: label y becomes (y + s) mod C (shifted)"
-    )
-    label_sets: list[list[int]] = Field(
-        [[0, 1, 2], [3, 4], [5, 6], [7, 8, 9]], description="labels of each group (pathological, rotated_labels)"
-    )
-    other: str = Field("fashion_mnist", description="second data set, that of the second group (hybrid)")
 
-    @field_validator("angles")
-    @classmethod
-    def _as_whole(cls, angles: list[int | float]) -> list[int | float]:
-        """Whole numbers as such: the hash of a config does not depend on how they are written."""
-        return [int(angle) if angle == int(angle) else angle for angle in angles]
+
+class BlurConfig(ShiftConfig):
+    """Widths of a blur of the groups."""
+
+    radii: list[Annotated[float, Field(ge=0)]] = Field(
+        [0.0, 0.5, 1.0, 2.0], description="standard deviation of the blur of each group in pixels"
+    )
+
+
+class BrightnessConfig(ShiftConfig):
+    """Factors of brightness of the groups."""
+
+    factors: list[Annotated[float, Field(ge=0)]] = Field(
+        [1.0, 0.75, 0.5, 0.25], description="factor of each group; values stay in the pixel range"
+    )
+
+
+class PluginShiftConfig(PluginConfig, ShiftConfig):
+    """A function f(x, y, group, draw) of the samples of a group."""
+
+    groups: int = Field(2, ge=1, description="number of true groups")
+
+
+SHIFT_KINDS = Kinds[ShiftConfig](
+    "shift",
+    {
+        "none": BuiltinKind("all clients draw from one distribution, or keep the groups of the data", ShiftConfig),
+        "rotated": BuiltinKind("rotated images", RotatedConfig),
+        "shifted": BuiltinKind("labels moved by an offset", ShiftedConfig),
+        "pathological": BuiltinKind("label sets", PathologicalConfig),
+        "hybrid": BuiltinKind("two data sets", HybridConfig),
+        "rotated_labels": BuiltinKind("every angle with every label set", RotatedLabelsConfig),
+        "noise": BuiltinKind("Gaussian noise on the inputs", NoiseConfig),
+        "blur": BuiltinKind("Gaussian blur of images", BlurConfig),
+        "brightness": BuiltinKind("inputs times a factor", BrightnessConfig),
+    },
+    "cfl_ray.shifts",
+    PluginShiftConfig,
+)

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from cfl_ray.config.experiment import Experiment, explain, read_yaml, set_key, split_override
+from cfl_ray.config.experiment import PARTS, Experiment, explain, read_yaml, set_key, split_override
 from cfl_ray.config.paths import beside, from_record, paths_as_written, record_line, root_beside
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.errors import ConfigError
@@ -412,13 +412,19 @@ def _yaml_copy(value: Any, where: str) -> Any:
     )
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of nested mappings with changes at any depth; lists are replaced."""
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns a copy of nested mappings with changes at any depth; lists are replaced.
+
+    Another kind of a part drops the keys that only other kinds have. path: of the mappings in an experiment.
+    """
     result = copy.deepcopy(dict(values))
+    kinds = PARTS.get(path)
+    if kinds is not None and kinds.key in changes:
+        kinds.drop_others(result, changes[kinds.key])
     for key, value in changes.items():
         before = result.get(key)
         both = isinstance(before, dict) and isinstance(value, Mapping)
-        result[key] = merged(before, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
+        result[key] = merged(before, value, (*path, key)) if both else copy.deepcopy(value)  # type: ignore[arg-type]
     return result
 
 

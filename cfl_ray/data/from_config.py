@@ -12,6 +12,9 @@ import numpy as np
 import torch
 
 from cfl_ray.config import DataConfig
+from cfl_ray.config.data import ArraysConfig, PluginDataConfig, SyntheticConfig
+from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
+from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import federation_from_arrays
 from cfl_ray.data.as_plan import plan_of
 from cfl_ray.data.federation import DataShape, Federation
@@ -19,11 +22,9 @@ from cfl_ray.data.folder import PREPARE_AGAIN, Folder
 from cfl_ray.data.function import load_function
 from cfl_ray.data.images import Progress, Source
 from cfl_ray.data.indexed import Scaling
-from cfl_ray.data.partition import PARTITIONS
 from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
-from cfl_ray.data.shifts import SHIFTS
 from cfl_ray.data.sources import locate
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import DataError
@@ -73,7 +74,7 @@ def build(
         return federation
     folder = Folder(str(shards if data.shards is None else data.shards))
     if read_manifest(folder) is not None:
-        return _reuse(folder, _recipe(data, seed, None, targets))
+        return _reuse(folder, data, _recipe(data, seed, None, targets))
     sources = _sources(data, source, targets)
     recipe = _recipe(data, seed, sources, targets)
     name = data.source.rpartition(":")[2]
@@ -81,7 +82,7 @@ def build(
     if read_manifest(folder) is None:
         plan = _plan(data, seed, sources, pixels=True, progress=progress)
         write_shards(folder.uri, plan, recipe, data.normalize, progress)
-    return _reuse(folder, recipe)
+    return _reuse(folder, data, recipe)
 
 
 def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardFederation:
@@ -129,11 +130,11 @@ def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | 
 
     Two None for the sources that `locate` finds.
     """
-    if data.source == "synthetic":
+    if isinstance(data, SyntheticConfig):
         return _synthetic(data, seed), None
-    if data.source == "arrays":
+    if isinstance(data, ArraysConfig):
         return _arrays(data, seed, targets), None
-    if not data.is_function:
+    if not isinstance(data, PluginDataConfig):
         return None, None
     loaded = load_function(data, seed, targets)
     return (None, loaded) if isinstance(loaded, Source) else (loaded, None)
@@ -141,7 +142,7 @@ def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
     """Returns the data set and, for a hybrid, the second data set. first: the data set, if it is loaded already."""
-    names = [data.source, data.shift.other] if data.shift.kind == "hybrid" else [data.source]
+    names = [data.source, data.shift.other] if isinstance(data.shift, HybridConfig) else [data.source]
     return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
 
@@ -155,21 +156,12 @@ def _plan(
 
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
     """Returns everything that decides the content of the shards, as JSON; `sources` None leaves the raw files out."""
-    no_effect = {
-        "root",
-        "download",
-        "shards",
-        "synthetic_shape",
-        "synthetic_samples",
-        "synthetic_groups",
-        "synthetic_classes",
-    }
-    recipe: dict[str, Any] = {"data": data.to_recipe(no_effect), "seed": seed}
+    recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
     for name, part in (("shift", data.shift), ("partition", data.partition)):
-        if part.is_plugin:  # shards of an edited function are not reused
-            recipe[f"{name} code"] = _code_of((SHIFTS if name == "shift" else PARTITIONS), part.kind)
+        if isinstance(part, PluginShiftConfig | PluginPartitionConfig):  # shards of an edited function are not reused
+            recipe[f"{name} code"] = _code_of(SHIFT_KINDS if name == "shift" else PARTITION_KINDS, part.kind)
     if sources is not None:
         recipe["files"] = [[file.name, file.stat().st_size] for source in sources for file in source.files]
         if digests := [source.digest for source in sources if source.digest is not None]:
@@ -191,10 +183,11 @@ def _hash(recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _reuse(folder: Folder, recipe: dict[str, Any]) -> ShardFederation:
+def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFederation:
     """Returns the existing shards of `folder`. Raises DataError if they do not follow the recipe."""
     federation = open_shards(folder.uri, verify=folder.local is not None)
-    if difference := _difference(federation.recipe, recipe):
+    given = recipe | {"data": data.to_recipe(exclude_defaults=True)}
+    if difference := _difference(federation.recipe, recipe, given):
         key, found, wanted = difference
         is_raw_data = key.startswith(("files", "digests"))
         advice = f"the raw data changed: {PREPARE_AGAIN}" if is_raw_data else "name another folder in data.shards"
@@ -202,15 +195,22 @@ def _reuse(folder: Folder, recipe: dict[str, Any]) -> ShardFederation:
     return federation
 
 
-def _difference(found: object, wanted: object, key: str = "") -> tuple[str, object, object] | None:
-    """Returns the first key of `wanted` that is different in `found`, with both values; None if there is none."""
+def _difference(found: Any, wanted: Any, given: Any, key: str = "") -> tuple[str, object, object] | None:
+    """Returns the first key of `wanted` that is different in `found`, with both values; None if there is none.
+
+    given: `wanted` without defaults; an earlier version may have written `found` without a key that has its default.
+    """
     if isinstance(found, dict) and isinstance(wanted, dict):
-        parts = (_difference(found.get(name), value, f"{key}.{name}".lstrip(".")) for name, value in wanted.items())
+        parts = (
+            _difference(found.get(name), value, given.get(name, {}), f"{key}.{name}".lstrip("."))
+            for name, value in wanted.items()
+            if name in found or name in given
+        )
         return next(filter(None, parts), None)
     return None if found == wanted else (key, found, wanted)
 
 
-def _synthetic(data: DataConfig, seed: int) -> SyntheticFederation:
+def _synthetic(data: SyntheticConfig, seed: int) -> SyntheticFederation:
     if data.partition.clients is None:
         raise DataError("data.partition.clients: null is for kind writer; source synthetic needs a number")
     if data.test.view != "cluster":
@@ -227,7 +227,7 @@ def _synthetic(data: DataConfig, seed: int) -> SyntheticFederation:
     )
 
 
-def _arrays(data: DataConfig, seed: int, targets: str) -> Federation:
+def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
 
     The file holds x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (one number).

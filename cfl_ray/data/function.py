@@ -6,21 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.config import DataConfig
-from cfl_ray.config.data import SOURCES
+from cfl_ray.config.data import SOURCE_KINDS, PluginDataConfig
 from cfl_ray.data.arrays import digest, federation_from_arrays, images_from_arrays
 from cfl_ray.data.federation import Federation
 from cfl_ray.data.images import Source
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of
-from cfl_ray.plugins.registry import Registry
 
 DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of samples without clients
 KEYS = (*DIVIDED, "clients", "test_clients")
-DATASETS: Registry[Any] = Registry("data set", SOURCES, DataConfig.datasets_group)
 
 
-def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federation | Source:
+def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
     """Returns the federation of the function `data.source`; samples without clients as a source to be divided.
 
     The function is passed `data.options`. It returns a Federation, or a mapping with x, y and optionally clients,
@@ -28,7 +25,7 @@ def load_function(data: DataConfig, seed: int, targets: str = "class") -> Federa
     clients, the samples are divided as `data.partition` says. Raises DataError naming the function
     and its line. targets: kind of y.
     """
-    function = DATASETS.find(data.source)
+    function = SOURCE_KINDS.find(data.source)
     if not callable(function):
         raise DataError(f"data.source {data.source!r} is {type(function).__name__}, expected a function")
     check_options("data.source", function, data.options)
@@ -56,7 +53,7 @@ def _as_mapping(result: object) -> dict[str, Any]:
     return dict(result)
 
 
-def _from_mapping(arrays: dict[str, Any], data: DataConfig, seed: int, targets: str) -> Federation | Source:
+def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, targets: str) -> Federation | Source:
     if arrays.get("clients") is not None:
         if data.shift.kind != "none":
             raise DataError(

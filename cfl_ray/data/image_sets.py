@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cfl_ray.config import ColumnsConfig, DataConfig
+from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data import parquet
 from cfl_ray.data.images import Images, Progress, Source, find, roots
 from cfl_ray.errors import DataError
@@ -141,7 +142,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
 # --- MedMNIST -----------------------------------------------------------------------------------
 
 
-def medmnist(data: DataConfig) -> Source:
+def medmnist(data: FilesDataConfig) -> Source:
     """Returns one of the 2-D data sets of medmnist, that of `data.train_files`; its validation part goes unused."""
     get = (
         "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
@@ -193,6 +194,4 @@ def _one_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
     return y.reshape(len(y)).astype(np.int16)
 
 
-SETS: dict[str, Callable[[DataConfig], Source]] = {name: _by_name(name) for name in _TORCHVISION} | {
-    "medmnist": medmnist
-}
+SETS: dict[str, Callable[[Any], Source]] = {name: _by_name(name) for name in _TORCHVISION} | {"medmnist": medmnist}

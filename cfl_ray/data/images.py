@@ -5,13 +5,16 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from cfl_ray.config import DataConfig
+from cfl_ray.config.data import FilesDataConfig
 from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import DataError
 
+Files = TypeVar("Files", bound=FilesDataConfig)
 Progress = Callable[[str, int, int], None]  # (what is being done, how many are done, out of how many)
 
 
@@ -84,15 +87,15 @@ def roots(data: DataConfig) -> list[Path]:
         if root.is_file():
             raise DataError(
                 f"data.root: {root} is a file, expected a folder; write root: {root.parent}"
-                + (f" and train_files: {root.name}" if data.train_files is None else "")
+                + (f" and train_files: {root.name}" if getattr(data, "train_files", None) is None else "")
             )
         return [root]
     named = os.environ.get("CFL_RAY_DATA")
-    here = [Path()] if data.train_files else []
+    here = [Path()] if isinstance(data, FilesDataConfig) and data.train_files else []
     return ([Path(named).expanduser()] if named else []) + [Path("data")] + here
 
 
-def with_file_as_root(data: DataConfig) -> DataConfig:
+def with_file_as_root(data: Files) -> Files:
     """The section with a file that `data.root` names as the training file of its folder."""
     root = Path(data.root or "").expanduser()
     if data.root is None or not root.is_file() or data.train_files is not None:

@@ -1,16 +1,19 @@
 """The division of one group's samples among its clients, or first among true groups that the division itself makes."""
 
-from typing import Any
-
 import numpy as np
 
 from cfl_ray.config import PartitionConfig
+from cfl_ray.config.partition import (
+    PARTITION_KINDS,
+    ClassesConfig,
+    DirichletConfig,
+    IidConfig,
+    PluginPartitionConfig,
+)
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
-from cfl_ray.plugins.registry import Registry
 
 MAX_REDRAWS = 1000
-PARTITIONS: Registry[Any] = Registry("partition", PartitionConfig.builtin, PartitionConfig.group)
 ARGUMENTS = ("labels", "clients", "draw")  # of a partition function
 
 
@@ -26,21 +29,22 @@ def divide(
 ) -> list[np.ndarray]:
     """Returns the positions in `y` of each client's samples, ascending; no position belongs to two clients.
 
-    With `partition.groups`, the clients of a group follow one another. Raises DataError if a client would get fewer
-    than `min_samples`.
+    With `partition.true_groups`, the clients of a group follow one another. Raises DataError if a client would get
+    fewer than `min_samples`.
     """
     if min_samples * clients > len(y):
         raise DataError(
             f"{clients} clients cannot hold at least {min_samples} samples each of {len(y)} samples; "
             "lower data.partition.clients (or min_samples)"
         )
-    if partition.is_plugin:
+    if isinstance(partition, PluginPartitionConfig):
         parts = _own(y, clients, partition, rng)
-    elif partition.kind == "iid":
+    elif isinstance(partition, IidConfig):
         parts = _iid(y, clients, partition, rng)
-    elif partition.kind == "dirichlet":
+    elif isinstance(partition, DirichletConfig):
         parts = _dirichlet(y, clients, partition, min_samples, rng)
     else:
+        assert isinstance(partition, ClassesConfig)  # one client per writer: `writers`
         parts = _classes(y, clients, partition, rng)
     sizes = np.array([len(part) for part in parts])
     if sizes.min() < min_samples:
@@ -52,9 +56,9 @@ def divide(
     return [np.sort(part) for part in parts]
 
 
-def _own(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def _own(y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns the parts of a user's function f(labels, clients, draw). Raises DataError if they are no division."""
-    function = with_options(PARTITIONS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
+    function = with_options(PARTITION_KINDS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
     where = f"data.partition {place_of(function)} returned"
     if not isinstance(result, list | tuple) or len(result) != clients:
@@ -111,7 +115,7 @@ def writers(
     return [(str(names[writer]), by_writer[writer]) for writer in kept]
 
 
-def _iid(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns parts whose sizes differ by one at most, or are those of `partition.sizes`."""
     rows = rng.permutation(len(y))
     if partition.sizes is None:
@@ -125,7 +129,7 @@ def _iid(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random
 
 
 def _dirichlet(
-    y: np.ndarray, clients: int, partition: PartitionConfig, min_samples: int, rng: np.random.Generator
+    y: np.ndarray, clients: int, partition: DirichletConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Returns the first draw in which the smallest client has `min_samples`."""
     rows_C = [rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
@@ -145,7 +149,7 @@ def _dirichlet(
     )
 
 
-def _counts(sizes_C: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> np.ndarray:
+def _counts(sizes_C: np.ndarray, clients: int, partition: DirichletConfig, rng: np.random.Generator) -> np.ndarray:
     """Returns int64 (C, N): samples of each class for each client in one draw, directly or by way of its group."""
     if partition.groups is None:
         return _dirichlet_counts(sizes_C, clients, partition.alpha, partition.capped, rng)
@@ -183,7 +187,7 @@ def _dirichlet_counts(
 # --- n classes per client -----------------------------------------------------------------------
 
 
-def _classes(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def _classes(y: np.ndarray, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns parts in which each class is split evenly among its owners: its sizes differ by one at most."""
     labels = np.unique(y)
     owners = _owners(len(labels), clients, partition, rng)
@@ -196,7 +200,7 @@ def _classes(y: np.ndarray, clients: int, partition: PartitionConfig, rng: np.ra
     return [np.concatenate(part) for part in parts]
 
 
-def _owners(classes: int, clients: int, partition: PartitionConfig, rng: np.random.Generator) -> list[list[int]]:
+def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[list[int]]:
     """Returns the clients that own each class.
 
     NIID-Bench's rule: client i of a group owns class i mod C of the group's C classes, and n - 1 distinct others.

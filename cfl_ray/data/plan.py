@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cfl_ray.config import DataConfig, PartitionConfig
+from cfl_ray.config.partition import IidConfig
+from cfl_ray.config.shift import HybridConfig
 from cfl_ray.core.rng import stream
 from cfl_ray.data import partition
 from cfl_ray.data.images import Images
@@ -71,14 +73,15 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
     assert view is not None  # null stands only for arrays, which are divided already
     _check_classes(images, data)
     if data.test.pool:
-        images, other = _pooled(images, data.source), None if other is None else _pooled(other, data.shift.other)
+        second = data.shift.other if isinstance(data.shift, HybridConfig) else ""
+        images, other = _pooled(images, data.source), None if other is None else _pooled(other, second)
     if view != "holdout" and (images.test_y is None or (other is not None and other.test_y is None)):
         raise DataError(
             f"data.test.view: {view} needs a test part, which {data.source!r} does not have; "
             "set data.test.view: holdout (or name data.test_files)"
         )
     by_writer = data.partition.kind == "writer"
-    groups = make_groups(images, other, data.shift, not by_writer and data.partition.groups is None, seed)
+    groups = make_groups(images, other, data.shift, not by_writer and data.partition.true_groups is None, seed)
     divided = _divide_by_writer(groups, data, seed) if by_writer else _divide(groups, data, seed)
     test_sets, test_set_of = ([], {}) if view == "holdout" else _test_sets(groups, divided, data, seed)
     kept_N = _kept_shares(len(divided), data.partition, seed)
@@ -138,7 +141,7 @@ def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows
 
 def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -> PartitionConfig:
     """Returns the partition with the sizes of one group's clients only."""
-    if whole.sizes is None:
+    if not isinstance(whole, IidConfig) or whole.sizes is None:
         return whole
     first = sum(shares[:index])
     return whole.model_copy(update={"sizes": whole.sizes[first : first + shares[index]]})
@@ -146,9 +149,9 @@ def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -
 
 def _true_groups(whole: PartitionConfig, true_group: int, clients: int) -> list[int]:
     """Returns the true group of each client: that of the shift, or that of the partition."""
-    if whole.groups is None:
+    if whole.true_groups is None:
         return [true_group] * clients
-    return np.repeat(np.arange(whole.groups), partition.even_shares(clients, whole.groups)).tolist()
+    return np.repeat(np.arange(whole.true_groups), partition.even_shares(clients, whole.true_groups)).tolist()
 
 
 def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:

@@ -11,15 +11,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cfl_ray.config import ShiftConfig
+from cfl_ray.config.shift import (
+    SHIFT_KINDS,
+    BlurConfig,
+    BrightnessConfig,
+    HybridConfig,
+    NoiseConfig,
+    PathologicalConfig,
+    PluginShiftConfig,
+    RotatedConfig,
+    RotatedLabelsConfig,
+    ShiftedConfig,
+)
 from cfl_ray.core.rng import stream
 from cfl_ray.data import pixels
 from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
-from cfl_ray.plugins.registry import Registry
 
 T = TypeVar("T")
-SHIFTS: Registry[Any] = Registry("shift", ShiftConfig.builtin, ShiftConfig.group)
 ARGUMENTS = ("x", "y", "group", "draw")  # of a shift function
 
 
@@ -115,29 +125,33 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
     other: the second data set of a hybrid. natural: whether an unshifted data set keeps the groups that it came with.
     seed: of the draws of the shift.
     """
-    if shift.is_plugin:
-        function = with_options(SHIFTS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
+    if isinstance(shift, PluginShiftConfig):
+        function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
         return [_group(Variant(images, change=Change(function, group, seed))) for group in range(shift.groups)]
-    if shift.kind in ("noise", "blur", "brightness"):
-        return _of_pixels(images, shift, seed)
-    if shift.kind == "none":
-        count = images.group.max() + 1 if natural and images.group is not None else 0
-        return [_natural(images, group) for group in range(count)] or [_group(Variant(images))]
-    if shift.kind == "rotated":
-        return [_group(_rotated(images, angle, seed)) for angle in _nonempty(shift.angles, "angles")]
-    if shift.kind == "shifted":
-        offsets = [offset % images.num_classes for offset in _nonempty(shift.offsets, "offsets")]
-        return [_group(Variant(images, offset=offset)) for offset in offsets]
-    if shift.kind == "pathological":
-        return [_group(Variant(images), labels) for labels in _label_sets(shift, images)]
-    if shift.kind == "rotated_labels":
+    if isinstance(shift, NoiseConfig):
+        return _of_pixels(images, shift, pixels.with_noise, _nonempty(shift.sigmas, "sigmas"), seed)
+    if isinstance(shift, BlurConfig):
+        return _of_pixels(images, shift, pixels.blurred, _nonempty(shift.radii, "radii"), seed)
+    if isinstance(shift, BrightnessConfig):
+        return _of_pixels(images, shift, pixels.brightened, _nonempty(shift.factors, "factors"), seed)
+    if isinstance(shift, RotatedLabelsConfig):
         return [
             _group(_rotated(images, angle, seed), labels)
             for angle in _nonempty(shift.angles, "angles")
             for labels in _label_sets(shift, images)
         ]
-    assert other is not None  # a hybrid has two data sets
-    return _hybrid(images, other, shift.other)
+    if isinstance(shift, RotatedConfig):
+        return [_group(_rotated(images, angle, seed)) for angle in _nonempty(shift.angles, "angles")]
+    if isinstance(shift, ShiftedConfig):
+        offsets = [offset % images.num_classes for offset in _nonempty(shift.offsets, "offsets")]
+        return [_group(Variant(images, offset=offset)) for offset in offsets]
+    if isinstance(shift, PathologicalConfig):
+        return [_group(Variant(images), labels) for labels in _label_sets(shift, images)]
+    if isinstance(shift, HybridConfig):
+        assert other is not None  # a hybrid has two data sets
+        return _hybrid(images, other, shift.other)
+    count = images.group.max() + 1 if natural and images.group is not None else 0
+    return [_natural(images, group) for group in range(count)] or [_group(Variant(images))]
 
 
 def _group(variant: Variant, labels: list[int] | None = None) -> Group:
@@ -171,18 +185,14 @@ def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
     return [_group(Variant(images)), _group(Variant(other))]
 
 
-def _of_pixels(images: Images, shift: ShiftConfig, seed: int) -> list[Group]:
+def _of_pixels(
+    images: Images, shift: ShiftConfig, function: Callable[..., Any], amounts: list[float], seed: int
+) -> list[Group]:
     """Returns the groups of a shift of pixel values."""
     if images.vocabulary is not None or (shift.kind == "blur" and len(images.shape) != 3):
         needed = "images" if shift.kind == "blur" else "real numbers"
         found = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
         raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {found}; use another kind")
-    key, function = {
-        "noise": ("sigmas", pixels.with_noise),
-        "blur": ("radii", pixels.blurred),
-        "brightness": ("factors", pixels.brightened),
-    }[shift.kind]
-    amounts = _nonempty(getattr(shift, key), key)
     changes = [
         Change(partial(function, amount=amount, scale=images.scale), group, seed, keeps_labels=True)
         for group, amount in enumerate(amounts)
@@ -213,7 +223,7 @@ def _turns(angle: int, images: Images) -> int:
     return angle // 90 % 4
 
 
-def _label_sets(shift: ShiftConfig, images: Images) -> list[list[int]]:
+def _label_sets(shift: PathologicalConfig, images: Images) -> list[list[int]]:
     for labels in _nonempty(shift.label_sets, "label_sets"):
         if bad := [label for label in _nonempty(labels, "label_sets") if not 0 <= label < images.num_classes]:
             raise DataError(

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cfl_ray.config import ColumnsConfig, DataConfig
-from cfl_ray.config.data import SOURCES, UNDIVIDED
+from cfl_ray.config.data import (
+    ColumnsDataConfig,
+    FilesDataConfig,
+    HfDiskConfig,
+    PartsDataConfig,
+    Sent140LeafConfig,
+)
 from cfl_ray.core.rng import stream
 from cfl_ray.data import image_folder as image_folder_files
 from cfl_ray.data import image_sets, leaf, parquet, tables
@@ -18,9 +25,9 @@ from cfl_ray.errors import DataError, did_you_mean
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
     """Returns the named data set, found on disk. Raises DataError with the places looked at and how to obtain it."""
-    divided = [one for one in SOURCES if one not in UNDIVIDED]
-    if name not in divided:
-        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, divided)}")
+    if name not in SOURCES:
+        raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
+    data = data.of_source(name)
     if targets != "class":
         if name not in TABLES:
             raise DataError(
@@ -28,10 +35,7 @@ def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
                 "and my.py:load can have"
             )
         return TABLES[name](data, targets)
-    if name in image_sets.SETS:
-        return image_sets.SETS[name](data)
-    found: Source = globals()[name](data)  # any other source is a function of this module, by its name
-    return found
+    return SOURCES[name](data)
 
 
 # --- digits: 1,797 images of 8x8 that come with scikit-learn ------------------------------------
@@ -113,7 +117,7 @@ def _join_writers(images: Images, file: Path) -> Images:
 # --- parquet and LEAF ---------------------------------------------------------------------------
 
 
-def images(data: DataConfig) -> Source:
+def images(data: ColumnsDataConfig) -> Source:
     """Returns the data set of this name."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     data = with_file_as_root(data)
@@ -125,7 +129,7 @@ def images(data: DataConfig) -> Source:
     return _parquet("images", data, [""], patterns, data.columns, None, get)
 
 
-def femnist(data: DataConfig) -> Source:
+def femnist(data: ColumnsDataConfig) -> Source:
     """Returns the data set of this name."""
     get = (
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
@@ -141,7 +145,7 @@ def femnist(data: DataConfig) -> Source:
 
 def _parquet(
     name: str,
-    data: DataConfig,
+    data: PartsDataConfig,
     subfolders: list[str],
     patterns: list[str],
     columns: ColumnsConfig,
@@ -157,7 +161,7 @@ def _parquet(
     )
 
 
-def _without_test(data: DataConfig, folder: Path, train: list[Path]) -> tuple[list[Path], list[Path]]:
+def _without_test(data: PartsDataConfig, folder: Path, train: list[Path]) -> tuple[list[Path], list[Path]]:
     """Returns the training files that are not test files, and the test files."""
     test = sorted(path for path in folder.glob(data.test_files) if path.is_file()) if data.test_files else []
     if data.test_files and not test:
@@ -169,7 +173,7 @@ def _without_test(data: DataConfig, folder: Path, train: list[Path]) -> tuple[li
     return train, test
 
 
-def femnist_leaf(data: DataConfig) -> Source:
+def femnist_leaf(data: FilesDataConfig) -> Source:
     """Returns the data set of this name."""
     get = (
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
@@ -183,7 +187,7 @@ def femnist_leaf(data: DataConfig) -> Source:
     return Source("femnist_leaf", (*train, *test), lambda pixels, progress: leaf.read(train, test, progress))
 
 
-def _text_leaf(name: str, folder: str, data: DataConfig, kind: leaf.TextKind) -> Source:
+def _text_leaf(name: str, folder: str, data: FilesDataConfig, kind: leaf.TextKind) -> Source:
     get = f"run LEAF's data/{folder}/preprocess.sh and point data.root at LEAF's data/{folder}/data"
     usual = ["", f"{folder}/data", f"data/{folder}/data", f"leaf/data/{folder}/data"]
     found, train = find(data, [data.train_files] if data.train_files else usual, ["train/*.json"], name, get)
@@ -191,12 +195,12 @@ def _text_leaf(name: str, folder: str, data: DataConfig, kind: leaf.TextKind) ->
     return Source(name, (*train, *test), lambda pixels, progress: leaf.read_text(train, test, kind, progress))
 
 
-def shakespeare_leaf(data: DataConfig) -> Source:
+def shakespeare_leaf(data: FilesDataConfig) -> Source:
     """Returns LEAF's Shakespeare: the next of 80 characters, one client per role."""
     return _text_leaf("shakespeare_leaf", "shakespeare", data, leaf.Characters())
 
 
-def sent140_leaf(data: DataConfig) -> Source:
+def sent140_leaf(data: Sent140LeafConfig) -> Source:
     """Returns LEAF's Sentiment140: two classes of tweets, one client per user."""
     return _text_leaf("sent140_leaf", "sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
 
@@ -204,7 +208,7 @@ def sent140_leaf(data: DataConfig) -> Source:
 # --- the user's own files -----------------------------------------------------------------------
 
 
-def csv(data: DataConfig, targets: str = "class") -> Source:
+def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
     """Returns the samples of CSV files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'train*.csv'"
     data = with_file_as_root(data)
@@ -213,7 +217,7 @@ def csv(data: DataConfig, targets: str = "class") -> Source:
     return Source("csv", (*train, *test), lambda pixels, progress: tables.read_csv(train, test, data.columns, targets))
 
 
-def image_folder(data: DataConfig) -> Source:
+def image_folder(data: PartsDataConfig) -> Source:
     """Returns images in a folder per class."""
     root = roots(data)[0]
     train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
@@ -228,7 +232,7 @@ def image_folder(data: DataConfig) -> Source:
     return Source("image_folder", tuple(files), read)
 
 
-def hf_disk(data: DataConfig, targets: str = "class") -> Source:
+def hf_disk(data: HfDiskConfig, targets: str = "class") -> Source:
     """Returns a data set that Hugging Face's `save_to_disk` has written."""
     root = roots(data)[0]
     train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
@@ -243,4 +247,17 @@ def hf_disk(data: DataConfig, targets: str = "class") -> Source:
     )
 
 
-TABLES: dict[str, Callable[[DataConfig, str], Source]] = {"csv": csv, "hf_disk": hf_disk}  # with targets of any kind
+SOURCES: dict[str, Callable[[Any], Source]] = {  # by the names of `SOURCE_KINDS`, each with its section
+    "digits": digits,
+    **image_sets.SETS,
+    "images": images,
+    "image_folder": image_folder,
+    "csv": csv,
+    "hf_disk": hf_disk,
+    "femnist": femnist,
+    "femnist_leaf": femnist_leaf,
+    "shakespeare_leaf": shakespeare_leaf,
+    "sent140_leaf": sent140_leaf,
+    "mnist_by_writer": mnist_by_writer,
+}
+TABLES: dict[str, Callable[[Any, str], Source]] = {"csv": csv, "hf_disk": hf_disk}  # with targets of any kind

@@ -11,7 +11,15 @@ import torch
 from filelock import FileLock
 
 from cfl_ray import data, models
-from cfl_ray.config import AttackConfig, AvailabilityConfig, Experiment, LocalConfig, changed_local, check_cohort
+from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
+from cfl_ray.config.attack import ATTACK_KINDS, AttackersConfig, PluginAttackConfig
+from cfl_ray.config.cohort import (
+    AVAILABILITY_KINDS,
+    BernoulliConfig,
+    DiurnalConfig,
+    PluginAvailabilityConfig,
+    TraceConfig,
+)
 from cfl_ray.core.availability import (
     ALWAYS,
     ARGUMENTS,
@@ -41,7 +49,6 @@ from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.plugins.calling import with_options
-from cfl_ray.plugins.registry import Registry
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.runtime.first_models import start_of
 from cfl_ray.system.files import SHARED, read_json, write_json
@@ -50,8 +57,6 @@ from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
 
 _MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
-ATTACKS: Registry[Any] = Registry("attack", AttackConfig.builtin, AttackConfig.group)
-AVAILABILITY: Registry[Any] = Registry("availability", AvailabilityConfig.builtin, AvailabilityConfig.group)
 
 
 @dataclass(frozen=True)
@@ -139,12 +144,13 @@ class Setup:
     def attack(self) -> Attack:
         """The attack of the experiment, and the clients that carry it out."""
         wanted, total = self.experiment.attack, self.federation.num_clients
-        if wanted.kind == "none":
+        if not isinstance(wanted, AttackersConfig):
             return Attack()
         draw = stream(self.experiment.seed, 0, 0, -1, "attackers")
         drawn = draw.choice(total, count_of(wanted.fraction, total), replace=False).tolist()
         clients = frozenset(drawn if wanted.clients is None else wanted.clients)
-        return Attack(self.attack_kind, clients, wanted.scale, wanted.sigma, wanted.from_round)
+        amounts = {key: getattr(wanted, key) for key in ("scale", "sigma") if hasattr(wanted, key)}
+        return Attack(self.attack_kind, clients, from_round=wanted.from_round, **amounts)
 
 
 def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | None = None) -> Setup:
@@ -327,9 +333,9 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
 
 def _attack_kind(given: AttackConfig) -> Any:
     """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
-    if not given.is_plugin:
+    if not isinstance(given, PluginAttackConfig):
         return given.kind
-    made = with_options(ATTACKS.resolve(given.kind), given.options, "attack", UPLOAD)
+    made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)
     check_own(made)
     return made
 
@@ -337,15 +343,14 @@ def _attack_kind(given: AttackConfig) -> Any:
 def _availability(experiment: Experiment, num_clients: int) -> Availability:
     """The model of which clients are reachable. Raises DataError for a trace that cannot be used."""
     given = experiment.cohort.availability
-    if given.is_plugin:
-        function = with_options(AVAILABILITY.resolve(given.kind), given.options, "availability", ARGUMENTS)
+    if isinstance(given, PluginAvailabilityConfig):
+        function = with_options(AVAILABILITY_KINDS.resolve(given.kind), given.options, "availability", ARGUMENTS)
         return OwnAvailability(function, num_clients, experiment.seed)
-    if given.kind == "trace":
-        assert given.file is not None  # the config checks that a trace has one
+    if isinstance(given, TraceConfig):
         return Trace(*read_trace(given.file, num_clients), given.unit)
-    if given.kind == "diurnal":
+    if isinstance(given, DiurnalConfig):
         return Diurnal(given.chance, given.amplitude, given.period, experiment.seed, given.zones)
-    return ALWAYS if given.kind == "always" else Bernoulli(given.chance)
+    return Bernoulli(given.chance) if isinstance(given, BernoulliConfig) else ALWAYS
 
 
 def shards_folder(experiment: Experiment) -> str:

@@ -37,6 +37,11 @@ def recorded_hash(directory: RunDirectory) -> str:
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 
+def stored_hash(directory: RunDirectory, experiment: Experiment) -> str:
+    """The config hash with which checkpoints are stored: the recorded one, which an earlier version may have made."""
+    return recorded_hash(directory) if directory.is_run else experiment.config_hash
+
+
 def differences(directory: RunDirectory, now: Experiment) -> str:
     """The keys in which an experiment differs from the one that the run began with, in words."""
     different = _changed(directory, now) or ["parts made in Python or the content of a file"]

@@ -22,12 +22,13 @@ from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.runtime.run_record import stored_hash
 from cfl_ray.system.threads import one_thread
 
 BACKENDS: Registry[Any] = Registry(
     "backend",
     {
-        "ray": BuiltinKind("on the hosts of a Ray cluster", ("runtime.address", "runtime.hosts")),
+        "ray": BuiltinKind("on the hosts of a Ray cluster", keys=("runtime.address", "runtime.hosts")),
         "in_process": BuiltinKind("in this process, for debugging and tests; the results are the same"),
     },
     RuntimeConfig.backends_group,
@@ -58,9 +59,9 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     """The checkpoints of one method; None where no files are kept."""
     if run_dir is None:
         return None
-    return CheckpointStore(
-        RunDirectory(run_dir).method(label).path, setup.experiment.config_hash, setup.experiment.runtime.keep_last
-    )
+    run = RunDirectory(run_dir)
+    hash = stored_hash(run, setup.experiment)
+    return CheckpointStore(run.method(label).path, hash, setup.experiment.runtime.keep_last)
 
 
 def claimed_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:

@@ -1,6 +1,6 @@
 from cfl_ray.cli.catalogue import KINDS, PartKind
-from cfl_ray.config import BuiltinKind, PartitionConfig, ShiftConfig
-from cfl_ray.data import partition, shifts
+from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.data import sources
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.tracking import TRACKERS
 
@@ -19,22 +19,16 @@ def test_every_part_has_a_description_and_comes_from_this_package():
 
 def test_parameters_are_those_that_a_config_can_set():
     assert parts("shifts")["rotated"].parameters == "angles: [0, 90, 180, 270]"
-    assert parts("partitions")["classes"].parameters == (
-        "classes_per_client: 2, groups: null, classes_per_group: 3, min_samples: 1"
-    )
+    assert parts("partitions")["classes"].parameters == "groups: null, classes_per_client: 2, classes_per_group: 3"
     assert parts("models")["mlp"].parameters == "hidden: 200"
     assert parts("aggregation")["trimmed_mean"].parameters == "share: 0.3"
-    assert parts("attacks")["gaussian"].parameters == "sigma: 1.0"
+    assert parts("attacks")["gaussian"].parameters == "fraction: 0.1, clients: null, from_round: 1, sigma: 1.0"
     assert parts("trackers")["csv"].parameters == "file: metrics.csv" and parts("trackers")["mlflow"].parameters == ""
     assert parts("methods")["local"].parameters == ""
 
 
-def test_keys_of_builtin_kinds_exist():
-    for kind in KINDS.values():
-        for name, part in kind.registry.builtin.items():
-            if isinstance(part, BuiltinKind) and kind.section is not None:
-                assert set(part.keys) <= set(kind.section.model_fields), name
-    assert shifts.SHIFTS.builtin is ShiftConfig.builtin and partition.PARTITIONS.builtin is PartitionConfig.builtin
+def test_every_kind_of_the_config_is_carried_out():
+    assert set(sources.SOURCES) == {name for name, one in SOURCE_KINDS.builtin.items() if not one.section.has_clients}
     assert set(TRACKERS.builtin) == {"mlflow", "csv", "tensorboard", "wandb"}
 
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 
 import cfl_ray
 from cfl_ray import config
-from cfl_ray.config import ConfigSection, DataConfig, Experiment, load
+from cfl_ray.config import ConfigSection, Experiment, load
 from cfl_ray.config.experiment import QUICKSTART
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.method import Method
@@ -58,7 +59,10 @@ class TestErrors:
             ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
             ({"local": {"epoch": 3}}, r"unknown key 'local.epoch' \(did you mean 'epochs'\?\)"),
             ({"data": {"partition": {"alhpa": 3}}}, r"unknown key 'data.partition.alhpa' \(did you mean 'alpha'\?\)"),
-            ({"data": {"columns": {"lable": "y"}}}, r"unknown key 'data.columns.lable' \(did you mean 'label'\?\)"),
+            (
+                {"data": {"source": "csv", "columns": {"lable": "y"}}},
+                r"unknown key 'data.columns.lable' \(did you mean 'label'\?\)",
+            ),
             (
                 {"schedule": [{"round": 1}, {"round": 2, "joins": [1]}]},
                 r"unknown key 'schedule.1.joins' \(did you mean 'join'\?\)",
@@ -95,11 +99,11 @@ class TestErrors:
             ({"local": {"epochs": 2.5}}, "^local.epochs: .*integer.*, got 2.5$"),
             (
                 {"data": {"shift": {"kind": "rotate"}}},
-                r"^data.shift.kind: unknown shift 'rotate' \(did you mean 'rotated'\?\), got 'rotate'$",
+                r"^data.shift: unknown shift 'rotate' \(did you mean 'rotated'\?\)$",
             ),
             (
                 {"data": {"shift": {"options": {"a": 1}, "kind": "rotated"}}},
-                r"^data.shift: options are for kinds of your own \(file.py:Name\); the keys of rotated are: angles",
+                r"^data.shift.options is a key of kind file.py:Name, and kind is rotated; its keys are: angles$",
             ),
             (
                 {"data": {"partition": {"cut": [{"keep": 1.0, "clients": 3}]}}},
@@ -119,11 +123,11 @@ class TestErrors:
             ),
             (
                 {"data": {"partition": {"sizes": [10], "clients": 1, "kind": "classes"}}},
-                "^data.partition: sizes needs kind iid, kind is classes",
+                "^data.partition.sizes is a key of kind iid, and kind is classes; its keys are: clients, samples, ",
             ),
             (
                 {"data": {"partition": {"groups": 4}}},
-                "^data.partition: groups needs kind dirichlet or classes, kind is iid",
+                r"^data.partition.groups is a key of kind dirichlet \| classes, and kind is iid; its keys are: ",
             ),
             (
                 {"data": {"partition": {"groups": 1, "kind": "classes"}}},
@@ -152,12 +156,15 @@ class TestErrors:
             ),
             (
                 {"attack": {"kind": "sign"}},
-                r"^attack.kind: unknown attack 'sign' \(did you mean 'sign_flip'\?\), got 'sign'$",
+                r"^attack: unknown attack 'sign' \(did you mean 'sign_flip'\?\)$",
             ),
-            ({"attack": {"fraction": 1}}, "^attack.fraction: .*less than 1, got 1$"),
-            ({"attack": {"clients": []}}, r"^attack.clients: .*at least 1 item.*, got \[\]$"),
-            ({"attack": {"clients": [3, -1]}}, "^attack.clients.1: .*greater than or equal to 0, got -1$"),
-            ({"attack": {"scale": 0}}, "^attack.scale: .*greater than 0, got 0$"),
+            ({"attack": {"kind": "scaled", "fraction": 1}}, "^attack.fraction: .*less than 1, got 1$"),
+            ({"attack": {"kind": "scaled", "clients": []}}, r"^attack.clients: .*at least 1 item.*, got \[\]$"),
+            (
+                {"attack": {"kind": "scaled", "clients": [3, -1]}},
+                "^attack.clients.1: .*greater than or equal to 0, got -1$",
+            ),
+            ({"attack": {"kind": "scaled", "scale": 0}}, "^attack.scale: .*greater than 0, got 0$"),
             ({"attack": {"from_rounds": 3}}, r"unknown key 'attack.from_rounds' \(did you mean 'from_round'\?\)"),
             ({"runtime": {"engine": "fast"}}, "^runtime.engine: .*'sequential'.*, got 'fast'$"),
             ({"methods": []}, r"^methods: .*at least 1 item.*, got \[\]$"),
@@ -186,7 +193,7 @@ class TestErrors:
             ({"cohort": {"availability": 1.5}}, "^cohort.availability.chance: .*less than or equal to 1, got 1.5$"),
             (
                 {"cohort": {"availability": {"kind": "trace"}}},
-                "^cohort.availability: kind trace and a file belong together, got kind trace and file None",
+                "^cohort.availability.file: Field required$",
             ),
             (
                 {"cohort": {"availability": {"kind": "diurnal", "periods": 3}}},
@@ -211,7 +218,10 @@ class TestErrors:
     @pytest.mark.parametrize("source, nearest", [("minst", "mnist"), ("cifar", "cifar10")])
     def test_an_unknown_data_set_names_the_nearest(self, source, nearest):
         refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"source": source})
-        refused(rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)", data={"shift": {"other": source}})
+        refused(
+            rf"unknown data set '{source}' \(did you mean '{nearest}'\?\)",
+            data={"shift": {"kind": "hybrid", "other": source}},
+        )
 
     @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
     def test_data_that_are_neither_a_section_nor_a_federation(self, data):
@@ -435,9 +445,9 @@ class TestHash:
     def test_changes_with_what_can_change_a_result(self, override):
         assert load(None, [override]).config_hash != load().config_hash
 
-    def test_ignores_the_keys_of_an_attack_of_kind_none_and_the_default_aggregation(self):
-        """Run directories of configs without these keys can be resumed."""
-        assert Experiment(attack={"fraction": 0.2, "scale": 3}).config_hash == Experiment().config_hash
+    def test_ignores_what_is_the_default(self):
+        same = [{"local": {"epochs": 5}}, {"attack": {"kind": "none"}}, {"data": {"shift": {}}}, {"rounds": 30}]
+        assert {Experiment(**values).config_hash for values in same} == {Experiment().config_hash}
         hashes = {Experiment(methods=[{"ifca": options}]).config_hash for options in ({}, {"aggregation": "mean"})}
         assert len(hashes) == 1
         options = {name: value for name, value in dataclasses.asdict(IFCA()).items() if name != "aggregation"}
@@ -445,7 +455,7 @@ class TestHash:
 
     def test_is_stable(self):
         """Computed once with `load().config_hash`: a different hash makes all run directories impossible to resume."""
-        assert (load().config_hash, Experiment().config_hash) == ("21357f769e94", "5593d4ec1f02")
+        assert (load().config_hash, Experiment().config_hash) == ("66873529f6f2", "68f6bba7ce99")
 
     def test_of_a_method_follows_its_class_and_options(self):
         methods = (REGISTRY["fedavg"](), REGISTRY["ifca"](), IFCA(num_clusters=2))
@@ -643,18 +653,11 @@ class TestDefaultView:
 
 
 WITHOUT_EFFECT = [  # values, the key without effect, and why
-    ({"data": {"shift": {"kind": "rotated", "offsets": [1]}}}, "data.shift.offsets ([1])", "which uses angles"),
-    ({"data": {"shift": {"kind": "rotated", "groups": 3}}}, "data.shift.groups (3)", "data.shift.kind is rotated"),
-    ({"data": {"shift": {"angles": [0, 9]}}}, "data.shift.angles ([0, 9])", "data.shift.kind is none"),
-    ({"data": {"partition": {"alpha": 0.3}}}, "data.partition.alpha (0.3)", "is iid, which uses sizes, min_samples"),
     (
         {"data": {"partition": {"kind": "dirichlet", "group_alpha": 3}}},
         "data.partition.group_alpha (3.0)",
         "data.partition.groups is null",
     ),
-    ({"data": {"synthetic_groups": 9}}, "data.synthetic_groups (9)", "data.source is digits"),
-    ({"data": {"options": {"size": 9}}}, "data.options ({'size': 9})", "data.source is digits"),
-    ({"data": {"source": "mnist", "test_files": "t*"}}, "data.test_files (t*)", "data.source is mnist"),
     ({"data": {"test": {"fraction": 0.3}}}, "data.test.fraction (0.3)", "data.test.view is cluster"),
     ({"data": {"test": {"view": "holdout", "max_images": 9}}}, "data.test.max_images (9)", "data.test.view is holdout"),
     (
@@ -664,9 +667,6 @@ WITHOUT_EFFECT = [  # values, the key without effect, and why
     ),
     ({"local": {"epochs": 3, "steps": 9}}, "local.epochs (3)", "local.steps is 9"),
     ({"cohort": {"fraction": 0.2, "clients": 3}}, "cohort.fraction (0.2)", "cohort.clients is 3"),
-    ({"cohort": {"availability": {"chance": 0.2}}}, "cohort.availability.chance (0.2)", "kind is always"),
-    ({"attack": {"fraction": 0.3}}, "attack.fraction (0.3)", "attack.kind is none"),
-    ({"attack": {"kind": "gaussian", "scale": 2}}, "attack.scale (2.0)", "is gaussian, which uses sigma, fraction"),
 ]
 
 
@@ -696,6 +696,47 @@ def test_a_key_without_effect_is_worth_a_warning(values, key, why):
 )
 def test_a_key_with_an_effect_is_worth_no_warning(values):
     assert Experiment(**values).warnings == []
+
+
+KEYS_OF_OTHERS = [  # values; key, its kinds and the kind that is given
+    ({"data": {"shift": {"kind": "rotated", "offsets": [1]}}}, "data.shift.offsets", "kind shifted", "rotated"),
+    ({"data": {"shift": {"kind": "rotated", "groups": 3}}}, "data.shift.groups", "kind file.py:Name", "rotated"),
+    ({"data": {"shift": {"angles": [0, 9]}}}, "data.shift.angles", "kind rotated | rotated_labels", "none"),
+    ({"data": {"partition": {"alpha": 0.3}}}, "data.partition.alpha", "kind dirichlet", "iid"),
+    ({"data": {"synthetic_groups": 9}}, "data.synthetic_groups", "source synthetic", "digits"),
+    ({"data": {"options": {"size": 9}}}, "data.options", "source file.py:Name", "digits"),
+    (
+        {"data": {"source": "load.py:f", "vocabulary": 9}},
+        "data.vocabulary",
+        "source hf_disk | sent140_leaf",
+        "file.py:Name",
+    ),
+    ({"cohort": {"availability": {"chance": 0.2}}}, "cohort.availability.chance", "kind bernoulli | diurnal", "always"),
+    ({"attack": {"kind": "gaussian", "scale": 2}}, "attack.scale", "kind sign_flip | scaled | colluders", "gaussian"),
+]
+
+
+class TestKinds:
+    @pytest.mark.parametrize("values, key, others, kind", KEYS_OF_OTHERS, ids=[key for _, key, _, _ in KEYS_OF_OTHERS])
+    def test_a_key_of_another_kind_is_an_error(self, values, key, others, kind):
+        refused(rf"^{re.escape(f'{key} is a key of {others}, and {others.split()[0]} is {kind}; ')}", **values)
+
+    def test_another_kind_in_an_override_drops_the_keys_of_the_kind_in_the_file(self, file):
+        given = file("data: {source: csv, train_files: a.csv, partition: {kind: dirichlet, alpha: 3, min_samples: 2}}")
+        data = load(given, ["data.partition.kind=classes", "data.source=mnist"]).data
+        assert data.to_recipe(exclude_defaults=True)["partition"] == {"kind": "classes", "min_samples": 2}
+        assert data.source == "mnist" and load(given).data.partition.alpha == 3
+
+    @pytest.mark.parametrize("turn", [1, -1])
+    def test_a_key_in_an_override_of_another_kind_is_an_error(self, turn):
+        with pytest.raises(ConfigError, match=r"^data.shift.angles is a key of kind rotated \| "):
+            load(None, ["data.shift.kind=noise", "data.shift.angles=[0]"][::turn])
+
+    def test_the_record_of_an_earlier_version_has_the_keys_of_all_kinds(self, file):
+        text = "data: {source: digits, vocabulary: null, shift: {kind: none, angles: [0, 90], options: {}}}"
+        assert load(file(f"# config hash 123\n{text}")).config_hash == Experiment().config_hash
+        with pytest.raises(ConfigError, match=r"data.shift.angles is a key of kind rotated"):
+            load(file(text))
 
 
 def test_a_federation_from_python_has_no_warnings(federation):
@@ -751,7 +792,7 @@ class TestRecord:
         assert again.methods[1] == {"fedavg": {"aggregation": {f"{tmp_path}/own.py:R": {"a": 1}}}}
         assert again.config_hash == experiment.config_hash != Experiment().config_hash
         assert again.to_dict_as_written() == {**experiment.to_dict(), "output": f"{tmp_path}/runs"} != again.to_dict()
-        assert again.data.to_recipe({"root"}) == experiment.data.to_recipe({"root"})
+        assert again.data.to_recipe() == experiment.data.to_recipe()
         assert (
             load(tmp_path / "config.yaml", ["rounds=3"]).config_hash == Experiment(**self.VALUES, rounds=3).config_hash
         )
@@ -794,8 +835,7 @@ class TestRecord:
         assert again.data.shift.kind == f"{new}/own.py:f" and again.runtime.backend == f"{new}/own.py:B"
         assert again.moved[f"{old}/runs"] == f"{new}/runs"
         assert again.config_hash == experiment.config_hash
-        keys = {"root", "shards", "download"}
-        assert again.data.to_recipe(keys) == experiment.data.to_recipe(keys)
+        assert again.data.to_recipe() == experiment.data.to_recipe()
 
     def test_paths_that_still_exist_or_are_nowhere_stay(self, tmp_path):
         run = tmp_path / "moved"
@@ -815,14 +855,7 @@ class TestRecord:
 
 
 class TestParts:
-    def test_keys_that_came_later_are_in_the_hash_only_where_they_are_used(self):
-        """Runs and shards of earlier configs are recognised."""
-        later = {"shift": {"options", "groups", "sigmas", "radii", "factors"}, "partition": {"options"}}
-        plain = DataConfig.without_defaults(DataConfig().model_dump(mode="json"))
-        for section, keys_of_section in later.items():
-            assert not plain[section].keys() & keys_of_section
-        used = DataConfig(shift={"kind": "noise", "sigmas": [0.5]}).model_dump(mode="json")
-        assert DataConfig.without_defaults(used)["shift"]["sigmas"] == [0.5]
+    def test_kinds_and_options_of_plugins_are_in_the_hash(self):
         hashes = {
             Experiment(**changes).config_hash
             for changes in (
@@ -868,7 +901,7 @@ tracking: {trackers: ["own.py:T", {"own.py:U": {}}]}
 
         experiment = Experiment(data={"shift": {"kind": shift}})
         assert experiment.to_dict()["data"]["shift"]["kind"] == f"{__name__}.{shift.__qualname__}"
-        with pytest.raises(ConfigError, match="data.shift.kind: a shift is a name, file.py:Name or, in Python"):
+        with pytest.raises(ConfigError, match="data.shift: a shift is a name, file.py:Name or, in Python"):
             Experiment(data={"shift": {"kind": 5}})
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data.images import Images
 from cfl_ray.data.sources import locate
 
@@ -31,9 +32,9 @@ def real(data_root):
 
     @functools.cache
     def read(name: str) -> Images:
-        data = DataConfig(source=name, root=str(data_root))
+        data = SOURCE_KINDS.of(source=name, root=str(data_root))
         if name == "images":
-            data = DataConfig(
+            data = SOURCE_KINDS.of(
                 source=name,
                 root=str(data_root / "hf/cifar10"),
                 columns={"image": "img", "label": "label"},
@@ -85,7 +86,7 @@ def config():
         pool: bool = False,
         **partition,
     ) -> DataConfig:
-        return DataConfig(
+        return SOURCE_KINDS.of(
             source=source,
             shift=shift or {},
             partition={"kind": kind, "clients": clients, **partition},

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, federation_from_arrays
 from cfl_ray.data.chained import ChainedFederation, grown
 from cfl_ray.data.changes import ChangingFederation, DataChange
@@ -18,7 +18,7 @@ def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
 
     def make(clients=4, seed=0, view="cluster", shift="rotated", **options):
-        data = DataConfig(
+        data = SOURCE_KINDS.of(
             source="digits",
             shift={"kind": shift},
             partition={"clients": clients, "samples": 20},

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import DataError
@@ -17,31 +17,31 @@ def stamps(folder):
 
 
 def test_shards_are_reused_and_every_change_makes_new_ones(tmp_path):
-    data = DataConfig(source="digits")
+    data = SOURCE_KINDS.of(source="digits")
     first = build(data, 0, tmp_path)
     before = stamps(tmp_path)
     assert build(data, 0, tmp_path).uri == first.uri and stamps(tmp_path) == before
     changed = [
         build(data, 1, tmp_path),
-        build(DataConfig(source="digits", shift={"kind": "shifted"}), 0, tmp_path),
-        build(DataConfig(source="digits", normalize=[[0.5], [0.5]]), 0, tmp_path),
+        build(SOURCE_KINDS.of(source="digits", shift={"kind": "shifted"}), 0, tmp_path),
+        build(SOURCE_KINDS.of(source="digits", normalize=[[0.5], [0.5]]), 0, tmp_path),
     ]
     assert len({federation.uri for federation in (first, *changed)}) == 4
 
 
 def test_shards_can_be_named_directly_and_need_no_raw_data(tmp_path, data_root):
     options = {"source": "mnist", "partition": {"clients": 20, "samples": 10}, "test": {"max_images": 10}}
-    made = build(DataConfig(root=str(data_root), **options), 0, tmp_path)
-    again = build(DataConfig(root="/nowhere", shards=made.uri, **options), 0, "unused")
+    made = build(SOURCE_KINDS.of(root=str(data_root), **options), 0, tmp_path)
+    again = build(SOURCE_KINDS.of(root="/nowhere", shards=made.uri, **options), 0, "unused")
     assert torch.equal(again.train(19)[0], made.train(19)[0])
     with pytest.raises(
         DataError, match="holds another federation: its seed is 0, wanted is 1; name another folder in data.shards"
     ):
-        build(DataConfig(root="/nowhere", shards=made.uri, **options), 1, "unused")
+        build(SOURCE_KINDS.of(root="/nowhere", shards=made.uri, **options), 1, "unused")
 
 
 def test_raw_data_that_changed_are_noticed(tmp_path, data_root):
-    data = DataConfig(
+    data = SOURCE_KINDS.of(
         source="femnist",
         root=str(tmp_path),
         partition={"kind": "writer", "clients": None, "min_samples": 2},
@@ -57,11 +57,11 @@ def test_raw_data_that_changed_are_noticed(tmp_path, data_root):
 
 
 def test_damaged_shards_are_found_before_the_run(tmp_path):
-    federation = build(DataConfig(source="digits"), 0, tmp_path)
+    federation = build(SOURCE_KINDS.of(source="digits"), 0, tmp_path)
     path = next(tmp_path.rglob("test-00000.arrow"))
     path.write_bytes(path.read_bytes()[:-8] + b"12345678")
     with pytest.raises(DataError, match="test-00000.arrow is damaged: expected sha256"):
-        build(DataConfig(source="digits"), 0, tmp_path)
+        build(SOURCE_KINDS.of(source="digits"), 0, tmp_path)
     assert federation.num_clients == 40
 
 
@@ -86,7 +86,7 @@ def test_damaged_shards_are_found_before_the_run(tmp_path):
     ],
 )
 def test_the_summary_agrees_with_what_is_built(tmp_path, options):
-    data = DataConfig(**options)
+    data = SOURCE_KINDS.of(**options)
     summary, federation = describe(data, 0), build(data, 0, tmp_path)
     sizes = federation.num_samples_N
     assert summary.clients == federation.num_clients and summary.samples == (sizes.min(), np.median(sizes), sizes.max())
@@ -100,7 +100,7 @@ def test_rotated_mnist_of_the_stocfl_paper(tmp_path, data_root):
     """4,800 clients with 50 of the 60,000 images each, four times; built with a tenth of the clients and 5 images."""
 
     def config(**partition):
-        return DataConfig(source="mnist", root=str(data_root), shift={"kind": "rotated"}, partition=partition)
+        return SOURCE_KINDS.of(source="mnist", root=str(data_root), shift={"kind": "rotated"}, partition=partition)
 
     summary = describe(config(clients=4800), 0)
     assert summary.samples == (50, 50.0, 50) and summary.bytes == 280_000 * 786 and summary.groups == 4
@@ -111,7 +111,7 @@ def test_rotated_mnist_of_the_stocfl_paper(tmp_path, data_root):
 
 
 def test_hybrid_of_mnist_and_fashion_mnist(tmp_path, data_root):
-    data = DataConfig(
+    data = SOURCE_KINDS.of(
         source="mnist",
         root=str(data_root),
         shift={"kind": "hybrid"},
@@ -134,7 +134,7 @@ def write_femnist(data_root, path, rows):
 def test_femnist_by_writer(tmp_path, data_root):
     rows = write_femnist(data_root, tmp_path / "train.parquet", 2000)
     partition = {"kind": "writer", "clients": 5, "min_samples": 50}
-    data = DataConfig(source="femnist", root=str(tmp_path), partition=partition, test={"view": "holdout"})
+    data = SOURCE_KINDS.of(source="femnist", root=str(tmp_path), partition=partition, test={"view": "holdout"})
     summary, federation = describe(data, 0), build(data, 0, tmp_path / "shards")
     assert summary.clients == federation.num_clients == 5
     assert federation.shape.input == (1, 28, 28) and federation.shape.num_classes == 62
@@ -145,7 +145,7 @@ def test_femnist_by_writer(tmp_path, data_root):
 
 def test_pooled_images_are_those_of_both_parts(tmp_path):
     """Each of 3 clients gets a third of the 1,797 images; together they are all of scikit-learn's."""
-    data = DataConfig(source="digits", partition={"clients": 3}, test={"view": "holdout", "pool": True})
+    data = SOURCE_KINDS.of(source="digits", partition={"clients": 3}, test={"view": "holdout", "pool": True})
     federation = build(data, 0, tmp_path)
     assert federation.num_samples_N.tolist() == [479] * 3 and federation.num_test_sets() == 0
     parts = [part for client in range(3) for part in (federation.train(client), federation.holdout(client))]
@@ -164,17 +164,17 @@ def test_pooling_reads_no_pixels_where_only_sizes_are_wanted(real):
 
 
 def test_synthetic_is_never_written(tmp_path):
-    data = DataConfig(source="synthetic", partition={"clients": 12}, synthetic_shape=[3, 4, 4])
+    data = SOURCE_KINDS.of(source="synthetic", partition={"clients": 12}, synthetic_shape=[3, 4, 4])
     federation = build(data, 5, tmp_path)
     assert isinstance(federation, SyntheticFederation) and federation.shape.input == (3, 4, 4)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match="so the view is cluster, not label"):
-        build(DataConfig(source="synthetic", test={"view": "label"}), 0, tmp_path)
+        build(SOURCE_KINDS.of(source="synthetic", test={"view": "label"}), 0, tmp_path)
 
 
 def test_a_second_data_set_must_have_images():
     with pytest.raises(DataError, match="data set 'synthetic' has no samples to divide"):
-        describe(DataConfig(source="digits", shift={"kind": "hybrid", "other": "synthetic"}), 0)
+        describe(SOURCE_KINDS.of(source="digits", shift={"kind": "hybrid", "other": "synthetic"}), 0)
 
 
 class TestArrays:
@@ -183,7 +183,9 @@ class TestArrays:
     def build(self, tmp_path, view="holdout", shift="none", **arrays):
         np.savez(tmp_path / "mine.npz", **arrays)
         return build(
-            DataConfig(source="arrays", root=str(tmp_path / "mine.npz"), test={"view": view}, shift={"kind": shift}),
+            SOURCE_KINDS.of(
+                source="arrays", root=str(tmp_path / "mine.npz"), test={"view": view}, shift={"kind": shift}
+            ),
             0,
             tmp_path,
         )
@@ -212,7 +214,7 @@ class TestArrays:
         with pytest.raises(DataError, match="has no array 'clients'; it needs x, y and clients"):
             self.build(tmp_path, x=self.X, y=self.Y)
         with pytest.raises(DataError, match="source arrays needs data.root: an .npz file"):
-            build(DataConfig(source="arrays", root=str(tmp_path / "none.npz")), 0, tmp_path)
+            build(SOURCE_KINDS.of(source="arrays", root=str(tmp_path / "none.npz")), 0, tmp_path)
         (tmp_path / "bad.npz").write_text("no archive")
         with pytest.raises(DataError, match="cannot be read as an .npz file"):
-            build(DataConfig(source="arrays", root=str(tmp_path / "bad.npz")), 0, tmp_path)
+            build(SOURCE_KINDS.of(source="arrays", root=str(tmp_path / "bad.npz")), 0, tmp_path)

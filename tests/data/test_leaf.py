@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
@@ -21,7 +21,7 @@ def write(folder, name, **users):
 
 
 def read(root, **data):
-    return locate("femnist_leaf", DataConfig(source="femnist_leaf", root=str(root), **data)).read(True, None)
+    return locate("femnist_leaf", SOURCE_KINDS.of(source="femnist_leaf", root=str(root), **data)).read(True, None)
 
 
 def test_json_is_read_as_the_bytes_it_was_made_from(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset, open_shards
 from cfl_ray.data.leaf import ALPHABET
 from cfl_ray.data.sources import locate
@@ -39,7 +39,9 @@ def failing():
 @pytest.fixture
 def my(tmp_path):
     (tmp_path / "my.py").write_text(LOADER)
-    return lambda name, **data: DataConfig(**{"source": f"{tmp_path}/my.py:{name}", "partition": {"clients": 3}} | data)
+    return lambda name, **data: SOURCE_KINDS.of(
+        **{"source": f"{tmp_path}/my.py:{name}", "partition": {"clients": 3}} | data
+    )
 
 
 class TestFunction:
@@ -62,7 +64,7 @@ class TestFunction:
             "import numpy as np\nfrom pathlib import Path\n\n"
             "def load(): return np.load(Path(__file__).with_name('x.npy')), np.arange(12) % 3\n"
         )
-        data = DataConfig(source=f"{tmp_path}/stored.py:load", partition={"clients": 3})
+        data = SOURCE_KINDS.of(source=f"{tmp_path}/stored.py:load", partition={"clients": 3})
         np.save(tmp_path / "x.npy", np.ones((12, 2)))
         build(data, 0, tmp_path / "shards")
         np.save(tmp_path / "x.npy", np.zeros((12, 2)))
@@ -124,7 +126,7 @@ class TestCsv:
     def read(self, folder, text=None, **data):
         (folder / "t.csv").write_text(self.TEXT if text is None else text)
         columns = {"label": "kind", "client": "shop"} | data.pop("columns", {})
-        return locate("csv", DataConfig(source="csv", root=str(folder), columns=columns, **data)).read(True, None)
+        return locate("csv", SOURCE_KINDS.of(source="csv", root=str(folder), columns=columns, **data)).read(True, None)
 
     def test_numbers_words_and_clients(self, tmp_path):
         images = self.read(tmp_path)
@@ -134,7 +136,7 @@ class TestCsv:
 
     def test_becomes_a_federation(self, tmp_path):
         self.read(tmp_path)
-        data = DataConfig(
+        data = SOURCE_KINDS.of(
             source="csv",
             root=str(tmp_path),
             columns={"label": "kind", "client": "shop"},
@@ -173,7 +175,7 @@ class TestCsv:
     def test_the_root_may_be_the_file(self, tmp_path):
         self.read(tmp_path)
         (tmp_path / "other.csv").write_text("c\n1\n")
-        data = DataConfig(source="csv", root=str(tmp_path / "t.csv"), columns={"label": "kind", "client": "shop"})
+        data = SOURCE_KINDS.of(source="csv", root=str(tmp_path / "t.csv"), columns={"label": "kind", "client": "shop"})
         assert locate("csv", data).files == (tmp_path / "t.csv",)
         wrong = data.model_copy(update={"train_files": "o*.csv"})
         for one, name in ((wrong, "csv"), (data.model_copy(update={"source": "femnist_leaf"}), "femnist_leaf")):
@@ -183,16 +185,18 @@ class TestCsv:
     def test_without_a_root_named_files_are_also_looked_for_here(self, tmp_path, monkeypatch):
         self.read(tmp_path)
         monkeypatch.chdir(tmp_path)
-        found = locate("csv", DataConfig(source="csv", train_files="t.csv")).files
+        found = locate("csv", SOURCE_KINDS.of(source="csv", train_files="t.csv")).files
         assert [file.absolute() for file in found] == [tmp_path / "t.csv"]
         with pytest.raises(DataError, match="data set 'csv' not found"):
-            locate("csv", DataConfig(source="csv"))
+            locate("csv", SOURCE_KINDS.of(source="csv"))
 
     def test_a_column_of_clients_without_effect_is_told(self):
         columns = {"label": "kind", "client": "shop"}
-        (text,) = DataConfig(source="csv", columns=columns).warnings
+        (text,) = SOURCE_KINDS.of(source="csv", columns=columns).warnings
         assert text.startswith("data.columns.client 'shop' does not decide the clients: partition.kind iid divides")
-        assert not DataConfig(source="csv", columns=columns, partition={"kind": "writer", "clients": None}).warnings
+        assert not SOURCE_KINDS.of(
+            source="csv", columns=columns, partition={"kind": "writer", "clients": None}
+        ).warnings
 
 
 class TestImageFolder:
@@ -206,7 +210,7 @@ class TestImageFolder:
         return tmp_path
 
     def read(self, folder, **data):
-        return locate("image_folder", DataConfig(source="image_folder", root=str(folder), **data)).read(True, None)
+        return locate("image_folder", SOURCE_KINDS.of(source="image_folder", root=str(folder), **data)).read(True, None)
 
     def test_classes_are_folders(self, folder):
         images = self.read(folder, train_files="train", test_files="test")
@@ -246,7 +250,7 @@ class TestHfDisk:
 
     def read(self, root, column="image", **data):
         data = {"columns": {"image": column}} | data
-        return locate("hf_disk", DataConfig(source="hf_disk", root=str(root), **data)).read(True, None)
+        return locate("hf_disk", SOURCE_KINDS.of(source="hf_disk", root=str(root), **data)).read(True, None)
 
     def test_token_ids(self, tmp_path):
         self.save(tmp_path / "train", input_ids=[[1, 2, 3], [4, 0, 0]], label=[0, 1])
@@ -316,7 +320,7 @@ class TestLeafTexts:
         (folder / "train" / "all_data.json").write_text(json.dumps(content))
 
     def read(self, name, folder, **data):
-        return locate(name, DataConfig(source=name, root=str(folder), **data)).read(True, None)
+        return locate(name, SOURCE_KINDS.of(source=name, root=str(folder), **data)).read(True, None)
 
     def test_shakespeare_is_the_next_character(self, tmp_path):
         self.write(tmp_path, {"HAMLET": {"x": ["a" * 80, "b" * 79 + "~"], "y": ["b", "\n"]}})
@@ -355,14 +359,6 @@ class TestLeafTexts:
             self.read(name, tmp_path)
 
 
-def test_every_source_is_a_function_of_its_name():
-    from cfl_ray.config.data import SOURCES, UNDIVIDED
-    from cfl_ray.data import image_sets, sources
-
-    divided = [name for name in SOURCES if name not in UNDIVIDED]
-    assert all(callable(image_sets.SETS.get(name) or getattr(sources, name)) for name in divided)
-
-
 def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch):
     def theirs(samples=20):
         x = np.random.default_rng(0).normal(size=(samples, 3)).astype(np.float32)
@@ -371,7 +367,7 @@ def test_a_function_of_an_installed_package_is_named_without_a_file(monkeypatch)
     points = {"theirs": lambda kind: theirs}
     for module in ("cfl_ray.plugins.registry", "cfl_ray.config.part"):
         monkeypatch.setattr(f"{module}.entry_points_of", lambda group: points if group == "cfl_ray.datasets" else {})
-    data = DataConfig(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
+    data = SOURCE_KINDS.of(source="theirs", options={"samples": 24}, partition={"clients": 3, "min_samples": 2})
     assert describe(data, 0).clients == 3
     with pytest.raises(ValueError, match=r"unknown data set 'their' \(did you mean 'theirs'\?\)"):
-        DataConfig(source="their")
+        SOURCE_KINDS.of(source="their")

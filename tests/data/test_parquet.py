@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from cfl_ray.config import ColumnsConfig, DataConfig
+from cfl_ray.config import ColumnsConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import parquet
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
@@ -104,7 +105,7 @@ def test_columns_that_do_not_exist_or_are_of_another_kind(tmp_path):
 
 
 def test_femnist_as_hugging_face_has_it(data_root):
-    images = locate("femnist", DataConfig(source="femnist", root=str(data_root))).read(False, None)
+    images = locate("femnist", SOURCE_KINDS.of(source="femnist", root=str(data_root))).read(False, None)
     assert images.train_x.shape == (60_359, 1, 28, 28) and images.num_classes == 62 and images.train_y.max() == 61
     counts = np.unique(images.client, return_counts=True)[1]
     assert len(counts) == 396 and (counts >= 50).sum() == 376
@@ -129,7 +130,7 @@ def test_cifar10_as_hugging_face_has_it(data_root, slice_of, tmp_path):
             f"plain_text/{part}-00000-of-00001.parquet",
             rows,
         )
-    data = DataConfig(
+    data = SOURCE_KINDS.of(
         source="images",
         root=str(tmp_path),
         test_files="plain_text/test-*.parquet",
@@ -144,7 +145,7 @@ def test_cifar10_as_hugging_face_has_it(data_root, slice_of, tmp_path):
 
 def test_femnist_pixels_have_a_white_background(data_root, slice_of, tmp_path):
     slice_of(data_root / "hf/femnist/data/train-00000-of-00001.parquet", "data/train.parquet", 200)
-    images = locate("femnist", DataConfig(source="femnist", root=str(tmp_path))).read(True, None)
+    images = locate("femnist", SOURCE_KINDS.of(source="femnist", root=str(tmp_path))).read(True, None)
     assert images.shape == (1, 28, 28) and np.median(images.train_x) == 255
 
 
@@ -153,7 +154,7 @@ def test_training_and_test_files_are_kept_apart(tmp_path):
         write(tmp_path / name)
 
     def find(**files):
-        return locate("images", DataConfig(source="images", root=str(tmp_path), **files))
+        return locate("images", SOURCE_KINDS.of(source="images", root=str(tmp_path), **files))
 
     source = find(train_files="*.parquet", test_files="test-*.parquet")
     assert [file.name for file in source.files] == ["train-0.parquet", "test-0.parquet"]

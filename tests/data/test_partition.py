@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cfl_ray.config import PartitionConfig
+from cfl_ray.config.partition import PARTITION_KINDS
 from cfl_ray.data.partition import divide, even_shares, writers
 from cfl_ray.errors import DataError
 
@@ -16,7 +16,7 @@ def table(parts, y):
 
 
 def draw(seed=0, clients=20, min_samples=1, y=LABELS, **options):
-    return divide(y, clients, PartitionConfig(clients=clients, **options), min_samples, np.random.default_rng(seed))
+    return divide(y, clients, PARTITION_KINDS.of(clients=clients, **options), min_samples, np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_every_sample_belongs_to_exactly_one_client(options):
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "classes"])
 def test_the_generator_decides(kind):
-    first, again, other = (draw(seed, kind=kind, alpha=1.0) for seed in (0, 0, 1))
+    first, again, other = (draw(seed, kind=kind) for seed in (0, 0, 1))
     assert all(map(np.array_equal, first, again))
     assert not all(map(np.array_equal, first, other))
 
@@ -206,7 +206,7 @@ class TestWriters:
     IDS = np.array(["b", "a", "c", "a", "b", "a"])
 
     def draw(self, seed=0, **limits):
-        return writers(self.IDS, PartitionConfig(kind="writer", **limits), "toy", np.random.default_rng(seed))
+        return writers(self.IDS, PARTITION_KINDS.of(kind="writer", **limits), "toy", np.random.default_rng(seed))
 
     def test_keep_their_samples_and_are_sorted_by_name(self):
         found = self.draw(clients=None)
@@ -226,7 +226,7 @@ class TestWriters:
 
     def test_data_without_writers_are_an_error_that_names_data_with_writers(self):
         with pytest.raises(DataError, match="which 'mnist' does not name; use femnist"):
-            writers(None, PartitionConfig(kind="writer"), "mnist", np.random.default_rng(0))
+            writers(None, PARTITION_KINDS.of(kind="writer"), "mnist", np.random.default_rng(0))
 
 
 class TestOwnPartition:

@@ -4,7 +4,7 @@ import os
 import numpy as np
 import pytest
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, open_shards
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
@@ -13,7 +13,7 @@ from cfl_ray.errors import DataError
 
 def prepare(folder, barrier):
     barrier.wait()
-    build(DataConfig(source="digits"), 0, folder)
+    build(SOURCE_KINDS.of(source="digits"), 0, folder)
 
 
 def test_processes_that_prepare_at_the_same_time_leave_one_complete_folder(tmp_path):

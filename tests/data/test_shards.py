@@ -267,7 +267,12 @@ class TestDamage:
 
     @pytest.mark.parametrize(
         "shift",
-        [3, {"kind": "rotated", "angles": 3}, {"kind": "rotated"}, {"kind": "rotated", "angles": [float("nan")]}],
+        [
+            3,
+            {"kind": "rotated", "angles": 3},
+            {"kind": "rotated", "angles": []},
+            {"kind": "rotated", "angles": [float("nan")]},
+        ],
     )
     def test_a_recipe_that_describes_no_group(self, write, shift):
         folder, _ = write()

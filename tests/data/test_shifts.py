@@ -6,7 +6,8 @@ import torch
 from scipy.ndimage import gaussian_filter
 from torchvision.transforms import functional
 
-from cfl_ray.config import DataConfig, ShiftConfig
+from cfl_ray.config.data import SOURCE_KINDS
+from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.data.from_config import build, describe
 from cfl_ray.data.images import Images
 from cfl_ray.data.shards import _rotation
@@ -15,7 +16,7 @@ from cfl_ray.errors import ConfigError, DataError
 
 
 def groups(images, other=None, natural=True, **shift):
-    return make_groups(images, other, ShiftConfig(**shift), natural)
+    return make_groups(images, other, SHIFT_KINDS.of(**shift), natural)
 
 
 def test_rotation_is_numpys_and_torchvisions(toy):
@@ -45,7 +46,9 @@ def test_shifted_labels(toy):
 
 def test_pathological_groups_hold_and_are_tested_on_their_labels(toy):
     images = toy()
-    for labels, group in zip(ShiftConfig().label_sets, groups(images, kind="pathological"), strict=True):
+    for labels, group in zip(
+        SHIFT_KINDS.of(kind="pathological").label_sets, groups(images, kind="pathological"), strict=True
+    ):
         assert set(images.train_y[group.rows]) == set(images.test_y[group.test_rows]) == set(labels)
         assert len(group.rows) == 40 * len(labels)
 
@@ -140,7 +143,7 @@ class TestPixels:
         images = toy()
 
         def noisy(seed, rows):
-            made = make_groups(images, None, ShiftConfig(kind="noise", sigmas=[0.2]), True, seed)
+            made = make_groups(images, None, SHIFT_KINDS.of(kind="noise", sigmas=[0.2]), True, seed)
             return made[0].variant.train(rows)[0]
 
         rows = np.arange(20)
@@ -206,7 +209,7 @@ class TestOwnShift:
         for top in (16, 15):
             file.write_text(f"def f(x, y, group, draw):\n    return {top} - x.clip(0, {top}), y\n")
             sys.modules.pop("cfl_ray_plugin_own", None)
-            data = DataConfig(shift={"kind": f"{file}:f"}, partition={"clients": 2})
+            data = SOURCE_KINDS.of(shift={"kind": f"{file}:f"}, partition={"clients": 2})
             folders.add(build(data, 0, tmp_path / "shards").uri)
         assert len(folders) == 2
 
@@ -217,6 +220,6 @@ class TestOwnShift:
             return x, (y + group) % 10
 
         partition = {"kind": "classes", "clients": 4, "classes_per_client": 2}
-        data = DataConfig(shift={"kind": next_label, "groups": 2}, partition=partition, test={"view": "label"})
+        data = SOURCE_KINDS.of(shift={"kind": next_label, "groups": 2}, partition=partition, test={"view": "label"})
         summary = describe(data, 0)
         assert (summary.clients, summary.groups, summary.test_sets) == (4, 2, 2)

@@ -9,13 +9,13 @@ import scipy.io
 from PIL import Image
 from torchvision import datasets
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data.sources import locate
 from cfl_ray.errors import DataError
 
 
 def read(name, pixels=True, **data):
-    return locate(name, DataConfig(source=name, **data)).read(pixels, None)
+    return locate(name, SOURCE_KINDS.of(source=name, **data)).read(pixels, None)
 
 
 def test_digits():
@@ -37,7 +37,7 @@ def test_torchvision_sets_are_what_torchvision_reads(data_root, name, kind):
 
 def test_the_environment_names_the_root(data_root, monkeypatch):
     monkeypatch.setenv("CFL_RAY_DATA", str(data_root))
-    assert locate("mnist", DataConfig()).files[0].is_relative_to(data_root)
+    assert locate("mnist", SOURCE_KINDS.of()).files[0].is_relative_to(data_root)
 
 
 def test_every_image_has_its_writer(data_root):
@@ -75,7 +75,7 @@ def test_missing_sets_of_torchvision_name_all_ways_to_get_them(tmp_path, name, r
 )
 def test_missing_data_name_the_places_and_how_to_get_them(tmp_path, name, advice):
     with pytest.raises(DataError, match="not found") as error:
-        locate(name, DataConfig(source=name, root=str(tmp_path)))
+        locate(name, SOURCE_KINDS.of(source=name, root=str(tmp_path)))
     assert str(tmp_path) in str(error.value) and advice in str(error.value) and "\n" not in str(error.value)
 
 
@@ -91,7 +91,7 @@ def test_damaged_files_are_named(tmp_path):
 
 def test_globs_stay_below_the_root(tmp_path):
     with pytest.raises(DataError, match="must be a pattern below data.root"):
-        locate("images", DataConfig(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
+        locate("images", SOURCE_KINDS.of(source="images", root=str(tmp_path), train_files="/etc/*.parquet"))
 
 
 def test_cifar10_in_torchvisions_layout(tmp_path, monkeypatch):
@@ -168,14 +168,14 @@ def test_sets_in_the_layout_of_hugging_face(tmp_path, name, folder, image, label
     assert images.train_y.tolist() == [0, 1, 2] and images.test_y.tolist() == [3, 4]
     (files / "test-00000-of-00001.parquet").unlink()
     with pytest.raises(DataError, match=r"has train-00000-of-00002.parquet, but no test-\*.parquet"):
-        locate(name, DataConfig(source=name, root=str(tmp_path)))
+        locate(name, SOURCE_KINDS.of(source=name, root=str(tmp_path)))
 
 
 def test_torchvisions_files_go_before_those_of_hugging_face(tmp_path):
     for file in ("torchvision/cifar-10-batches-py/test_batch", "hf/cifar10/plain_text/train-00000-of-00001.parquet"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
-    (found,) = locate("cifar10", DataConfig(root=str(tmp_path))).files
+    (found,) = locate("cifar10", SOURCE_KINDS.of(root=str(tmp_path))).files
     assert found.name == "test_batch"
 
 
@@ -209,7 +209,7 @@ class TestMedmnist:
     def test_several_files_need_a_name(self, tmp_path):
         self.write(tmp_path), self.write(tmp_path, "bloodmnist")
         with pytest.raises(DataError, match="holds 2 data sets, name one of: bloodmnist.npz, pathmnist.npz"):
-            locate("medmnist", DataConfig(source="medmnist", root=str(tmp_path)))
+            locate("medmnist", SOURCE_KINDS.of(source="medmnist", root=str(tmp_path)))
 
     @pytest.mark.parametrize(
         "changed, message",
@@ -235,8 +235,8 @@ def test_download_happens_only_where_it_is_wanted_and_needed(tmp_path, monkeypat
 
     monkeypatch.setattr(datasets, "MNIST", fetch)
     with pytest.raises(DataError, match="not found"):
-        locate("mnist", DataConfig(root=str(tmp_path)))
+        locate("mnist", SOURCE_KINDS.of(root=str(tmp_path)))
     assert asked == []
     with pytest.raises(DataError, match=f"'mnist' could not be downloaded to {tmp_path}: no route to host"):
-        locate("mnist", DataConfig(root=str(tmp_path), download=True))
+        locate("mnist", SOURCE_KINDS.of(root=str(tmp_path), download=True))
     assert asked == [(str(tmp_path), True)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build, describe, federation_from_arrays, federation_from_dataset
 from cfl_ray.data.arrays import images_from_arrays
 from cfl_ray.data.chained import grown
@@ -53,7 +53,7 @@ def test_arrays(targets):
 
 @pytest.mark.parametrize("targets", Y)
 def test_shards(tmp_path, targets):
-    config = DataConfig(partition={"clients": 4}, test={"view": "holdout"})
+    config = SOURCE_KINDS.of(partition={"clients": 4}, test={"view": "holdout"})
     write_shards(tmp_path / "shards", make_plan(images_from_arrays(**arrays(targets)), None, config, 0), {})
     federation = open_shards(tmp_path / "shards", verify=True)
     assert_all_samples(federation, targets)
@@ -78,7 +78,7 @@ def test_a_function_and_its_shards(tmp_path, monkeypatch):
         "import numpy as np\n\n\ndef load():\n    x = np.arange(60, dtype='float32').reshape(20, 3)\n"
         "    return x, x.sum(1)\n"
     )
-    data = DataConfig(source=f"{tmp_path}/heat.py:load", partition={"clients": 4}, test={"view": "holdout"})
+    data = SOURCE_KINDS.of(source=f"{tmp_path}/heat.py:load", partition={"clients": 4}, test={"view": "holdout"})
     federation = build(data, 0, tmp_path / "shards", targets="real")
     x, y = federation.train(2)
     assert torch.equal(y, x.sum(1)) and federation.recipe["targets"] == "real"
@@ -95,7 +95,7 @@ class TestTables:
         columns = {"label": label, "client": "shop", "features": ["a", "b"]}
         data = {"source": "csv", "root": str(tmp_path), "columns": columns}
         division = {"partition": {"kind": "writer", "clients": None}, "test": {"view": "holdout"}}
-        return build(DataConfig(**data, **division), 0, tmp_path / "shards", targets=targets)
+        return build(SOURCE_KINDS.of(**data, **division), 0, tmp_path / "shards", targets=targets)
 
     def test_several_columns_are_a_target(self, tmp_path):
         federation = self.build(tmp_path, ["height", "weight"], "real")
@@ -132,7 +132,7 @@ def test_token_lists_of_a_saved_data_set(tmp_path):
             writer.write_table(table)
 
     columns = {"image": "text", "label": "next", "client": "author"}
-    data = DataConfig(
+    data = SOURCE_KINDS.of(
         source="hf_disk",
         root=str(tmp_path),
         vocabulary=6,
@@ -149,7 +149,7 @@ def test_token_lists_of_a_saved_data_set(tmp_path):
 
 def test_an_npz_file(tmp_path):
     np.savez(tmp_path / "mine.npz", x=X, y=Y["real"], clients=OWNER)
-    data = DataConfig(source="arrays", root=str(tmp_path / "mine.npz"))
+    data = SOURCE_KINDS.of(source="arrays", root=str(tmp_path / "mine.npz"))
     assert_all_samples(build(data, 0, tmp_path, targets="real"), "real")
 
 
@@ -164,7 +164,9 @@ def test_an_npz_file(tmp_path):
 )
 def test_a_division_by_classes_is_refused(section, text):
     with pytest.raises(DataError, match=text):
-        make_plan(images_from_arrays(**arrays("real")), None, DataConfig(**{"test": {"view": "holdout"}} | section), 0)
+        make_plan(
+            images_from_arrays(**arrays("real")), None, SOURCE_KINDS.of(**{"test": {"view": "holdout"}} | section), 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -196,4 +198,4 @@ def test_changes_and_growth():
 
 def test_a_data_set_of_classes_is_refused():
     with pytest.raises(DataError, match="data set 'digits' has classes, the task needs targets 'real'"):
-        build(DataConfig(source="digits"), 0, "unused", targets="real")
+        build(SOURCE_KINDS.of(source="digits"), 0, "unused", targets="real")

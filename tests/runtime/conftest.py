@@ -13,6 +13,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
 from cfl_ray import Experiment, simulate
 from cfl_ray.config import load
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.results.trust import sign_record
 from cfl_ray.runtime.driver import Watcher
@@ -84,6 +85,8 @@ def small_experiment(output: Path, **changes) -> Experiment:
     }
     for key, value in changes.items():
         merge = isinstance(value, dict) and isinstance(values.get(key), dict)
+        if key == "data" and merge:
+            SOURCE_KINDS.drop_others(values["data"], value.get("source", "synthetic"))
         values[key] = values[key] | value if merge else value
     return Experiment(**values)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.core.population import Population
 from cfl_ray.data import build, open_shards
@@ -91,7 +91,7 @@ def test_an_event_of_other_types_is_damage(tmp_path, change):
 
 
 def test_shards_that_changed_are_refused(tmp_path):
-    config = DataConfig(source="digits", partition={"clients": 4, "samples": 20})
+    config = SOURCE_KINDS.of(source="digits", partition={"clients": 4, "samples": 20})
     first, second = (build(config, seed, tmp_path / "shards") for seed in (1, 2))
     assert open_shards(first.uri).digest == first.digest
     assert JoinedShards(second.uri, second.digest).open().num_clients == 4

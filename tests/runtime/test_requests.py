@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cfl_ray import simulate
-from cfl_ray.config import DataConfig
 from cfl_ray.config.client_ids import format_ids, parse_ids
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.errors import ConfigError, RunError, RunStopped
@@ -43,7 +43,7 @@ def newcomers(tmp_path):
     """Makes four clients in shards of their own."""
 
     def make(seed=1, **options):
-        config = DataConfig(**ROTATED | {"partition": {"clients": 4, "samples": 20}} | options)
+        config = SOURCE_KINDS.of(**ROTATED | {"partition": {"clients": 4, "samples": 20}} | options)
         federation = build(config, seed, tmp_path / "newcomers")
         return JoinedShards(federation.uri, federation.digest), federation
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cfl_ray import resume, simulate
-from cfl_ray.config import DataConfig
+from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import make_plan
@@ -68,7 +68,7 @@ def gated(experiment, gate, tmp_path):
 
 @pytest.fixture
 def newcomers(tmp_path):
-    config = DataConfig(source="digits", shift={"kind": "rotated"}, partition={"clients": 4, "samples": 20})
+    config = SOURCE_KINDS.of(source="digits", shift={"kind": "rotated"}, partition={"clients": 4, "samples": 20})
     return build(config, 1, tmp_path / "newcomers").uri
 
 
@@ -76,7 +76,7 @@ def newcomers(tmp_path):
 def larger(tmp_path):
     """Shards whose images are larger than those of the run."""
     x, y = np.zeros((80, 1, 9, 9), np.uint8), (np.arange(80) % 10).astype(np.int16)
-    images, config = Images(x, y, x, y, num_classes=10), DataConfig(source="digits", partition={"clients": 4})
+    images, config = Images(x, y, x, y, num_classes=10), SOURCE_KINDS.of(source="digits", partition={"clients": 4})
     plan = make_plan(images, None, config, seed=0)
     write_shards(tmp_path / "larger", plan, {"made": "here"}, None)
     return tmp_path / "larger"
