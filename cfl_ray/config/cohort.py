@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import ConfigSection, without_effect
+from cfl_ray.config.section import FILE, ConfigSection, without_effect
 
 
 class AvailabilityConfig(ConfigSection):
@@ -37,7 +37,7 @@ class DiurnalConfig(BernoulliConfig):
 class TraceConfig(AvailabilityConfig):
     """A file of intervals."""
 
-    file: str = Field(
+    file: Annotated[str, FILE] = Field(
         description="CSV or parquet file with columns client, from, to: a client can be reached in rounds from .. to, "
         "both included; a client without a row never can",
     )

@@ -7,7 +7,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from cfl_ray.config.part import BuiltinKind, Kinds, check_name
 from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.config.section import ConfigSection, without_effect
+from cfl_ray.config.section import FILE, ConfigSection, without_effect
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
 
@@ -73,7 +73,7 @@ class DataConfig(ConfigSection):
     has_clients: ClassVar[bool] = False  # True: its samples belong to clients already
 
     source: Any = Field("digits", description="data set")
-    root: str | None = Field(
+    root: Annotated[str | None, FILE] = Field(
         None,
         description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
         "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",

@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, Officia
 from cfl_ray.config.evaluation import EvaluationConfig
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
-from cfl_ray.config.part import Kinds, kinds_of
+from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
@@ -147,7 +147,7 @@ class Experiment(ConfigSection):
 
         Loading it gives an experiment of the same hash.
         """
-        line, values = to_record(redact_values(self.to_dict()), self._written)
+        line, values = to_record(redact_values(self.to_dict()), self._written, Experiment)
         return line + yaml.safe_dump(values, sort_keys=False, width=120)
 
     def _from_record(self, written: dict[str, str], moved: dict[str, str]) -> "Experiment":
@@ -206,7 +206,7 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         values = with_replaced(values, moved)
         written = from_record(text)
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
-        values = with_known_credentials(root_beside(beside(values, Path(file).parent), Path(file).parent))
+        values = with_known_credentials(root_beside(beside(values, Path(file).parent, Experiment), Path(file).parent))
         if text.startswith(_RECORD):  # those of earlier versions have the keys of all kinds
             values = _without_keys_of_others(values)
     for override in overrides * 2:  # again: a key that a later override of its kind has dropped is an error
@@ -403,16 +403,8 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
 
 
-def _parts(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Kinds[Any]]]:
-    """The path and the kinds of each part in a section."""
-    for name, info in section.model_fields.items():
-        if (kinds := kinds_of(info)) is not None:
-            yield (*above, name), kinds
-        if isinstance(info.annotation, type) and issubclass(info.annotation, ConfigSection):
-            yield from _parts(info.annotation, (*above, name))
-
-
-PARTS = dict(_parts(Experiment))  # kinds by path, e.g. ("data", "shift")
+# by path, e.g. ("data", "shift")
+PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of(info)) is not None}
 
 
 def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Parts of an experiment whose kind decides which keys they have: each kind is a section with exactly its keys."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -105,6 +105,19 @@ class Kinds(Registry[Any], Generic[Section]):
     def _tag(self, value: Any) -> str:
         kind = value.get(self.key) if isinstance(value, Mapping) else getattr(value, self.key, None)
         return kind if isinstance(kind, str) and kind in self.builtin else PLUGIN
+
+
+def keys_of(section: type[ConfigSection]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every key of a section and of the sections in it, those of all kinds of a part, each with its path."""
+    for name, info in section.model_fields.items():
+        yield (name,), info
+        kinds = kinds_of(info)
+        inner: Iterable[Any] = (
+            [info.annotation] if kinds is None else dict.fromkeys(kind.section for kind in kinds.all.values())
+        )
+        for one in inner:
+            if isinstance(one, type) and issubclass(one, ConfigSection):
+                yield from (((name, *path), inside) for path, inside in keys_of(one))
 
 
 def kinds_of(info: FieldInfo) -> Kinds[Any] | None:

@@ -7,93 +7,53 @@ has absolute paths; beside them it keeps the paths as they were written, which t
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cfl_ray.config.part import keys_of
+from cfl_ray.config.section import FILE, ConfigSection
 from cfl_ray.plugins.loading import note_folder
-from cfl_ray.system.nested import texts_of
+from cfl_ray.system.nested import each_text, texts_of
 
 _WRITTEN = "# paths as written "
 _RECORDED_IN = "# run directory "
 _HEADER_LINES = 4
 _SQLITE = "sqlite:///"
 
-_PATHS = (
-    ("data", "root"),
-    ("data", "source"),
-    ("data", "shift", "kind"),
-    ("data", "partition", "kind"),
-    ("model",),
-    ("model", "name"),
-    ("model", "weights"),
-    ("cohort", "availability", "kind"),
-    ("cohort", "availability", "file"),
-    ("attack", "kind"),
-    ("task",),
-    ("task", "loss"),
-    ("task", "metrics"),
-    ("evaluation", "metrics"),
-    ("local", "optimizer"),
-    ("local", "schedule"),
-    ("local", "step_schedule"),
-)
 
+def beside(values: dict[str, Any], folder: Path, section: type[ConfigSection]) -> dict[str, Any]:
+    """Returns the values of a section with every relative path that exists in `folder` as a path in `folder`.
 
-def beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the values with every relative path that exists in `folder` as a path in `folder`."""
-    for path in _PATHS:
-        section: Any = values
-        for key in path[:-1]:
-            section = section.get(key) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or path[-1] not in section:
-            continue
-        value, whole = section[path[-1]], path[-1] in ("root", "file", "weights")
-        if isinstance(value, dict) and path[-1] in ("schedule", "step_schedule"):
-            value = _choice_in_folder(value, folder)
-        elif isinstance(value, list):
-            value = [_in_folder(one, folder) for one in value]
-        section[path[-1]] = _in_folder(value, folder, whole)
-    if isinstance(values.get("methods"), list):
-        values["methods"] = [_method_in_folder(entry, folder) for entry in values["methods"]]
-    runtime, tracking = values.get("runtime"), values.get("tracking")
-    if isinstance(runtime, dict) and "backend" in runtime:
-        runtime["backend"] = _choice_in_folder(runtime["backend"], folder)
-    if isinstance(tracking, dict) and isinstance(tracking.get("trackers"), list):
-        tracking["trackers"] = [_choice_in_folder(entry, folder) for entry in tracking["trackers"]]
-    return values
-
-
-def _method_in_folder(entry: Any, folder: Path) -> Any:
-    """Returns an entry of `methods` with its file, and those of its aggregation and server optimiser, in `folder`."""
-    entry = _choice_in_folder(entry, folder)
-    if isinstance(entry, dict):
-        for name, options in entry.items():
-            if isinstance(options, dict):
-                own = {key: options[key] for key in ("aggregation", "server_optimizer") if key in options}
-                entry[name] = options | {key: _choice_in_folder(value, folder) for key, value in own.items()}
-                if isinstance(local := options.get("local"), dict):  # as the section `local`
-                    entry[name]["local"] = beside({"local": dict(local)}, folder)["local"]
-    return entry
-
-
-def _choice_in_folder(value: Any, folder: Path) -> Any:
-    """Returns a name, or {name: options}, with the name's file in `folder`."""
-    if isinstance(value, dict):
-        return {_in_folder(name, folder): options for name, options in value.items()}
-    return _in_folder(value, folder)
-
-
-def _in_folder(value: Any, folder: Path, whole: bool = False) -> Any:
-    """Returns a path, or with `whole` False the path before the colon in `file.py:Name`, as one in `folder`.
-
-    The value itself where there is no such file.
+    Paths are the keys that are marked `FILE`, and the file of every text of the form file.py:Name.
     """
-    if not isinstance(value, str) or not (whole or ":" in value):
-        return value
-    path = Path(value if whole else value.rpartition(":")[0]).expanduser()
-    if not whole:
-        note_folder(path, folder)
-    return str(folder / value) if not path.is_absolute() and os.path.exists(folder / path) else value
+    result: dict[str, Any] = each_text(values, lambda text: _reference_in(folder, text))
+    for *above, key in _files_of(section):
+        inner: Any = result
+        for name in above:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and isinstance(inner.get(key), str):
+            inner[key] = _in_folder(folder, inner[key])
+    return result
+
+
+@cache
+def _files_of(section: type[ConfigSection]) -> set[tuple[str, ...]]:
+    return {path for path, info in keys_of(section) if FILE in info.metadata}
+
+
+def _reference_in(folder: Path, text: str) -> str:
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        return text
+    note_folder(Path(file).expanduser(), folder)
+    return f"{_in_folder(folder, file)}:{name}"
+
+
+def _in_folder(folder: Path, file: str) -> str:
+    """Returns a path as one in `folder`; itself if there is no such file."""
+    path = Path(file).expanduser()
+    return str(folder / file) if not path.is_absolute() and os.path.exists(folder / path) else file
 
 
 def root_beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -110,17 +70,19 @@ def root_beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 # ---- the record of a run
 
 
-def to_record(values: dict[str, Any], written: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def to_record(
+    values: dict[str, Any], written: Mapping[str, str], section: type[ConfigSection]
+) -> tuple[str, dict[str, Any]]:
     """Returns the line of a record that keeps the paths as written, and the values with absolute paths.
 
-    values: of a whole config; a relative path in them is relative to the working directory. written: the paths as
-    written of those that are absolute already.
+    values: of a whole config, the `section`; a relative path in them is relative to the working directory. written: the
+    paths as written of those that are absolute already.
     """
     try:
         here = Path.cwd()
     except FileNotFoundError:  # the folder in which the run was started is gone, and its files with it
         return "", values
-    absolute = beside(json.loads(json.dumps(values)), here)
+    absolute = beside(values, here, section)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
     if with_replaced(absolute, changed) != with_replaced(values, written):  # one file, written in two ways
         return "", _with_absolute_places(values, here)
@@ -197,11 +159,7 @@ def _header(text: str, begins: str) -> Any:
 
 def with_replaced(values: Any, new: Mapping[str, str]) -> Any:
     """Returns the values with other texts, keys as well as values, in the place of some."""
-    if isinstance(values, dict):
-        return {new.get(key, key): with_replaced(value, new) for key, value in values.items()}
-    if isinstance(values, list):
-        return [with_replaced(value, new) for value in values]
-    return new.get(values, values) if isinstance(values, str) else values
+    return each_text(values, lambda text: new.get(text, text))
 
 
 def _changes(new: Any, old: Any) -> Iterator[tuple[str, str]]:

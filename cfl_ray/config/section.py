@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from cfl_ray.plugins.calling import reference_of
 
 _LARGEST = 2**63 - 1  # of the whole numbers that arrays hold
+FILE = "file"  # marks a key, in `Annotated`, as a path that is relative to the folder of the config
 
 
 class ConfigSection(BaseModel):

@@ -314,7 +314,7 @@ def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     settings, sweep = values.get("settings"), values.get("sweep")
     for section in (values["experiment"], *(settings.values() if isinstance(settings, dict) else ())):
         if isinstance(section, dict):
-            section.update(beside(section, folder))
+            section.update(beside(section, folder, Experiment))
     parameters = sweep.get("parameters") if isinstance(sweep, dict) else None
     if not isinstance(parameters, dict):
         return values
@@ -327,7 +327,7 @@ def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
     values: dict[str, Any] = {}
     set_key(values, path, value, "sweep")
-    found: Any = beside(values, folder)
+    found: Any = beside(values, folder, Experiment)
     for key in path:
         found = found[key]
     return found

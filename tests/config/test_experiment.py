@@ -454,8 +454,11 @@ class TestHash:
         assert Experiment(methods=[IFCA()]).config_hash == Experiment(methods=[{"ifca": options}]).config_hash
 
     def test_is_stable(self):
-        """Computed once with `load().config_hash`: a different hash makes all run directories impossible to resume."""
+        """Computed once with `load().config_hash`: a different hash makes every run another experiment."""
         assert (load().config_hash, Experiment().config_hash) == ("66873529f6f2", "68f6bba7ce99")
+
+    def test_takes_an_entry_of_methods_that_is_none(self):
+        assert Experiment(methods=[["fedavg"]]).config_hash != Experiment(methods=[{"fedavg": 3}]).config_hash
 
     def test_of_a_method_follows_its_class_and_options(self):
         methods = (REGISTRY["fedavg"](), REGISTRY["ifca"](), IFCA(num_clusters=2))
