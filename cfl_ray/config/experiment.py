@@ -6,7 +6,6 @@ Every key has one place, one default and one description; an unknown key is an e
 import copy
 import hashlib
 import json
-import re
 import shlex
 import typing
 from collections.abc import Iterable, Mapping
@@ -30,7 +29,7 @@ from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import ConfigSection
 from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
-from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
 from cfl_ray.security.credentials import redact_values, with_known_credentials
 from cfl_ray.system.files import read_text, sha256
 
@@ -438,14 +437,7 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
                 keys += [name for one in kinds.all.values() for name in one.section.model_fields if name not in keys]
             lines.append(f"unknown key {where!r}{did_you_mean(str(path[-1]), keys)}")
         else:
-            what = problem["msg"].removeprefix("Value error, ")
-            if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
-                what = f"expected a list, write [{problem['input']}]"
-            ours = problem["type"] == "value_error"
-            is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
-            is_said = is_said or problem["type"] == "missing"  # its input is all that is around it
-            given = "" if is_said else f", got {problem['input']!r}"
-            lines.append(f"{where}: {what}{given}"[:500])
+            lines.append(f"{where}: {what_is_wrong(problem)}"[:500])
     return "\n".join(lines)
 
 

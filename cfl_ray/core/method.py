@@ -4,14 +4,14 @@ A method is a frozen dataclass of hyper-parameters; its rounds are pure function
 """
 
 import inspect
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from cfl_ray.core.aggregation import RULES, AggregationRule, Mean, parse_rule
@@ -23,14 +23,13 @@ from cfl_ray.core.rounds import place_by_loss
 from cfl_ray.core.server_optimizers import SERVER_OPTIMIZERS, ServerOptimizer, resolve_server_optimizer
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
-from cfl_ray.errors import ConfigError
+from cfl_ray.errors import ConfigError, what_is_wrong
 
 S = TypeVar("S", bound=State)  # the state of a method
 
 AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
 RUN_OPTIONS = ("local", "label")  # of every method in a run: its training and its name
 SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")  # it names a folder
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
 
@@ -42,8 +41,9 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[Any, ...] | None = None,
+    kw_only: bool = False,
 ) -> Any:
-    """A hyper-parameter, as a field of a method's dataclass.
+    """A hyper-parameter, as a field of a method's dataclass; pydantic checks its values by the field's type and these:
 
     doc: meaning, with the paper's symbol.
     source: origin of the default.
@@ -51,7 +51,7 @@ def option(
     choices: allowed values; None: any.
     """
     metadata = {"doc": doc, "source": source, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=metadata)
+    return field(default=default, kw_only=kw_only, metadata=metadata)
 
 
 def weights_option(default: str = "samples") -> Any:
@@ -105,47 +105,35 @@ class Method(ABC, Generic[S]):
     untrained: ClassVar[str] = ""
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
-    aggregation: Any = field(
-        default="mean",
+    aggregation: Any = option(
+        "mean",
+        "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, "
+        "{multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}, or file.py:Class",
+        source="every paper; the others against attackers",
+        choices=tuple(RULES),
         kw_only=True,
-        metadata={
-            "doc": "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, "
-            "{multi_krum: {attackers: 0.2, keep: null}}, {norm_clipping: {bound: null}}, or file.py:Class",
-            "source": "every paper; the others against attackers",
-            "choices": tuple(RULES),
-        },
     )
-
-    server_optimizer: Any = field(
-        default="none",
+    server_optimizer: Any = option(
+        "none",
+        "step of the server with the mean change of the clients: none (their mean is the model), or a name, "
+        "or with parameters {fedavgm: {lr: 1.0, momentum: 0.9}}, {fedadam: {lr: 0.01, beta1: 0.9, beta2: 0.99, "
+        "tau: 0.001}}, {fedyogi: ...}, {fedadagrad: ...}, {file.py:Class: ...}",
+        source="Hsu et al. 2019; Reddi et al. 2021",
+        choices=("none", *SERVER_OPTIMIZERS.builtin, "file.py:Class"),
         kw_only=True,
-        metadata={
-            "doc": "step of the server with the mean change of the clients: none (their mean is the model), or a name, "
-            "or with parameters {fedavgm: {lr: 1.0, momentum: 0.9}}, {fedadam: {lr: 0.01, beta1: 0.9, beta2: 0.99, "
-            "tau: 0.001}}, {fedyogi: ...}, {fedadagrad: ...}, {file.py:Class: ...}",
-            "source": "Hsu et al. 2019; Reddi et al. 2021",
-            "choices": ("none", *SERVER_OPTIMIZERS.builtin, "file.py:Class"),
-        },
     )
-
-    local: Any = field(
-        default=None,
+    local: dict[str, Any] | None = option(
+        None,
+        "local training of this method where it differs from the section `local`, e.g. {momentum: 0.9}; "
+        "null: no difference",
+        source="papers that tune each method",
         kw_only=True,
-        metadata={
-            "doc": "local training of this method where it differs from the section `local`, e.g. {momentum: 0.9}; "
-            "null: no difference",
-            "source": "papers that tune each method",
-        },
     )
-
-    label: Any = field(
-        default=None,
+    label: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=-]*$")] = option(
+        None,
+        "name of the method in results and of its folder; null: its name, with its options where it occurs twice",
+        source="ours",
         kw_only=True,
-        metadata={
-            "doc": "name of the method in results and of its folder; null: its name, with its options where it occurs "
-            "twice",
-            "source": "ours",
-        },
     )
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
@@ -161,35 +149,16 @@ class Method(ABC, Generic[S]):
         Method.registry[name] = cls
 
     def __post_init__(self) -> None:
-        if self.local is not None and not isinstance(self.local, Mapping):
-            raise ValueError(
-                f"{self.name}.local must be keys of the section local, e.g. {{lr: 0.1}}, got {self.local!r}"
-            )
-        if self.label is not None and not (isinstance(self.label, str) and _LABEL.fullmatch(self.label)):
-            raise ValueError(f"{self.name}.label must be letters, digits and _ . = -, got {self.label!r}")
+        for name, kind in _types_of(type(self)).items():
+            try:  # a default is not checked: it is what the author of the method wants
+                if (value := getattr(self, name)) is not getattr(type(self), name):
+                    kind.validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{self.name}.{name}: {what_is_wrong(error.errors()[0])}") from None
         if not isinstance(self.aggregation_rule, Mean) and self.only_mean:
             raise ValueError(f"{self.name}.aggregation must be mean, got {self.aggregation!r}: {self.only_mean}")
         if self.server_step is not None and (reason := self.only_mean or self.needs_mean):
             raise ValueError(f"{self.name}.server_optimizer must be none, got {self.server_optimizer!r}: {reason}")
-        for item in fields(self):
-            if item.name in SHARED_OPTIONS:
-                continue
-            value, meta = getattr(self, item.name), item.metadata
-            if meta.get("choices") and value not in meta["choices"]:
-                choices = ", ".join(map(str, meta["choices"]))
-                raise ValueError(f"{self.name}.{item.name} must be one of {choices}, got {value!r}")
-            if isinstance(item.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{self.name}.{item.name} must be true or false, got {value!r}")
-            if meta.get("low") is None and meta.get("high") is None:
-                continue
-            if value is None and item.default is None:
-                continue
-            low = -np.inf if meta["low"] is None else meta["low"]
-            high = np.inf if meta["high"] is None else meta["high"]
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-                raise ValueError(f"{self.name}.{item.name} must be in {low} .. {high}, got {value!r}")
-            if _type_name(item.type) in ("int", "int | None") and not isinstance(value, int):
-                raise ValueError(f"{self.name}.{item.name} must be a whole number, got {value!r}")
 
     @cached_property  # it travels with the method: hosts need not find the file of a user's own rule
     def aggregation_rule(self) -> AggregationRule:
@@ -296,4 +265,17 @@ class Method(ABC, Generic[S]):
 
 def _type_name(annotation: Any) -> str:
     """An annotation as source code, such as "int | None"."""
+    annotation = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+@cache
+def _types_of(cls: type[Method[Any]]) -> dict[str, TypeAdapter[Any]]:
+    """The types of the options that are declared with `option`, with limits; not of those with rules of their own."""
+    hints, types = get_type_hints(cls, include_extras=True), dict[str, TypeAdapter[Any]]()
+    for item in fields(cls):
+        if "doc" in item.metadata and item.name not in AVERAGING_OPTIONS:
+            choices, low, high = (item.metadata[key] for key in ("choices", "low", "high"))
+            kind: Any = Literal[tuple(choices)] if choices else hints[item.name]
+            types[item.name] = TypeAdapter(Annotated[kind, Field(ge=low, le=high)])
+    return types

@@ -1,7 +1,9 @@
 """Errors that a user can act on. The command line prints their text alone and exits with their status."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cfl_ray.errors.redaction import redact
 
@@ -52,6 +54,17 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     # difflib counts the letters in common: adma has more of them in common with adamax than with adam
     nearest = min(close, key=lambda one: _edits(word, one), default=None)
     return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
+
+
+def what_is_wrong(problem: Mapping[str, Any]) -> str:
+    """Returns the message of a problem of pydantic's ValidationError, with the value that was given."""
+    what: str = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "list_type" and isinstance(problem["input"], str | int | float):
+        what = f"expected a list, write [{problem['input']}]"
+    ours = problem["type"] == "value_error"
+    is_said = ours and (isinstance(problem["input"], dict) or re.search(r"\bgot\b", what))
+    is_said = is_said or problem["type"] == "missing"  # its input is all that is around it
+    return what if is_said else f"{what}, got {problem['input']!r}"
 
 
 def says_where(error: BaseException) -> bool:

@@ -36,10 +36,13 @@ INVALID = {
     "unknown section": (["locale.epochs=3"], "did you mean 'local'?"),
     "unknown method": (["methods=[stofcl]"], "unknown method 'stofcl' (did you mean 'stocfl'?)"),
     "unknown option": (["methods=[{stocfl: {taw: 0.5}}]"], "stocfl has no option 'taw' (did you mean 'tau'?)"),
-    "option out of range": (["methods=[{stocfl: {tau: 2}}]"], "stocfl.tau must be in -1 .. 1, got 2"),
+    "option out of range": (
+        ["methods=[{stocfl: {tau: 2}}]"],
+        "stocfl.tau: Input should be less than or equal to 1, got 2",
+    ),
     "option that is no number": (
         ["methods=[{ifca: {num_clusters: many}}]"],
-        "ifca.num_clusters must be in 1 .. inf, got 'many'",
+        "ifca.num_clusters: Input should be a valid integer, got 'many'",
     ),
     "method twice": (["methods=[ifca, ifca]"], "'ifca' is listed twice"),
     "unknown model": (["model.name=lenet"], "unknown model 'lenet' (did you mean 'lenet5'?)"),

@@ -65,7 +65,7 @@ def test_a_threshold_and_a_number_of_clusters_exclude_each_other():
 
 
 def test_a_method_with_the_mixin_still_checks_its_options():
-    with pytest.raises(ValueError, match="fl_hc.threshold must be in 0 .. inf, got -1"):
+    with pytest.raises(ValueError, match="fl_hc.threshold: Input should be greater than or equal to 0, got -1"):
         FLHC(threshold=-1)
     with pytest.raises(ValueError, match="give threshold or num_clusters, not both; got 2.5 and 3"):
         FLHC(threshold=2.5, num_clusters=3)

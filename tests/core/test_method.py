@@ -53,16 +53,16 @@ def test_values_in_range_are_accepted(cls, good):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"share": 1.5}, "example.share must be in 0 .. 1, got 1.5"),
-        ({"share": float("nan")}, "example.share must be in 0 .. 1, got nan"),
-        ({"share": "x"}, "example.share must be in 0 .. 1, got 'x'"),
-        ({"share": True}, "example.share must be in 0 .. 1, got True"),
-        ({"count": 0}, "example.count must be in 1 .. inf, got 0"),
-        ({"count": 2.5}, "example.count must be a whole number, got 2.5"),
-        ({"count": None}, "example.count must be in 1 .. inf, got None"),
-        ({"most": 2.5}, "example.most must be a whole number, got 2.5"),
-        ({"most": 0}, "example.most must be in 1 .. inf, got 0"),
-        ({"kind": "c"}, "example.kind must be one of a, b, got 'c'"),
+        ({"share": 1.5}, "example.share: Input should be less than or equal to 1, got 1.5"),
+        ({"share": float("nan")}, "example.share: Input should be less than or equal to 1, got nan"),
+        ({"share": "x"}, "example.share: Input should be a valid number, got 'x'"),
+        ({"share": True}, "example.share: Input should be a valid number, got True"),
+        ({"count": 0}, "example.count: Input should be greater than or equal to 1, got 0"),
+        ({"count": 2.5}, "example.count: Input should be a valid integer, got 2.5"),
+        ({"count": None}, "example.count: Input should be a valid integer, got None"),
+        ({"most": 2.5}, "example.most: Input should be a valid integer, got 2.5"),
+        ({"most": 0}, "example.most: Input should be greater than or equal to 1, got 0"),
+        ({"kind": "c"}, "example.kind: Input should be 'a' or 'b', got 'c'"),
     ],
 )
 def test_other_values_are_rejected_with_the_range(cls, bad, message):

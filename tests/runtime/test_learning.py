@@ -209,7 +209,7 @@ class TestSettingsOfAMethod:
         [
             ({"momentun": 0.9}, r"methods: fedavg\.local: unknown key 'momentun' \(did you mean 'momentum'\?\)"),
             ({"lr": -1}, r"methods: fedavg\.local: lr: Input should be greater than 0, got -1"),
-            (3, r"fedavg\.local must be keys of the section local, e.g. {lr: 0.1}, got 3"),
+            (3, r"fedavg\.local: Input should be a valid dictionary, got 3"),
         ],
     )
     def test_that_are_invalid(self, local, message):
