@@ -1,7 +1,7 @@
 """Local training of one client by SGD or another optimiser: its steps, and the samples of each batch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class LocalStep(Protocol):
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """SGD, or another optimiser, of one client in one round."""
+    """SGD, or another optimiser, of one client: the keys of the section `local`, ready for use."""
 
     epochs: int = 1  # E
     steps: int | None = None  # instead of epochs
@@ -41,6 +41,7 @@ class LocalSGD:
     weight_decay: float = 0.0
     persist: bool = False  # the momentum buffer is kept with the client state; False: every round starts from zero
     optimizer: LocalOptimizer | None = None  # None: SGD with the momentum and weight decay above
+    schedule: RateSchedule | None = None  # factor of lr in each round (`in_round`); None: 1
     step_schedule: RateSchedule | None = None  # factor of lr in each local step; None: 1
     clip_norm: float | None = None  # largest norm of a step's gradient, proximal terms included; None: no limit
     drop_last: bool = False  # the samples of an epoch that fill no batch are left out
@@ -54,6 +55,12 @@ class LocalSGD:
     def clips(self) -> bool:
         """Whether gradients are clipped."""
         return self.clip_norm is not None and self.clip_norm < inf
+
+    def in_round(self, round: int, rounds: int) -> "LocalSGD":
+        """The same with the learning rate of a round of so many."""
+        if self.schedule is None:
+            return self
+        return replace(self, lr=self.lr * self.schedule(max(round, 1), rounds), schedule=None)
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of step `step` (counted from 0) of `steps`."""

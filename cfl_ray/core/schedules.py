@@ -78,14 +78,9 @@ class RateSchedule:
             )
         return float(factor)
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether it leaves the learning rate alone."""
-        return self.function is constant
 
-
-def resolve_schedule(key: str, value: Any) -> RateSchedule:
-    """The schedule of a name, {name: options}, `file.py:function` or a function. Raises ConfigError.
+def resolve_schedule(key: str, value: Any) -> RateSchedule | None:
+    """The schedule of a name, {name: options}, `file.py:function` or a function; None for constant. Raises ConfigError.
 
     key: of the config, for messages.
     """
@@ -94,4 +89,4 @@ def resolve_schedule(key: str, value: Any) -> RateSchedule:
     if not callable(function):
         raise ConfigError(f"{key} {name!r} is {type(function).__name__}, expected a function of (t, total)")
     check_options(key, function, options, ("t", "total"))
-    return RateSchedule(function, options)
+    return None if function is constant else RateSchedule(function, options)

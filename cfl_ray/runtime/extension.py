@@ -43,10 +43,10 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
 
 def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None:
     """Raises ConfigError for a learning rate that depends on the number of all rounds."""
-    _, learning, own = resolve_learning(experiment, resolve(experiment.methods))
-    for one in (learning, *own.values()):
+    _, local, own = resolve_learning(experiment, resolve(experiment.methods))
+    for schedule in filter(None, (one.schedule for one in (local, *own.values()))):
         for round in range(1, rounds + 1):
-            there, here = (one.rounds(round, count) for count in (rounds, experiment.rounds))
+            there, here = (schedule(round, count) for count in (rounds, experiment.rounds))
             if there != here:
                 raise ConfigError(
                     f"extend: local.schedule depends on the number of all rounds: in round {round} its factor is "

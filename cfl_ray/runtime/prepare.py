@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ from cfl_ray.core.availability import (
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
-from cfl_ray.core.optimizers import LocalOptimizer, resolve_optimizer
+from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.population import Population, PopulationChange, count_of
 from cfl_ray.core.rng import stream
-from cfl_ray.core.schedules import RateSchedule, constant, resolve_schedule
+from cfl_ray.core.schedules import resolve_schedule
 from cfl_ray.core.tasks import CLASSIFICATION, Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
@@ -59,43 +59,15 @@ from cfl_ray.tracking.record import check_score_name
 _MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
 
 
-@dataclass(frozen=True)
-class Learning:
-    """How clients train: the settings of a section `local`, with its optimiser and learning rates ready for use."""
-
-    settings: LocalConfig = LocalConfig()
-    optimizer: LocalOptimizer | None = None  # None: SGD
-    rounds: RateSchedule = RateSchedule(constant)
-    steps: RateSchedule = RateSchedule(constant)
-
-    @classmethod
-    def of(cls, settings: LocalConfig) -> "Learning":
-        """Raises ConfigError for an optimiser or a schedule that cannot be used."""
-        return cls(
-            settings,
-            resolve_optimizer(settings.optimizer, settings.optimizer_options),
-            resolve_schedule("local.schedule", settings.schedule),
-            resolve_schedule("local.step_schedule", settings.step_schedule),
-        )
-
-    @property
-    def is_sgd(self) -> bool:
-        """Whether every local step is one of SGD with the learning rate of the round."""
-        return self.optimizer is None and self.steps.is_constant
-
-    @property
-    def local(self) -> LocalSGD:
-        """The local training before any schedule of the rounds."""
-        keys = ("epochs", "steps", "batch_size", "lr", "momentum", "weight_decay", "persist", "clip_norm", "drop_last")
-        given = {key: value for key, value in self.settings.model_dump().items() if key in keys}
-        step_schedule = None if self.steps.is_constant else self.steps
-        return LocalSGD(**given, optimizer=self.optimizer, step_schedule=step_schedule)
-
-    def local_in(self, round: int, rounds: int) -> LocalSGD:
-        """The same with the learning rate of a round of so many."""
-        if self.rounds.is_constant:
-            return self.local
-        return replace(self.local, lr=self.local.lr * self.rounds(max(round, 1), rounds))
+def local_training(settings: LocalConfig) -> LocalSGD:
+    """Raises ConfigError for an optimiser or a schedule that cannot be used."""
+    keys = settings.model_dump(exclude={"optimizer", "optimizer_options", "schedule", "step_schedule"})
+    return LocalSGD(
+        **keys,
+        optimizer=resolve_optimizer(settings.optimizer, settings.optimizer_options),
+        schedule=resolve_schedule("local.schedule", settings.schedule),
+        step_schedule=resolve_schedule("local.step_schedule", settings.step_schedule),
+    )
 
 
 @dataclass(frozen=True)
@@ -111,18 +83,13 @@ class Setup:
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
     task: Task = CLASSIFICATION  # with all metrics that are measured
-    learning: Learning = Learning()  # of the methods that have no settings of their own
-    own_learning: Mapping[str, Learning] = field(default_factory=dict)  # of those that have, by label
+    local: LocalSGD = LocalSGD()  # of the methods that have no local training of their own
+    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of those that have, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
 
-    @property
-    def local(self) -> LocalSGD:
-        """The local training of the experiment before any schedule; a method may have another."""
-        return self.learning.local
-
-    def learning_of(self, label: str) -> Learning:
-        """How clients train for one method."""
-        return self.own_learning.get(label, self.learning)
+    def local_of(self, label: str) -> LocalSGD:
+        """The local training of one method."""
+        return self.own_local.get(label, self.local)
 
     @property
     def division(self) -> autotune.Division:
@@ -169,7 +136,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
     methods = resolve(experiment.methods)
-    task, learning, own_learning = resolve_learning(experiment, methods)
+    task, local, own_local = resolve_learning(experiment, methods)
     _check_targets(task, federation)
     new_trackers(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     if experiment.tracking.log_models and experiment.tracking.enabled:
@@ -186,7 +153,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     task.check(shape.outputs, shape.target_shape)
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
-    setup = Setup(experiment, federation, recipe, methods, availability, task, learning, own_learning, attack_kind)
+    setup = Setup(experiment, federation, recipe, methods, availability, task, local, own_local, attack_kind)
     _check_attack(setup.attack, federation.num_clients)
     _try_methods(setup)
     _check_batches(setup)
@@ -201,7 +168,7 @@ def _check_batches(setup: Setup) -> None:
     if not network.batch_statistics:
         return
     for label in setup.methods:
-        local = setup.learning_of(label).local
+        local = setup.local_of(label)
         batch_N = np.asarray(local.batch_of(sizes_N))
         single_N = (sizes_N == 1) | (batch_N == 1) | ((sizes_N % batch_N == 1) & (not local.drop_last))
         if not single_N.any() or (reason := network.why_not_batch_of(1)) is None:
@@ -227,7 +194,7 @@ def _check_engine(setup: Setup) -> None:
         return
     network, reason = setup.network(), ""
     for label in setup.methods:
-        found = autotune.why_not(engine, network, setup.federation, setup.learning_of(label).local)
+        found = autotune.why_not(engine, network, setup.federation, setup.local_of(label))
         if found is None:
             return
         reason = reason or found
@@ -246,8 +213,8 @@ def _try_own_parts(setup: Setup) -> None:
 
 def resolve_learning(
     experiment: Experiment, methods: dict[str, Method[Any]]
-) -> tuple[Task, Learning, dict[str, Learning]]:
-    """The task, how its clients train, and how they do for methods with settings of their own.
+) -> tuple[Task, LocalSGD, dict[str, LocalSGD]]:
+    """The task, the local training, and that of methods with settings of their own.
 
     Raises ConfigError for what is not valid, or not for one of the methods.
     """
@@ -256,31 +223,29 @@ def resolve_learning(
         check_score_name(metric.name)
     if experiment.attack.kind == "label_flip" and task.targets != "class":
         raise ConfigError(f"attack.kind: label_flip needs classes, the targets of the task are {task.targets!r}")
-    learning = Learning.of(experiment.local)
-    own = {
-        label: Learning.of(changed_local(experiment.local, method.local, f"methods: {label}.local"))
+    settings = {
+        label: changed_local(experiment.local, method.local, f"methods: {label}.local")
         for label, method in methods.items()
         if method.local
     }
-    for one in (learning, *own.values()):
+    local, own = local_training(experiment.local), {label: local_training(one) for label, one in settings.items()}
+    for one in (local, *own.values()):
         for t in (1, experiment.rounds):
-            one.rounds(t, experiment.rounds)
+            one.in_round(t, experiment.rounds)
     for label, method in methods.items():
-        _check_method(label, method, task, own.get(label, learning))
-    return task, learning, own
+        _check_method(label, method, task, settings.get(label, experiment.local), own.get(label, local))
+    return task, local, own
 
 
-def _check_method(label: str, method: Method[Any], task: Task, learning: Learning) -> None:
+def _check_method(label: str, method: Method[Any], task: Task, settings: LocalConfig, local: LocalSGD) -> None:
     """Raises ConfigError for a method that is not for this task, or not for this local training."""
     if task.targets != "class" and (reason := method.needs_classes):
         raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
-    if not learning.is_sgd and (reason := method.needs_sgd):
-        settings = learning.settings
+    if (local.optimizer or local.step_schedule) and (reason := method.needs_sgd):
         raise ConfigError(
             f"{label} needs local.optimizer sgd and a constant local.step_schedule, got "
             f"{settings.optimizer} and {settings.step_schedule}: {reason}"
         )
-    local = learning.local
     if local.persist and local.momentum > 0 and (reason := method.needs_fresh_momentum):
         raise ConfigError(
             f"{label} needs local.persist false or local.momentum 0, got persist true and momentum "

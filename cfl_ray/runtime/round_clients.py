@@ -34,7 +34,7 @@ class RoundClients:
             np.asarray(ids, np.int64),
             present.num_samples_N[ids],
             self.spec,
-            self.setup.learning_of(self.label).local_in(round, experiment.rounds),
+            self.setup.local_of(self.label).in_round(round, experiment.rounds),
             self.backend,
             experiment.seed,
             round,

@@ -9,7 +9,6 @@ from cfl_ray.errors import ConfigError
 
 T = 8
 CASES = {
-    "constant": ("constant", lambda t: 1.0),
     "step": ({"step": {"every": 3, "gamma": 0.1}}, lambda t: 0.1 ** ((t - 1) // 3)),
     "exponential": ({"exponential": {"gamma": 0.9}}, lambda t: 0.9 ** (t - 1)),
     "linear": ({"linear": {"floor": 0.2}}, lambda t: 1 - 0.8 * (t - 1) / T),
@@ -22,7 +21,10 @@ CASES = {
 def test_formulas(value, formula):
     schedule = resolve_schedule("local.schedule", value)
     assert [schedule(t, T) for t in range(1, T + 1)] == pytest.approx([formula(t) for t in range(1, T + 1)])
-    assert schedule.is_constant == (value == "constant")
+
+
+def test_constant_is_none():
+    assert resolve_schedule("local.schedule", "constant") is None
 
 
 def test_own(tmp_path):

@@ -182,10 +182,10 @@ class TestSettingsOfAMethod:
     def test_are_those_of_the_section_with_changes(self):
         own = {"momentum": 0.9, "schedule": "cosine"}
         setup = prepare(experiment(methods=["fedprox", {"fedavg": {"local": own}}], local={"lr": 0.2, "epochs": 3}))
-        assert setup.learning_of("fedprox") == setup.learning and setup.learning.local.momentum == 0
-        changed = setup.learning_of("fedavg")
-        assert (changed.local.lr, changed.local.epochs, changed.local.momentum) == (0.2, 3, 0.9)
-        assert changed.local_in(5, 8).lr == 0.2 * cosine(5, 8) and setup.learning.local_in(5, 8).lr == 0.2
+        assert setup.local_of("fedprox") == setup.local and setup.local.momentum == 0
+        changed = setup.local_of("fedavg")
+        assert (changed.lr, changed.epochs, changed.momentum) == (0.2, 3, 0.9)
+        assert changed.in_round(5, 8).lr == 0.2 * cosine(5, 8) and setup.local.in_round(5, 8).lr == 0.2
 
     def test_train_like_the_same_settings_for_all(self):
         alone = experiment(rounds=2, methods=["fedavg"], local={"lr": 0.2, "momentum": 0.9})
@@ -224,8 +224,8 @@ class TestSettingsOfAMethod:
 class TestLearningRates:
     def test_of_rounds(self):
         setup = prepare(experiment(rounds=8, local={"lr": 0.2, "schedule": "cosine"}))
-        assert [setup.learning.local_in(t, 8).lr for t in range(1, 9)] == [0.2 * cosine(t, 8) for t in range(1, 9)]
-        assert prepare(experiment(local={"lr": 0.2})).learning.local_in(5, 8).lr == 0.2
+        assert [setup.local.in_round(t, 8).lr for t in range(1, 9)] == [0.2 * cosine(t, 8) for t in range(1, 9)]
+        assert prepare(experiment(local={"lr": 0.2})).local.in_round(5, 8).lr == 0.2
 
     def test_a_factor_of_0_leaves_the_model_alone(self):
         local = {"lr": 0.1, "schedule": {"step": {"every": 2, "gamma": 0.0}}}
