@@ -286,8 +286,32 @@ class Clients:
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         private = client_state.columns if client_state and client_state.private else None
         averaging = None if average is None else Averaging.of(average, len(self))
-        work = self._training_work(
-            start, how, local, client_state, averaging, features, defer_aggregation, keep_as_local_model
+        tables, steps_M = _Tables(), how.steps_M
+        if steps_M is None:
+            batches = how.local_step.batches_per_step if how.local_step else 1
+            steps_M = local.steps_of(self.num_samples_M, batches_per_step=batches)
+        robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
+        work = Train(
+            self._next_address(),
+            self.ids_M,
+            start=tables.rows(start),
+            proximal=tuple(
+                ProximalRows(term.weight, tables.rows(term.anchor), term.columns, term.follow, term.every)
+                for term in how.proximal
+                if term.acts
+            ),
+            frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
+            local_step=how.local_step,
+            local=local,
+            steps_M=np.asarray(steps_M, np.int64),
+            averaging=None if robust else averaging,
+            client_state=client_state,
+            features=features,
+            defer_aggregation=defer_aggregation or (robust and averaging is not None),
+            upload_distances=isinstance(self.aggregation, ClippingRule),
+            chained=how.chained,
+            local_test_samples=self.local_test_samples if keep_as_local_model else 0,
+            tables=tables.as_tuple(),
         )
         if averaging is not None or defer_aggregation:
             self.count_upload(self.spec.size - (private.count if private else 0))
@@ -307,48 +331,6 @@ class Clients:
             return Updates(outcome, averaging, private, work)
         average = self.server.next_average() if number is None else number
         return Updates(outcome, averaging, private, work, self.server, average, self.spec.trained)
-
-    def _training_work(
-        self,
-        start: Sent,
-        how: LocalTraining,
-        local: LocalSGD,
-        client_state: ClientState | None,
-        averaging: Averaging | None,
-        features: UpdateFeatures | None,
-        defer_aggregation: bool,
-        keep_as_local_model: bool,
-    ) -> Train:
-        """The work order. A robust aggregation needs the results themselves: they are deferred instead of summed."""
-        tables = _Tables()
-        if how.steps_M is None:
-            steps_M = local.steps_of(
-                self.num_samples_M, batches_per_step=how.local_step.batches_per_step if how.local_step else 1
-            )
-        else:
-            steps_M = np.asarray(how.steps_M, np.int64)
-        return Train(
-            self._next_address(),
-            self.ids_M,
-            start=tables.rows(start),
-            proximal=tuple(
-                ProximalRows(term.weight, tables.rows(term.anchor), term.columns, term.follow, term.every)
-                for term in how.proximal
-                if term.acts
-            ),
-            frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
-            local_step=how.local_step,
-            local=local,
-            steps_M=steps_M,
-            averaging=None if self._robust else averaging,
-            client_state=client_state,
-            features=features,
-            defer_aggregation=defer_aggregation or (self._robust and averaging is not None),
-            upload_distances=isinstance(self.aggregation, ClippingRule),
-            chained=how.chained,
-            local_test_samples=self.local_test_samples if keep_as_local_model else 0,
-            tables=tables.as_tuple(),
-        )
 
     def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
@@ -438,10 +420,6 @@ class Clients:
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
         return torch.from_numpy(arrays["features"]), arrays["valid"]
-
-    @property
-    def _robust(self) -> bool:
-        return not isinstance(self.aggregation, Mean)
 
     def _next_address(self) -> Address:
         self.stats.exchanges += 1
