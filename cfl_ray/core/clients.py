@@ -30,7 +30,7 @@ from cfl_ray.core.work import (
     EvaluateClients,
     Losses,
     Outcome,
-    ProximalRows,
+    Proximal,
     Rows,
     Train,
     UpdateFeatures,
@@ -64,32 +64,12 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Proximal:
-    """A term (weight / 2) * ||w - anchor||^2 of the local objective.
-
-    With `follow` > 0 the anchor moves too: anchor <- anchor - follow * weight * (anchor - w) after `every` steps and
-    after the last one. The client then uploads the anchor, and w stays with it.
-    """
-
-    weight: float  # mu, lambda
-    anchor: Sent
-    columns: Columns | None = None  # None: all trained columns
-    follow: float = 0.0
-    every: int = 1
-
-    @property
-    def acts(self) -> bool:
-        """Whether the term has any effect."""
-        return bool(self.weight or self.follow) and (self.columns is None or self.columns.count > 0)
-
-
-@dataclass(frozen=True)
 class LocalTraining:
     """Objective and steps of local training in one exchange; by default, the experiment's SGD on the client's loss."""
 
     sgd: LocalSGD | None = None  # None: the experiment's
     steps_M: np.ndarray | None = None  # local steps of each client; None: as `sgd` gives for its number of samples
-    proximal: Sequence[Proximal] = ()
+    proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
     local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
     chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
@@ -295,11 +275,7 @@ class Clients:
             self._next_address(),
             self.ids_M,
             start=tables.rows(start),
-            proximal=tuple(
-                ProximalRows(term.weight, tables.rows(term.anchor), term.columns, term.follow, term.every)
-                for term in how.proximal
-                if term.acts
-            ),
+            proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
             local_step=how.local_step,
             local=local,

@@ -8,7 +8,7 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns
 from cfl_ray.core.sketch import sketch
 
+Anchor = TypeVar("Anchor")
+OtherAnchor = TypeVar("OtherAnchor")
 ClientStateKey = tuple[str, int]  # (name, client)
 
 
@@ -45,17 +47,36 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class ProximalRows:
-    """A proximal term (`core.clients.Proximal`) with the anchor as rows of a table."""
+class Proximal(Generic[Anchor]):
+    """A term (weight / 2) * ||w - anchor||^2 of the local objective.
 
-    weight: float
-    anchor: Rows
-    columns: Columns | None = None
+    The anchor is a model that was sent for a method, rows of a table in an order of work, a row (P,) for an engine.
+    With `follow` > 0 it moves too: anchor <- anchor - follow * weight * (anchor - w) after `every` steps and after the
+    last one. The client then uploads the anchor, and w stays with it.
+    """
+
+    weight: float  # mu, lambda
+    anchor: Anchor
+    columns: Columns | None = None  # None: all trained columns
     follow: float = 0.0
     every: int = 1
 
-    def take(self, index_m: np.ndarray) -> Self:
-        return replace(self, anchor=self.anchor.take(index_m))
+    @property
+    def acts(self) -> bool:
+        """Whether the term has any effect."""
+        return bool(self.weight or self.follow) and (self.columns is None or self.columns.count > 0)
+
+    def moves_after(self, step: int, steps: int) -> bool:
+        """Whether the anchor moves after step `step` (counted from 0) of `steps`."""
+        return self.follow > 0 and ((step + 1) % self.every == 0 or step + 1 == steps)
+
+    def with_anchor(self, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
+        """The same term with the anchor in another form."""
+        return Proximal(self.weight, anchor, self.columns, self.follow, self.every)
+
+    def take(self: "Proximal[Rows]", index_m: np.ndarray) -> "Proximal[Rows]":
+        """The term for the clients at `index_m`."""
+        return self.with_anchor(self.anchor.take(index_m))
 
 
 @dataclass(frozen=True)
@@ -206,7 +227,7 @@ class Train(Work):
     local: LocalSGD
     steps_M: np.ndarray
     local_step: LocalStep | None = None  # None: the gradient of one batch
-    proximal: tuple[ProximalRows, ...] = ()
+    proximal: tuple[Proximal[Rows], ...] = ()
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent

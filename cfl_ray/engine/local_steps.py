@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.engine.task import BatchIndex, ProximalTask, TrainingTask
+from cfl_ray.core.work import Proximal
+from cfl_ray.engine.task import BatchIndex, TrainingTask
 from cfl_ray.nn.network import Network
 
 
@@ -180,7 +181,7 @@ class ProximalGradient:
 
     def __init__(
         self,
-        term: ProximalTask,
+        term: Proximal[Tensor],
         anchor_P: Tensor,
         params: list[Tensor],
         anchors: list[Tensor],
@@ -190,16 +191,16 @@ class ProximalGradient:
 
     @classmethod
     def of_tensors(
-        cls, network: Network, term: ProximalTask, params: Sequence[Tensor], skip: int | None = None
+        cls, network: Network, term: Proximal[Tensor], params: Sequence[Tensor], skip: int | None = None
     ) -> "ProximalGradient":
         """For steps that are lists of tensors, one for each of `params`. skip: number of a tensor to leave out."""
         inside = [tensor for tensor in network.tensors_in(term.columns) if tensor != skip]
-        anchor_P = term.anchor_P.to(network.device, copy=term.follow > 0)
+        anchor_P = term.anchor.to(network.device, copy=term.follow > 0)
         anchors, parts = network.views(anchor_P), [params[i].detach() for i in inside]
         return cls(term, anchor_P, parts, [anchors[i] for i in inside], lambda step: [step[i] for i in inside])
 
     @classmethod
-    def of_row(cls, network: Network, term: ProximalTask, w_P: Tensor, first: int = 0) -> "ProximalGradient":
+    def of_row(cls, network: Network, term: Proximal[Tensor], w_P: Tensor, first: int = 0) -> "ProximalGradient":
         """For steps that are one row.
 
         w_P: the parameters from column `first` on; tensors before it are left out.
@@ -211,7 +212,7 @@ class ProximalGradient:
                 continue
             joined = ranges.pop().start if ranges and ranges[-1].stop == start else start  # neighbours are joined
             ranges.append(slice(joined, stop))
-        anchor_P = term.anchor_P.clone() if term.follow else term.anchor_P
+        anchor_P = term.anchor.clone() if term.follow else term.anchor
         anchors = [anchor_P[first:][part] for part in ranges]
         return cls(term, anchor_P, [w_P[part] for part in ranges], anchors, lambda step: [step[0][p] for p in ranges])
 

@@ -327,7 +327,7 @@ class SpanBatch:
 
 def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
     """The start and the anchors of the first layer's weights, with the weights of their proximal terms."""
-    anchors = [(term.anchor_P, term.weight) for term in task.proximal if 0 in network.tensors_in(term.columns)]
+    anchors = [(term.anchor, term.weight) for term in task.proximal if 0 in network.tensors_in(term.columns)]
     return [(task.start_P, 0.0), *anchors]
 
 

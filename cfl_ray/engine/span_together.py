@@ -104,7 +104,7 @@ def _others_proximal(
     """Ranges of columns after the first layer's weights, each with a proximal term's weight and anchors (m, P)."""
     terms = []
     for which, term in enumerate(tasks[0].proximal):
-        anchor_mP = rows_on(network.device, [task.proximal[which].anchor_P for task in tasks], copies=False)
+        anchor_mP = rows_on(network.device, [task.proximal[which].anchor for task in tasks], copies=False)
         ranges = ((0, network.spec.trained),) if term.columns is None else term.columns.ranges
         for start, stop in ranges:
             start, stop = max(start, size), min(stop, network.spec.trained)

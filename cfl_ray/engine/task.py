@@ -8,26 +8,10 @@ import torch
 from torch import Tensor
 
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
-from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import stream, torch_stream
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, Proximal
 
 BatchIndex = np.ndarray | Tensor | None  # samples of a batch; None: all
-
-
-@dataclass(frozen=True)
-class ProximalTask:
-    """(weight / 2) ||w - anchor||^2 over some columns, of one client. `core.clients.Proximal` explains the fields."""
-
-    weight: float
-    anchor_P: Tensor
-    columns: Columns | None
-    follow: float = 0.0
-    every: int = 1
-
-    def moves_after(self, step: int, steps: int) -> bool:
-        """Whether the anchor moves after step `step` (counted from 0) of `steps`."""
-        return self.follow > 0 and ((step + 1) % self.every == 0 or step + 1 == steps)
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,7 @@ class TrainingTask:
     steps: int
     local: LocalSGD
     address: Address
-    proximal: tuple[ProximalTask, ...] = ()
+    proximal: tuple[Proximal[Tensor], ...] = ()
     local_step: LocalStep | None = None
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one

@@ -18,7 +18,7 @@ from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
-from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
 from cfl_ray.nn.network import Network
 
@@ -235,10 +235,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         steps=int(work.steps_M[index]),
         local=work.local,
         address=work.address,
-        proximal=tuple(
-            ProximalTask(term.weight, chunk.on_device(term.anchor, index), term.columns, term.follow, term.every)
-            for term in work.proximal
-        ),
+        proximal=tuple(term.with_anchor(chunk.on_device(term.anchor, index)) for term in work.proximal),
         local_step=work.local_step,
         frozen_P=chunk.frozen(index),
         velocity=velocity,

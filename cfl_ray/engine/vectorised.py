@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from cfl_ray.core.work import Proximal
 from cfl_ray.engine import sequential
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.rows import padded, rows_on
-from cfl_ray.engine.task import ProximalTask, TrainingResult, TrainingTask
+from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
 from cfl_ray.nn.network import Network
 
@@ -323,9 +324,9 @@ class _Gradient:
 class _ProximalGradients:
     """Gradients of one proximal term of every client."""
 
-    def __init__(self, network: Network, terms: Sequence[ProximalTask]):
+    def __init__(self, network: Network, terms: Sequence[Proximal[Tensor]]):
         self.term, self.weight = terms[0], terms[0].weight
-        self.anchor_mP = rows_on(network.device, [term.anchor_P for term in terms], copies=terms[0].follow > 0)
+        self.anchor_mP = rows_on(network.device, [term.anchor for term in terms], copies=terms[0].follow > 0)
         whole = ((0, network.spec.trained),)
         self.ranges = whole if terms[0].columns is None else terms[0].columns.ranges
         self.trained = network.spec.trained

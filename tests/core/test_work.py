@@ -9,7 +9,7 @@ from cfl_ray.core.work import (
     EvaluateClients,
     EvaluateShared,
     Losses,
-    ProximalRows,
+    Proximal,
     Rows,
     Train,
 )
@@ -34,7 +34,7 @@ def train() -> Train:
         local=LocalSGD(),
         steps_M=np.array([1, 2, 3, 4, 5]),
         averaging=averaging,
-        proximal=(ProximalRows(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),),
+        proximal=(Proximal(0.1, Rows(0, np.array([2, 2, 1, 1, 0]))),),
         client_state=ClientState("personal"),
     )
 

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.optimizers import OPTIMIZERS, LocalOptimizer, resolve_optimizer
 from cfl_ray.core.schedules import RateSchedule, cosine, resolve_schedule
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import manual, sequential, span, vectorised
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
 NAMES = [name for name in OPTIMIZERS.names() if name != "sgd"]
@@ -32,7 +32,7 @@ def batch_norm():
 
 def tasks_of(network: Network, sizes, local: LocalSGD, proximal: float = 0.0) -> list[TrainingTask]:
     federation = uneven(sizes, network.input_shape)
-    anchors = (ProximalTask(proximal, network.new_model(9, 0), None),) if proximal else ()
+    anchors = (Proximal(proximal, network.new_model(9, 0), None),) if proximal else ()
     return [
         TrainingTask(
             client,

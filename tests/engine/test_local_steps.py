@@ -22,7 +22,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.work import Address, SavedState
 from cfl_ray.data import federation_from_arrays
 from cfl_ray.engine import sequential, span, vectorised
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.worker import Worker
 from cfl_ray.nn.network import Network
 from cfl_ray.runtime.evaluation import Evaluator
@@ -109,7 +109,7 @@ def tasks_of(
             local.steps_of(np.array([size]), batches_per_step=local_step.batches_per_step if local_step else 1)[0]
         )
         anchors = tuple(
-            ProximalTask(weight, network.new_model(9, client), columns, follow, every)
+            Proximal(weight, network.new_model(9, client), columns, follow, every)
             for weight, columns, follow, every in proximal
         )
         other = network.new_model(5, 0) if frozen_model else None
@@ -148,7 +148,7 @@ def by_torch(
     params, masked = list(module.parameters()), [m for m in module if isinstance(m, Masked)]
     noise = torch_stream(SEED, ROUND, EXCHANGE, task.client, "dropout")
     drawn, term = batches(task.client, len(task.y), batch), task.proximal[0] if task.proximal else None
-    anchor = None if term is None else term.anchor_P[: network.spec.trained].clone()
+    anchor = None if term is None else term.anchor[: network.spec.trained].clone()
     w = torch.cat([p.detach().reshape(-1) for p in params])
     velocity = torch.zeros_like(w)
     for step in range(1, task.steps + 1):
@@ -332,7 +332,7 @@ class TestMovingAnchor:
         assert torch.allclose(rows[0], expected, rtol=0, atol=1e-6) and torch.allclose(
             anchors[0], anchor, rtol=0, atol=1e-6
         )
-        assert (anchor - task.proximal[0].anchor_P).abs().max() > 1e-2
+        assert (anchor - task.proximal[0].anchor).abs().max() > 1e-2
         still = results(sequential, network, [replace(task, proximal=(replace(task.proximal[0], follow=0.0),))])
         assert still[1] is None and (every == 100) == torch.allclose(still[0], rows, atol=1e-4)
 
@@ -340,16 +340,16 @@ class TestMovingAnchor:
         network = Network(mlp, FLAT)
         for engine in (sequential, vectorised):
             tasks = tasks_of(network, [10, 7], LOCALS["full batch"], proximal=[(0.9, None, 0.5, 2)])
-            before = [task.proximal[0].anchor_P.clone() for task in tasks]
+            before = [task.proximal[0].anchor.clone() for task in tasks]
             list(engine.train(network, tasks))
-            assert all(torch.equal(task.proximal[0].anchor_P, anchor) for task, anchor in zip(tasks, before))
+            assert all(torch.equal(task.proximal[0].anchor, anchor) for task, anchor in zip(tasks, before))
 
     def test_over_some_columns_moves_those_alone(self):
         network = Network(mlp, FLAT)
         head = network.spec.head
         (task,) = tasks_of(network, [10], LOCALS["full batch"], proximal=[(0.9, head, 0.5, 2)])
         moved = results(sequential, network, [task])[1][0]
-        start = task.proximal[0].anchor_P
+        start = task.proximal[0].anchor
         assert (
             torch.equal(network.spec.base.of(moved), network.spec.base.of(start))
             and (head.of(moved) != head.of(start)).all()
@@ -391,7 +391,7 @@ class TestMovingAnchor:
         for client in (0, 1):
             x, y = stage.federation.train(client)
             task = TrainingTask(
-                client, start[client], x, y, 4, stage.local, ADDRESS, (ProximalTask(0.9, start[client], None, 0.5, 3),)
+                client, start[client], x, y, 4, stage.local, ADDRESS, (Proximal(0.9, start[client], None, 0.5, 3),)
             )
             w, anchor = by_torch(mlp, stage.network, task, len(y), 1)
             assert torch.allclose(stage.client_states["mine", client], w, rtol=0, atol=1e-6)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import max_pool2d
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import manual, sequential
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.models import REGISTRY, recipe
 from cfl_ray.nn.network import Network
 from cfl_ray.nn.operations import MaxPool
@@ -164,7 +164,7 @@ class TestIsSequentialFor:
     def test_proximal_terms(self, factory, shape, follow, columns):
         network = Network(factory, shape)
         terms = tuple(
-            ProximalTask(weight, network.new_model(9, which), getattr(network.spec, columns), follow * which, 2)
+            Proximal(weight, network.new_model(9, which), getattr(network.spec, columns), follow * which, 2)
             for which, weight in enumerate((0.3, 0.15))
         )
         assert_same(network, tasks_of(network, [10, 3], LOCALS["momentum and weight decay"], proximal=terms))

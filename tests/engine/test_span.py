@@ -13,7 +13,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span
 from cfl_ray.engine.attack import Attack
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.validation import WEIGHT_POWER
 from cfl_ray.nn.network import Network
 
@@ -59,7 +59,7 @@ class TestStack:
         tasks = tasks_of(network, local, starts)
         if anchor:
             rows = [task.start_P if anchor == "start" else network.new_model(5, task.client) for task in tasks]
-            tasks = [replace(task, proximal=(ProximalTask(0.3, row, None),)) for task, row in zip(tasks, rows)]
+            tasks = [replace(task, proximal=(Proximal(0.3, row, None),)) for task, row in zip(tasks, rows)]
         change_mP = sequential_rows(network, tasks) - torch.stack([task.start_P for task in tasks])
         stack = span.SpanBatch(network, tasks)
         for weights in ({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, {1: 2.0, 3: 0.5}, {2: 1.0}):
@@ -88,7 +88,7 @@ class TestStack:
     @pytest.mark.parametrize("columns", ["head", "base"])
     def test_with_proximal_terms_on_columns(self, columns):
         network = Network(mlp, FLAT)
-        terms = (ProximalTask(0.3, network.new_model(5, 0), getattr(network.spec, columns)),) * 2
+        terms = (Proximal(0.3, network.new_model(5, 0), getattr(network.spec, columns)),) * 2
         tasks = tasks_of(network, proximal=terms)
         stack, rows = span.SpanBatch(network, tasks), sequential_rows(network, tasks)
         assert torch.allclose(torch.stack([stack.row(i) for i in range(4)]), rows, rtol=0, atol=1e-5)

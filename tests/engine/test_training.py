@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import Address
+from cfl_ray.core.work import Address, Proximal
 from cfl_ray.engine import sequential, span, vectorised
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.nn.network import Network
 
 ADDRESS = Address(seed=0, round=3, exchange=1)
@@ -68,8 +68,7 @@ def tasks_of(network: Network, sizes, local: LocalSGD, steps=None, proximal=0, c
     for client, size in enumerate(sizes):
         count = int(local.steps_of(np.array([size]))[0]) if steps is None else steps[client]
         anchors = tuple(
-            ProximalTask(0.3 / (1 + which), network.new_model(9, 10 * client + which), columns)
-            for which in range(proximal)
+            Proximal(0.3 / (1 + which), network.new_model(9, 10 * client + which), columns) for which in range(proximal)
         )
         tasks.append(
             TrainingTask(
@@ -133,7 +132,7 @@ class TestSequentialIsTorchSGD:
             losses.append(data_loss.item())
             loss = data_loss
             for term in task.proximal:
-                anchors = network.spec.tensors(term.anchor_P).values()
+                anchors = network.spec.tensors(term.anchor).values()
                 loss = loss + term.weight / 2 * sum(((p - a) ** 2).sum() for p, a in zip(module.parameters(), anchors))
             optimiser.zero_grad()
             loss.backward()

@@ -17,7 +17,7 @@ from cfl_ray.engine import sequential, span, span_together, vectorised
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.engines import ENGINES
-from cfl_ray.engine.task import ProximalTask, TrainingTask
+from cfl_ray.engine.task import TrainingTask
 from cfl_ray.engine.vmap_batches import DeviceMemoryError, kind_of
 from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.network import Network
@@ -281,7 +281,7 @@ class TestStepsOnTheDevice:
 
     def test_of_span_use_nothing_of_the_host(self):
         network, here = Network(mlp, FLAT, "meta"), Network(mlp, FLAT)
-        anchor = ProximalTask(0.1, here.new_model(0, 1), None)
+        anchor = Proximal(0.1, here.new_model(0, 1), None)
         tasks = [replace(task, proximal=(anchor,)) for task in tasks_of(here, 3, LocalSGD(epochs=3, momentum=0.9))]
         found = span_together.train_together(network, tasks, [span._terms(network, task) for task in tasks])
         assert all(tensor.is_meta for tensor in (found.x_ND, found.c_HN, found.a_mJ, found.others_mQ, found.loss_m))
