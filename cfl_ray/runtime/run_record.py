@@ -6,6 +6,7 @@ from pathlib import Path
 from cfl_ray import config
 from cfl_ray.config import Experiment
 from cfl_ray.config.experiment import NOT_HASHED
+from cfl_ray.config.part import keys_of
 from cfl_ray.config.paths import recorded_in
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.errors.redaction import redact
@@ -58,7 +59,9 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
         there = flatten(config.load(directory.config).to_dict_as_written())
     defaults = flatten(Experiment().to_dict())
     here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
+    known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not here are of other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
+    keys = [key for key in keys if key in here or key not in known]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}
     return [
         f"{key} ({_short(before[key])} there, {_short(redact(here.get(key, 'null')))} here)"
