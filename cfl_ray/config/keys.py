@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.part import Kinds, kinds_of
-from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.section import FILE, ConfigSection
 from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
@@ -191,4 +191,5 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         for kind, (sign, name) in _LIMITS.items()
         if isinstance(limit, kind)
     ]
-    return " ".join([_TYPES[origin or annotation], " and ".join(limits)]).strip()
+    name = "path" if FILE in metadata else _TYPES[origin or annotation]
+    return " ".join([name, " and ".join(limits)]).strip()
