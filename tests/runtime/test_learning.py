@@ -1,6 +1,7 @@
 """Tasks, metrics, optimisers and schedules in whole runs: names of scores, files, resumption, refusals before a run."""
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 
 from cfl_ray import Experiment, Metric, Task, federation_from_arrays, load_run, resume, simulate
 from cfl_ray.cli.tables import comparison, metrics_line
+from cfl_ray.config import LocalConfig
+from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.schedules import cosine
 from cfl_ray.core.server_optimizers import FedAvgM
 from cfl_ray.core.tasks import TASKS
@@ -176,6 +179,10 @@ class TestOwnMetric:
         task = Task(loss, "real", (Metric("spread", lambda f, y: (f - y).abs().max(), higher_is_better=False),))
         final = simulate(experiment(task))["fedavg"].final
         assert {"spread", "spread_p90", "spread_local"} <= final.keys() and "mse" not in final
+
+
+def test_every_key_of_the_section_local_reaches_the_engines():
+    assert {item.name for item in fields(LocalSGD)} == LocalConfig.model_fields.keys() - {"optimizer_options"}
 
 
 class TestSettingsOfAMethod:
