@@ -166,6 +166,13 @@ def test_the_examples_of_all_commands_run_in_order(capsys, monkeypatch):
     assert shown >= typer.main.get_command(app).commands.keys()
 
 
+def test_installations_without_a_gpu_use_the_index_of_the_image():
+    index = "https://download.pytorch.org/whl/cpu"
+    for page in ("README.md", "docs/faq.md"):
+        assert f"pip install --extra-index-url {index} ." in (ROOT / page).read_text()
+    assert f"--index-url {index} torch" in (ROOT / "Dockerfile").read_text()
+
+
 def test_ci_runs_the_readmes_test_command():
     test_command = next(line for line in "\n".join(blocks("bash")).splitlines() if "pytest" in line)
     script = (ROOT / ".ci" / "run").read_text()

@@ -9,10 +9,12 @@ repeated:
     models              are searched for by run and name first; one that is not ready is sent again
 """
 
+import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +34,9 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
 PHASES_TAG = "phases"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else it opens as one of language models
+_SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
+_NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the size of a request
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
@@ -62,6 +67,7 @@ class MlflowRun:
         if run_id is None or not _exists(client, run_id):
             run_id = _find(client, experiment_id, info.uid) or _create(client, experiment_id, info, parent_id)
             _log_params(client, run_id, info)
+            _log_dataset(client, run_id, info)
         return cls(client, run_id, info.tags.get(PHASES_TAG, "").split(", "))
 
     def log(self, records: Sequence[RoundRecord]) -> None:
@@ -88,6 +94,8 @@ class MlflowRun:
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
+        if table := _table(end.summary.metrics):
+            self._client.set_tag(self.run_id, _NOTE_TAG, table)
         _refuse_links(artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
@@ -212,7 +220,7 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     if found := client.get_experiment_by_name(name):
         return found.experiment_id
     try:
-        return client.create_experiment(name, artifact_location=artifacts)
+        return client.create_experiment(name, artifacts, _EXPERIMENT_TAGS)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -248,7 +256,7 @@ def _find(client: "MlflowClient", experiment_id: str, uid: str) -> str | None:
 
 
 def _create(client: "MlflowClient", experiment_id: str, info: RunInfo, parent_id: str | None) -> str:
-    tags = {UID_TAG: info.uid, **info.tags}
+    tags = {UID_TAG: info.uid, **_SOURCE_TAGS, **info.tags}
     if info.method:
         tags["method"] = info.method
     if parent_id:
@@ -260,3 +268,33 @@ def _log_params(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
     from mlflow.entities import Param
 
     client.log_batch(run_id, params=[Param(key, value[:MAX_PARAM_CHARS]) for key, value in info.params.items()])
+
+
+def _log_dataset(client: "MlflowClient", run_id: str, info: RunInfo) -> None:
+    """The data section as the data set of the run; its digest is that of the section."""
+    from mlflow.entities import Dataset, DatasetInput
+
+    section = {key: value for key, value in info.params.items() if key.startswith("data.")}
+    if not section:
+        return
+    text = json.dumps(section, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    source = json.dumps({"source": info.tags.get("dataset", ""), "partition": info.tags.get("partition", "")})
+    data = Dataset(info.tags.get("dataset", "data"), digest, "cfl_ray", source, profile=text)
+    client.log_inputs(run_id, [DatasetInput(data)])
+
+
+def _table(metrics: Mapping[str, float]) -> str:
+    """The results of a comparison, whose metrics are named METHOD/METRIC, as Markdown; empty for a single method."""
+    of_methods: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        label, slash, metric = name.rpartition("/")
+        if slash:
+            of_methods.setdefault(label, {})[metric] = value
+    columns = list(dict.fromkeys(metric for values in of_methods.values() for metric in values))
+    rows = [
+        [label, *(f"{values[name]:.4g}" if name in values else "" for name in columns)]
+        for label, values in of_methods.items()
+    ]
+    lines = [["method", *columns], ["---"] * (len(columns) + 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""

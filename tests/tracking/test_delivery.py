@@ -50,19 +50,27 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     parent.start(RunInfo("comparison"))
     for method in ("fedavg", "ifca"):
         child = RunLog(tmp_path / method, {"mlflow": Mlflow(sqlite, "comparison", tmp_path)}, finish_seconds=120)
-        child.start(RunInfo(method, method, tags={"seed": "7"}, params={"local.lr": "0.1"}))
+        params = {"local.lr": "0.1", "data.source": "digits"}
+        child.start(RunInfo(method, method, tags={"seed": "7", "dataset": "digits"}, params=params))
         for round in range(3):
             child.log(record(round))
         (child.run_dir / "artifacts" / "config.yaml").write_text("seed: 7\n")
         child.finish("FINISHED", {"rounds_to_target": 2})
-    parent.finish("FINISHED", {})
+    parent.finish("FINISHED", {"fedavg/accuracy": 0.5, "ifca/accuracy": 0.75, "ifca/ari": 1.0})
 
     by_name = {run.info.run_name: run for run in runs(sqlite, "comparison")}
     assert set(by_name) == {"comparison", "fedavg", "ifca"}
     assert {run.info.status for run in by_name.values()} == {"FINISHED"}
     ifca = by_name["ifca"]
     assert ifca.data.tags["mlflow.parentRunId"] == by_name["comparison"].info.run_id
-    assert (ifca.data.tags["method"], ifca.data.tags["seed"], ifca.data.params) == ("ifca", "7", {"local.lr": "0.1"})
+    assert (ifca.data.tags["method"], ifca.data.tags["seed"], ifca.data.params) == ("ifca", "7", params)
+    (dataset,) = (one.dataset for one in ifca.inputs.dataset_inputs)
+    assert dataset.name == "digits" and len(dataset.digest) == 12 and "data.source" in dataset.profile
+    assert ifca.data.tags["mlflow.source.name"] == "cfl-ray"
+    table = ["| method | accuracy | ari |", "| --- | --- | --- |", "| fedavg | 0.5 |  |", "| ifca | 0.75 | 1 |"]
+    assert by_name["comparison"].data.tags["mlflow.note.content"].splitlines() == table
+    client, experiment_id = adapter.connect(sqlite, "comparison")
+    assert client.get_experiment(experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
     assert ifca.histories == expected(range(3)) | {"rounds_to_target": [(2, 2, record(2).time_ms)]}
     assert ifca.files == {"config.yaml"}
     assert ifca.info.artifact_uri.startswith(adapter.sqlite_path(sqlite).with_name("mlartifacts").as_uri())
