@@ -25,7 +25,7 @@ def test_no_key_of_a_record_leads_outside_without_trust(experiment, tmp_path, mo
     for end in run.rglob("end.json"):
         end.unlink()
     command = [sys.executable, HERE / "audited_resume.py", run, outside]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["touched"] == []
