@@ -1,1 +1,1 @@
-"""Results for their readers: figures and tables from the records of runs."""
+"""The report of runs: figures and tables made from their records."""

@@ -1,4 +1,4 @@
-"""Figures of our numbers beside published ones."""
+"""Figures that compare our numbers with published numbers."""
 
 import math
 from collections.abc import Sequence
@@ -13,33 +13,29 @@ OURS, PUBLISHED, MISPRINT = COLOURS[0], COLOURS[1], "#6B7280"
 
 
 def against_figures(comparisons: Sequence[Comparison]) -> list[PageFigure]:
-    """Points with error bars for each published table and column, a row for each method."""
-    found: dict[tuple[str, str], list[Comparison]] = {}
-    for one in comparisons:
-        found.setdefault((one.table, one.column), []).append(one)
-    return [_column(table, column, rows) for (table, column), rows in found.items()]
+    """A figure for each column of each published table: points with error bars, a row for each method."""
+    columns: dict[tuple[str, str], list[Comparison]] = {}
+    for comparison in comparisons:
+        columns.setdefault((comparison.table, comparison.column), []).append(comparison)
+    return [_column(table, column, rows) for (table, column), rows in columns.items()]
 
 
 def _column(table: str, column: str, rows: Sequence[Comparison]) -> PageFigure:
-    places = np.arange(len(rows))[::-1]  # the first one is at the top
-    credible = np.array([not one.misprint for one in rows])
-    ours, ours_std = np.array([one.ours for one in rows]), np.array([one.ours_std for one in rows])
-    mean, std = np.array([one.published for one in rows]), np.array([one.published_std for one in rows])
+    places = np.arange(len(rows))[::-1]  # the first row is at the top
+    credible = np.array([not row.misprint for row in rows])
+    ours, ours_std = np.array([row.ours for row in rows]), np.array([row.ours_std for row in rows])
+    mean, std = np.array([row.published for row in rows]), np.array([row.published_std for row in rows])
     traces = [
         _points(ours, ours_std, places + 0.14, "ours", OURS, "circle"),
         _points(mean[credible], std[credible], places[credible] - 0.14, "published", PUBLISHED, "diamond"),
         _points(mean[~credible], std[~credible], places[~credible] - 0.14, "published, misprint", MISPRINT, "x"),
     ]
     unit = f", {rows[0].unit}" if rows[0].unit else ""
-    metrics = sorted({one.metric.replace("_", " ") for one in rows})
+    metrics = sorted({row.metric.replace("_", " ") for row in rows})
     figure = canvas(
         [trace for trace in traces if len(trace["x"])],
         f"{', '.join(metrics)}{unit}",
-        yaxis={
-            "tickvals": places,
-            "ticktext": [safe(one.row) for one in rows],
-            "range": [-0.6, len(rows) - 0.4],
-        },
+        yaxis={"tickvals": places, "ticktext": [safe(row.row) for row in rows], "range": [-0.6, len(rows) - 0.4]},
     )
     return PageFigure(f"{table}, {column}: ours and published", _in_words(rows), figure, 90 + 46 * len(rows))
 
@@ -59,20 +55,21 @@ def _points(mean: np.ndarray, std: np.ndarray, y: np.ndarray, name: str, colour:
 
 
 def _in_words(rows: Sequence[Comparison]) -> str:
-    credible = [one for one in rows if not one.misprint]
+    credible = [row for row in rows if not row.misprint]
     words = []
     if credible:
-        far = max(credible, key=lambda one: abs(one.ours - one.published))
-        within = sum(_agrees(one) for one in credible)
+        far = max(credible, key=lambda row: abs(row.ours - row.published))
+        within = sum(_agrees(row) for row in credible)
         words.append(
             f"{within} of {len(credible)} published numbers lie within two standard deviations of ours or theirs; the "
             f"largest difference is {far.row}: {number(far.ours)} against {number(far.published)}."
         )
-    if misprints := [one for one in rows if one.misprint]:
-        words.append("Misprints: " + listed([f"{one.row} ({one.misprint})" for one in misprints]) + ".")
+    if misprints := [row for row in rows if row.misprint]:
+        words.append("Misprints: " + listed([f"{row.row} ({row.misprint})" for row in misprints]) + ".")
     return " ".join(words)
 
 
-def _agrees(one: Comparison) -> bool:
-    stds = [std for std in (one.ours_std, one.published_std) if not math.isnan(std)]
-    return abs(one.ours - one.published) <= 2 * max(stds, default=0.0)
+def _agrees(row: Comparison) -> bool:
+    """Whether the two numbers differ by at most two standard deviations, by the larger of the known two."""
+    stds = [std for std in (row.ours_std, row.published_std) if not math.isnan(std)]
+    return abs(row.ours - row.published) <= 2 * max(stds, default=0.0)

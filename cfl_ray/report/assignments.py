@@ -1,4 +1,4 @@
-"""The assignments of clients to clusters over a run, as a table with one row per change."""
+"""The assignments of clients to clusters over a run, as a table with a row for each change."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,17 +21,17 @@ SCHEMA = pa.schema(
 
 
 class Assignment(NamedTuple):
-    """One change: the client is in `cluster` from the end of `round` on, until its next row."""
+    """A change: the client is in `cluster` from the end of `round` until its next row."""
 
     client: int
-    cluster: int  # -1: no longer in any
+    cluster: int  # -1: the client is no longer in a cluster
     round: int
-    group: int | None = None  # true group; None where it is not known
-    name: str | None = None  # name in the data; None where the data have no names
+    group: int | None = None  # true group; None: not known
+    name: str | None = None  # name of the client in the data; None: the data have no names
 
 
 def write_assignments(path: str | Path, rows: Iterable[Assignment]) -> None:
-    """Writes `rows` to the parquet file `path`, replacing what is there."""
+    """Writes `rows` to the Parquet file `path`, replacing an existing file."""
     columns = tuple(zip(*rows, strict=True)) or ((),) * len(Assignment._fields)
     table = pa.table(dict(zip(Assignment._fields, columns, strict=True)), schema=SCHEMA)
     with drafted(Path(path)) as draft:

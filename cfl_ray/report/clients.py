@@ -1,4 +1,4 @@
-"""The spread of the score over the clients, method by method."""
+"""A figure of how the score is spread over the clients, for each method."""
 
 import numpy as np
 
@@ -9,18 +9,18 @@ WHISKERS = (5, 25, 50, 75, 95)  # percentiles
 
 
 def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """A box for each method over the clients of all seeds, in the last evaluated round (P-server)."""
-    found: dict[str, np.ndarray] = {}
+    """A figure with a box for each method: the clients' scores of all seeds in the last evaluated round (P-server)."""
+    scores_of: dict[str, np.ndarray] = {}
     for label, runs in experiment.methods.items():
-        parts = [run.scores[experiment.score] for run in runs if experiment.score in run.scores]
-        values = np.concatenate(parts).astype(float) if parts else np.zeros(0)
+        arrays = [run.scores[experiment.score] for run in runs if experiment.score in run.scores]
+        values = np.concatenate(arrays).astype(float) if arrays else np.zeros(0)
         if np.isfinite(values).any():
-            found[label] = values[np.isfinite(values)]
-    if not found:
+            scores_of[label] = values[np.isfinite(values)]
+    if not scores_of:
         return []
     traces = []
     places = list(experiment.methods)
-    for label, values in reversed(found.items()):  # the first one is at the top
+    for label, values in reversed(scores_of.items()):  # the first method is at the top
         low, q1, median, q3, high = np.percentile(values, WHISKERS)
         style = look(places.index(label))
         traces.append(
@@ -44,7 +44,7 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
     words = experiment.score.replace("_", " ")
     figure = canvas(traces, f"{words} of a client", yaxis={"showgrid": False})
     worst = 10 if experiment.higher_is_better else 90
-    tail = {label: float(np.percentile(values, worst)) for label, values in found.items()}
+    tail = {label: float(np.percentile(values, worst)) for label, values in scores_of.items()}
     order = sorted(tail, key=tail.__getitem__, reverse=experiment.higher_is_better)
     side = "at most" if experiment.higher_is_better else "at least"
     caption = f"The worst tenth of the clients has {side} {number(tail[order[0]])} with {order[0]}"
@@ -56,4 +56,4 @@ def client_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         "95th percentile."
     )
     title = f"{words.capitalize()}, P-server, over the clients in the last evaluation"
-    return [PageFigure(title, caption, figure, 80 + 32 * len(found))]
+    return [PageFigure(title, caption, figure, 80 + 32 * len(scores_of))]

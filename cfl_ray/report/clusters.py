@@ -1,4 +1,4 @@
-"""Clusters of one run over its rounds: their sizes, and the clients that move between them."""
+"""Figures of the clusters of a run over its rounds: their sizes, and the cluster of each client."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import changes, evenly, ranks, snapshots
 
-MOST_ROUNDS, MOST_CLIENTS = 120, 150  # that are drawn
-MOST_BLOCKS = 24  # groups or clusters with a name at the axis
-NO_CLUSTER = "#EEEEEE"  # colour of rounds in which a client has none
-NAMED = len(COLOURS)  # clusters with a colour of their own: the largest ones
+MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
+MOST_BLOCKS = 24  # with more groups or clusters, the axis does not name them
+NO_CLUSTER = "#EEEEEE"  # colour of a client in rounds in which it has no cluster
+NAMED = len(COLOURS)  # the largest clusters, so many, have a colour each
 
 
 def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Sizes of clusters, and the clusters of clients, for each method with clusters; of its first seed."""
+    """Two figures for each method with clusters, of its first such seed: sizes of clusters, and clusters of clients."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.is_clustered), None)
@@ -30,7 +30,7 @@ def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _sizes(experiment: ReportedExperiment, label: str, run: MethodRun, rounds: Sequence[int], which: str) -> PageFigure:
-    counts = [Counter(cluster_of.values()) for _, cluster_of in snapshots(run.moves, rounds)]
+    counts = [Counter(cluster_of.values()) for _, cluster_of in snapshots(run.reassignments, rounds)]
     total = sum(counts, Counter[int]())
     rank = ranks(total)
     named = sorted(rank, key=rank.__getitem__)[:NAMED]
@@ -79,23 +79,23 @@ def _layer(rounds: Sequence[int], share_E: np.ndarray, name: str, colour: str) -
 def _places(
     experiment: ReportedExperiment, label: str, run: MethodRun, rounds: Sequence[int], which: str
 ) -> PageFigure:
-    """Clients by rounds, in the colour of their cluster."""
+    """A figure with a row for each client and a column for each round, in the colour of the client's cluster."""
     last: dict[int, int] = {}
     total: Counter[int] = Counter()
-    for _, cluster_of in snapshots(run.moves, rounds):
+    for _, cluster_of in snapshots(run.reassignments, rounds):
         total.update(cluster_of.values())
         last = cluster_of
     rank = ranks(total)
     group_of = experiment.group_of
     clients = sorted(
-        {client for _, moved in run.moves for client, cluster in moved if cluster >= 0},
+        {client for _, changed in run.reassignments for client, cluster in changed if cluster >= 0},
         key=lambda client: (group_of.get(client, -1), rank.get(last.get(client, -1), len(rank)), client),
     )
     drawn = evenly(clients, MOST_CLIENTS)
     colour_of = {cluster: min(place, NAMED) for cluster, place in rank.items()}
     columns = []
-    for _, cluster_of in snapshots(run.moves, rounds):
-        columns.append([colour_of[cluster_of[one]] if one in cluster_of else -1 for one in drawn])
+    for _, cluster_of in snapshots(run.reassignments, rounds):
+        columns.append([colour_of[cluster_of[client]] if client in cluster_of else -1 for client in drawn])
     z = np.array(columns, dtype=np.int8).T
     scale = [NO_CLUSTER, *COLOURS[: min(len(rank), NAMED)], *([GREY] if len(rank) > NAMED else [])]
     heat = {
@@ -114,44 +114,44 @@ def _places(
     figure = canvas([heat], "round", xaxis={"showgrid": False}, yaxis=axis, shapes=shapes)
     return PageFigure(
         f"{label}: cluster of each client by round{which}",
-        _moves_in_words(label, run, len(clients)) + _sample_in_words(len(drawn), len(clients)),
+        _changes_in_words(label, run, len(clients)) + _sample_in_words(len(drawn), len(clients)),
         figure,
         320,
     )
 
 
 def steps(colours: Sequence[str]) -> list[tuple[float, str]]:
-    """A scale of Plotly with one flat colour after another."""
+    """A Plotly colour scale of flat colours, without gradients between them."""
     count = len(colours)
     return [(edge / count, colour) for place, colour in enumerate(colours) for edge in (place, place + 1)]
 
 
 def blocks(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """First place, and the place after the last, of each run of equal labels."""
+    """(start, end) of each run of equal labels; `end` is the place after the last."""
     starts = [place for place in range(len(labels)) if place == 0 or labels[place] != labels[place - 1]]
     return list(zip(starts, [*starts[1:], len(labels)], strict=True))
 
 
 def _group_axis(groups: Sequence[int]) -> tuple[Plot, list[Plot]]:
-    """An axis with the names of the groups beside their rows, and lines between them."""
+    """An axis with the groups' names beside their rows, and lines between the groups."""
     axis = {"autorange": "reversed", "showgrid": False}
-    found = blocks(groups)
-    if not 2 <= len(found) <= MOST_BLOCKS:
+    rows = blocks(groups)
+    if not 2 <= len(rows) <= MOST_BLOCKS:
         return axis | {"title": {"text": "client"}}, []
-    names = [f"group {groups[start]}" if groups[start] >= 0 else "no group" for start, _ in found]
-    axis |= {"tickvals": [(start + end - 1) / 2 for start, end in found], "ticktext": names}
-    return axis, [line_at(start - 0.5, True, {"color": "#FFFFFF", "width": 2}) for start, _ in found[1:]]
+    names = [f"group {groups[start]}" if groups[start] >= 0 else "no group" for start, _ in rows]
+    axis |= {"tickvals": [(start + end - 1) / 2 for start, end in rows], "ticktext": names}
+    return axis, [line_at(start - 0.5, True, {"color": "#FFFFFF", "width": 2}) for start, _ in rows[1:]]
 
 
-def _moves_in_words(label: str, run: MethodRun, count: int) -> str:
-    found = list(changes(run.moves))
-    if not found:
+def _changes_in_words(label: str, run: MethodRun, count: int) -> str:
+    changed = list(changes(run.reassignments))
+    if not changed:
         return f"{label}: none of {count} clients leaves its first cluster."
-    movers = len({client for _, client, _, _ in found})
-    (source, target), times = Counter((before, after) for _, _, before, after in found).most_common(1)[0]
+    clients = len({client for _, client, _, _ in changed})
+    (source, target), times = Counter((before, after) for _, _, before, after in changed).most_common(1)[0]
     return (
-        f"{label}: {movers} of {count} clients go from one cluster to another, {len(found)} times in all, most often "
-        f"from {source} to {target} ({times} times), and last in round {found[-1][0]}."
+        f"{label}: {clients} of {count} clients go from one cluster to another, {len(changed)} times in all, most "
+        f"often from {source} to {target} ({times} times), and last in round {changed[-1][0]}."
     )
 
 

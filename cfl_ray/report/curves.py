@@ -1,4 +1,4 @@
-"""Curves over rounds and over traffic: mean over the seeds, with a band of one standard deviation."""
+"""Curves over rounds and over traffic: means over the seeds, with bands of one standard deviation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,40 +26,40 @@ from cfl_ray.report.snapshots import evenly
 from cfl_ray.tracking.record import RoundRecord
 from cfl_ray.tracking.summary import mbit
 
-MOST_POINTS = 250  # of one line
+MOST_POINTS = 250  # most points of a line
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one method over its evaluated rounds."""
+    """A metric of a method in its evaluated rounds."""
 
     round_E: np.ndarray
     mean_E: np.ndarray  # over the seeds
-    std_E: np.ndarray  # of a sample; NaN of one seed
+    std_E: np.ndarray  # sample standard deviation over the seeds; NaN for a single seed
 
     @property
     def last(self) -> str:
-        """Mean and spread after the last round."""
+        """Mean and standard deviation after the last round, as text."""
         return with_spread(float(self.mean_E[-1]), float(self.std_E[-1]))
 
 
 def series(runs: Sequence[MethodRun], value_of: Callable[[RoundRecord], float]) -> Series | None:
-    """Mean and spread over the runs that have a finite value in a round; None where no run has any."""
-    found: dict[int, list[float]] = {}
+    """Mean and standard deviation, in each round, over the runs with a finite value; None if no run has a value."""
+    values_of: dict[int, list[float]] = {}
     for run in runs:
         for record in run.records:
             if math.isfinite(value := value_of(record)):
-                found.setdefault(record.round, []).append(value)
-    if not found:
+                values_of.setdefault(record.round, []).append(value)
+    if not values_of:
         return None
-    rounds = sorted(found)
-    means = [float(np.mean(found[round])) for round in rounds]
-    stds = [float(np.std(found[round], ddof=1)) if len(found[round]) > 1 else math.nan for round in rounds]
+    rounds = sorted(values_of)
+    means = [float(np.mean(values_of[round])) for round in rounds]
+    stds = [float(np.std(values_of[round], ddof=1)) if len(values_of[round]) > 1 else math.nan for round in rounds]
     return Series(np.array(rounds), np.array(means), np.array(stds))
 
 
 def curves(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Scores of the three protocols, agreement and clusters over the rounds, and the score over the traffic."""
+    """The figures with data: scores of the three protocols, score over traffic, agreement, clusters and events."""
     score = experiment.score
     words = score.replace("_", " ")
     titles = {
@@ -74,18 +74,18 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _phases(runs: Sequence[MethodRun]) -> list[tuple[str, int, int]]:
-    """(phase, first round, last round) of the first seed, in their order; empty where they are not recorded."""
-    found: list[tuple[str, int, int]] = []
+    """(phase, first round, last round) of the first seed's phases, in their order; empty if phases are not recorded."""
+    phases: list[tuple[str, int, int]] = []
     for record in runs[0].records:
-        if found and found[-1][0] == record.phase:
-            found[-1] = (record.phase, found[-1][1], record.round)
+        if phases and phases[-1][0] == record.phase:
+            phases[-1] = (record.phase, phases[-1][1], record.round)
         elif record.phase:
-            found.append((record.phase, record.round, record.round))
-    return found
+            phases.append((record.phase, record.round, record.round))
+    return phases
 
 
 def _bands(experiment: ReportedExperiment) -> list[Plot]:
-    """A band, in the colour of its method, over the rounds of every phase but the last one, with the phase's name."""
+    """A named band, in the method's colour, over the rounds of each phase of each method except the last phase."""
     return [
         {
             "type": "rect",
@@ -109,21 +109,22 @@ def _metric(name: str) -> Callable[[RoundRecord], float]:
 
 
 def _all(experiment: ReportedExperiment, name: str) -> dict[str, Series]:
-    found = {label: series(runs, _metric(name)) for label, runs in experiment.methods.items()}
-    return {label: one for label, one in found.items() if one is not None}
+    """The series of a metric, by the label of each method that has recorded it."""
+    series_of = {label: series(runs, _metric(name)) for label, runs in experiment.methods.items()}
+    return {label: values for label, values in series_of.items() if values is not None}
 
 
 def _lines(
     experiment: ReportedExperiment, lines: dict[str, tuple[np.ndarray, Series]], template: str = "%{y:.4g}"
 ) -> list[Plot]:
-    """A line with a band for each method; x, and the values. template: of a value on hovering."""
+    """A line with a band for each method. lines: x and values by label. template: shows a value on hovering."""
     traces: list[Plot] = []
     for place, label in enumerate(experiment.methods):
         if label not in lines:
             continue
-        x_E, one = lines[label]
+        x_E, values = lines[label]
         style, drawn = look(place), evenly(range(len(x_E)), MOST_POINTS)
-        x, mean, std = x_E[drawn].astype(float), one.mean_E[drawn], one.std_E[drawn]
+        x, mean, std = x_E[drawn].astype(float), values.mean_E[drawn], values.std_E[drawn]
         shared = {"type": "scatter", "legendgroup": safe(label)}
         if np.isfinite(std).any():
             low, high = mean - np.nan_to_num(std), mean + np.nan_to_num(std)
@@ -156,46 +157,57 @@ def _lines(
     return traces
 
 
+def _over_rounds(
+    experiment: ReportedExperiment,
+    series_of: dict[str, Series],
+    y_title: str,
+    template: str = "%{y:.4g}",
+    yaxis: Plot | None = None,
+    shapes: Sequence[Plot] = (),
+) -> Plot:
+    """A figure with the series of each method over the rounds, and bands for the methods' phases."""
+    lines = {label: (values.round_E, values) for label, values in series_of.items()}
+    return canvas(
+        _lines(experiment, lines, template),
+        "round",
+        y_title,
+        hovermode="x unified",
+        yaxis=yaxis,
+        shapes=[*_bands(experiment), *shapes],
+    )
+
+
 def _spread_note(experiment: ReportedExperiment) -> str:
     count = len(experiment.seeds)
     return f" Mean and standard deviation over {count} seeds." if count > 1 else " One seed."
 
 
-def _ranked(found: dict[str, Series], higher_is_better: bool) -> list[str]:
+def _ranked(series_of: dict[str, Series], higher_is_better: bool) -> list[str]:
     """Labels from the best value after the last round to the worst."""
-    return sorted(found, key=lambda label: float(found[label].mean_E[-1]) * (-1 if higher_is_better else 1))
+    return sorted(series_of, key=lambda label: float(series_of[label].mean_E[-1]) * (-1 if higher_is_better else 1))
 
 
 def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigure | None:
-    found = _all(experiment, metric)
-    if not found:
+    scores = _all(experiment, metric)
+    if not scores:
         return None
-    order = _ranked(found, experiment.higher_is_better)
-    best, last = order[0], int(found[order[0]].round_E[-1])
-    caption = f"{best} ends {'best with' if len(order) > 1 else 'with'} {found[best].last} in round {last}"
+    order = _ranked(scores, experiment.higher_is_better)
+    best, last = order[0], int(scores[order[0]].round_E[-1])
+    caption = f"{best} ends {'best with' if len(order) > 1 else 'with'} {scores[best].last} in round {last}"
     if len(order) > 1:
-        caption += f", {order[-1]} {'worst with' if len(order) > 2 else 'with'} {found[order[-1]].last}"
-    return PageFigure(
-        title,
-        f"{caption}.{_spread_note(experiment)}",
-        canvas(
-            _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
-            "round",
-            metric.replace("_", " "),
-            hovermode="x unified",
-            shapes=_bands(experiment),
-        ),
-    )
+        caption += f", {order[-1]} {'worst with' if len(order) > 2 else 'with'} {scores[order[-1]].last}"
+    figure = _over_rounds(experiment, scores, metric.replace("_", " "))
+    return PageFigure(title, f"{caption}.{_spread_note(experiment)}", figure)
 
 
 def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
     scores = _all(experiment, experiment.score)
     lines = {}
-    for label, one in scores.items():
+    for label, values in scores.items():
         traffic = series(experiment.methods[label], mbit)
         if traffic is not None and traffic.mean_E[-1] > 0:
             mbit_of = dict(zip(traffic.round_E.tolist(), traffic.mean_E.tolist(), strict=True))
-            lines[label] = (np.array([mbit_of[round] for round in one.round_E.tolist()]), one)
+            lines[label] = (np.array([mbit_of[round] for round in values.round_E.tolist()]), values)
     if not lines:
         return None
     order = sorted(lines, key=lambda label: float(lines[label][0][-1]))
@@ -214,49 +226,31 @@ def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
 
 
 def _agreement(experiment: ReportedExperiment) -> PageFigure | None:
-    found = _all(experiment, "ari")
-    if not found:
+    ari_of = _all(experiment, "ari")
+    if not ari_of:
         return None
-    order = _ranked(found, higher_is_better=True)
+    order = _ranked(ari_of, higher_is_better=True)
     caption = "Clusters against the true groups (1: the same, 0: as by chance). At the end: "
-    caption += listed([f"{label} {found[label].mean_E[-1]:.2f}" for label in order]) + "."
-    return PageFigure(
-        "Agreement of clusters with true groups (adjusted Rand index)",
-        caption,
-        canvas(
-            _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
-            "round",
-            "ARI",
-            hovermode="x unified",
-            shapes=_bands(experiment),
-        ),
-    )
+    caption += listed([f"{label} {ari_of[label].mean_E[-1]:.2f}" for label in order]) + "."
+    title = "Agreement of clusters with true groups (adjusted Rand index)"
+    return PageFigure(title, caption, _over_rounds(experiment, ari_of, "ARI"))
 
 
 def _clusters(experiment: ReportedExperiment) -> PageFigure | None:
-    found = {label: one for label, one in _all(experiment, "num_clusters").items() if one.mean_E.max() > 1}
-    if not found:
+    counts = {label: count for label, count in _all(experiment, "num_clusters").items() if count.mean_E.max() > 1}
+    if not counts:
         return None
-    ends = listed([f"{label} {one.mean_E[-1]:.3g}" for label, one in found.items()])
+    ends = listed([f"{label} {count.mean_E[-1]:.3g}" for label, count in counts.items()])
     groups = f"; the clients have {experiment.num_groups} true groups (dotted)" if experiment.num_groups else ""
     dotted = {"color": "#8A94A0", "width": 1, "dash": "dot"}
-    figure = canvas(
-        _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}),
-        "round",
-        "clusters",
-        hovermode="x unified",
-        yaxis={"rangemode": "tozero"},
-        shapes=[
-            *_bands(experiment),
-            *([line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []),
-        ],
-    )
+    group_line = [line_at(experiment.num_groups, True, dotted)] if experiment.num_groups else []
+    figure = _over_rounds(experiment, counts, "clusters", yaxis={"rangemode": "tozero"}, shapes=group_line)
     return PageFigure("Clusters that have members", f"At the end: {ends}{groups}.", figure)
 
 
 def _events(experiment: ReportedExperiment) -> PageFigure | None:
-    """Phases of each method as bars, and events of its clusters on them, of the first seed."""
-    rows = [label for label, runs in experiment.methods.items() if any(one.events for one in runs[0].records)]
+    """The phases of each method as bars, and the events of its clusters as markers, of the first seed."""
+    rows = [label for label, runs in experiment.methods.items() if any(record.events for record in runs[0].records)]
     if not rows:
         return None
     of_kind: dict[str, list[tuple[int, str, str]]] = {}
@@ -282,8 +276,8 @@ def _events(experiment: ReportedExperiment) -> PageFigure | None:
         for record in experiment.methods[label][0].records:
             for event in record.events:
                 of_kind.setdefault(event.event, []).append((event.round, safe(label), safe(event.text)))
-    for place, (kind, found) in enumerate(of_kind.items()):
-        rounds, labels, texts = zip(*found, strict=True)
+    for place, (kind, events) in enumerate(of_kind.items()):
+        rounds, labels, texts = zip(*events, strict=True)
         traces.append(
             {
                 "type": "scatter",
@@ -297,7 +291,7 @@ def _events(experiment: ReportedExperiment) -> PageFigure | None:
                 "showlegend": True,
             }
         )
-    counts = listed([f"{len(found)} of kind {kind}" for kind, found in of_kind.items()])
+    counts = listed([f"{len(events)} of kind {kind}" for kind, events in of_kind.items()])
     caption = f"Of the first seed: {counts}. Each event says which figures decided it."
     why = next((f" In round {round}, {label}: {text}." for round, label, text in of_kind.get("split", [])), "")
     figure = canvas(traces, "round", "", hovermode="closest", yaxis={"automargin": True})
@@ -306,25 +300,19 @@ def _events(experiment: ReportedExperiment) -> PageFigure | None:
 
 def _largest(experiment: ReportedExperiment) -> PageFigure | None:
     clustered = {label for label, runs in experiment.methods.items() if any(run.is_clustered for run in runs)}
-    found = {label: one for label, one in _all(experiment, "largest_cluster_share").items() if label in clustered}
-    if not found:
+    shares = {label: share for label, share in _all(experiment, "largest_cluster_share").items() if label in clustered}
+    if not shares:
         return None
-    order = _ranked(found, higher_is_better=True)
-    last = int(found[order[0]].round_E[-1])
-    caption = f"{order[0]}: the largest cluster holds {percent(float(found[order[0]].mean_E[-1]))} of the clients "
+    order = _ranked(shares, higher_is_better=True)
+    last = int(shares[order[0]].round_E[-1])
+    caption = f"{order[0]}: the largest cluster holds {percent(float(shares[order[0]].mean_E[-1]))} of the clients "
     caption += f"in round {last}"
     if len(order) > 1:
-        caption += f"; {order[-1]}: {percent(float(found[order[-1]].mean_E[-1]))}"
+        caption += f"; {order[-1]}: {percent(float(shares[order[-1]].mean_E[-1]))}"
     if experiment.num_groups > 1 and (largest := _largest_group(experiment)):
         caption += f". The largest true group holds {percent(largest)}"
-    figure = canvas(
-        _lines(experiment, {label: (one.round_E, one) for label, one in found.items()}, "%{y:.0%}"),
-        "round",
-        "share of the clients",
-        hovermode="x unified",
-        yaxis={"tickformat": ".0%", "range": [0, 1.03]},
-        shapes=_bands(experiment),
-    )
+    yaxis: Plot = {"tickformat": ".0%", "range": [0, 1.03]}
+    figure = _over_rounds(experiment, shares, "share of the clients", "%{y:.0%}", yaxis)
     return PageFigure("Share of the largest cluster: do clusters collapse into one?", f"{caption}.", figure)
 
 

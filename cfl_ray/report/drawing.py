@@ -1,7 +1,7 @@
-"""Parts that the figures of the page share: their frame, the looks of methods, numbers as text.
+"""Functions that the figures of the page share: their frame, the looks of methods, numbers as text.
 
-Figures are plain dictionaries of Plotly's schema: its Python classes would take a second to import and fill at the end
-of every run. The tests hold them against these classes.
+Figures are plain dictionaries in Plotly's schema, since importing and filling Plotly's Python classes would take a
+second at the end of every run. The tests check the dictionaries against these classes.
 """
 
 import base64
@@ -19,7 +19,7 @@ from cfl_ray.report.palette import COLOURS
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "triangle-down", "star", "hexagon", "pentagon")
 GRID, INK = "#DDDDDD", "#1F2933"
-Plot = dict[str, Any]  # data and layout; arrays of NumPy stay arrays
+Plot = dict[str, Any]  # data and layout; values may be NumPy arrays
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 
@@ -35,7 +35,7 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Look:
-    """How one method is drawn."""
+    """How a method is drawn."""
 
     colour: str
     dash: str
@@ -43,7 +43,7 @@ class Look:
 
 
 def look(place: int) -> Look:
-    """The look of the method at this place of the list; the first 24 differ in colour or dashes."""
+    """The look of the method at this place of the list. Those of the first 24 methods differ in colour or dashes."""
     return Look(COLOURS[place % len(COLOURS)], DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
 
 
@@ -57,7 +57,7 @@ def canvas(
     shapes: Sequence[Plot] = (),
     hovermode: str = "closest",
 ) -> Plot:
-    """A figure with these traces, titles of its axes, and further keys of the axes. xaxis2: a second one."""
+    """A figure with these traces. x, y: titles of the axes. xaxis, yaxis: further keys. xaxis2: a second x axis."""
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#8A94A0", "ticks": "outside", "automargin": True}
     frame = {
         "font": {"family": FONT, "size": 13, "color": INK},
@@ -82,7 +82,7 @@ def line_at(value: float, horizontal: bool, line: Plot) -> Plot:
 
 
 def as_json(plot: Plot) -> str:
-    """A figure as JSON; arrays in the binary form of Plotly."""
+    """A figure as JSON, with arrays in Plotly's binary form."""
     return json.dumps(plot, default=_array, allow_nan=False, separators=(",", ":"))
 
 
@@ -107,15 +107,15 @@ def faint(colour: str, alpha: float = 0.16) -> str:
 
 
 def number(value: float) -> str:
-    """Three decimals below 10, one above."""
+    """A number as text, with three decimals below 10 and one decimal from 10 on."""
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-LEAST_SHOWN = 0.0005  # three decimals show nothing of a smaller number
+LEAST_SHOWN = 0.0005  # a smaller number would be 0.000 with three decimals
 
 
 def with_spread(mean: float, std: float) -> str:
-    """Mean and, where there is one, standard deviation, with as many decimals; two digits of what three would hide."""
+    """Mean and standard deviation (NaN: none) as text, with the decimals of `number`; for tiny numbers two digits."""
     if 0 < max(abs(mean), 0.0 if math.isnan(std) else std) < LEAST_SHOWN:
         return f"{mean:.2g}" if math.isnan(std) else f"{mean:.2g} ±\u00a0{std:.2g}"
     digits = 3 if abs(mean) < 10 else 1
@@ -128,7 +128,7 @@ def percent(share: float) -> str:
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
-    """Items with commas; of many the first ones and the number of the others."""
+    """Items joined by commas: the first `most` items, and how many more there are."""
     more = [f"{len(items) - most} more"] if len(items) > most else []
     return ", ".join([*items[:most], *more])
 

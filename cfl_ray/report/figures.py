@@ -1,7 +1,7 @@
-"""The figures of a comparison, drawn from the records of its runs.
+"""PNG figures that compare the methods of a run, drawn from their records.
 
-The colours are those of Okabe and Ito, which any colour vision can distinguish; from the ninth method on the line style
-changes. Each line has its name at its end, in its colour, instead of a legend.
+Each method has a colour; from the ninth method on, colours repeat with another line style. Instead of a legend, the
+method's name stands at the end of its line.
 """
 
 import math
@@ -27,7 +27,7 @@ LABEL_GAP_POINTS = 11.0  # between the middles of two labels
 WIDTH_INCHES, MIN_HEIGHT_INCHES = 7.5, 4.2
 LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES, BETWEEN_INCHES = 0.65, 0.15, 0.4, 0.55, 0.5
 LETTER_INCHES = 0.085  # width of a wide letter at LABEL_POINTS
-LABEL_START = 1.07  # in widths of the axes, from their left end
+LABEL_START = 1.07  # distance of the labels from the left end of the axes, in widths of the axes
 
 Records = Sequence[RoundRecord]
 Line = tuple[list[float], list[float]]  # x, y
@@ -35,7 +35,7 @@ XAxis = Callable[[RoundRecord], float]
 
 
 class Panel(NamedTuple):
-    """One metric over the course of the runs."""
+    """A plot of one metric."""
 
     metric: str
     title: str
@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 class LineStyle(NamedTuple):
-    """The look of one method's lines."""
+    """The look of a method's lines."""
 
     colour: str
     dashes: str
@@ -61,8 +61,8 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     directory = Path(directory)
     private_folder(directory)
     clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
-    evaluated = (one.metrics for records in records_by_method.values() for one in records if is_evaluated(one.metrics))
-    score = next((primary_of(metrics) for metrics in evaluated), "accuracy")
+    every_metrics = (record.metrics for records in records_by_method.values() for record in records)
+    score = next((primary_of(metrics) for metrics in every_metrics if is_evaluated(metrics)), "accuracy")
     figures = {
         f"{score}_by_round.png": [Panel(score, f"mean client {score.replace('_', ' ')}", _round)],
         f"{score}_by_mbit.png": [Panel(score, f"mean client {score.replace('_', ' ')}", mbit)],
@@ -77,10 +77,9 @@ def _round(record: RoundRecord) -> float:
 
 
 def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, Records]) -> Path | None:
-    """Writes one figure with a panel per metric that was recorded; returns None if none was."""
+    """Writes a figure with a panel for each metric that was recorded. Returns its path; None if no metric was."""
     styles = {method: _style(place) for place, method in enumerate(records_by_method)}
-    drawn = [DrawnPanel(panel, _lines(records_by_method, panel)) for panel in panels]
-    drawn = [one for one in drawn if one.lines]
+    drawn = [DrawnPanel(panel, lines) for panel in panels if (lines := _lines(records_by_method, panel))]
     if not drawn:
         return None
     height = max(MIN_HEIGHT_INCHES, len(records_by_method) * LABEL_GAP_POINTS / 72 * 1.4)
@@ -88,18 +87,21 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     FigureCanvasAgg(figure)
     margins = _margins(figure, len(drawn), styles)
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw=margins)[:, 0]
-    for axes, one in zip(all_axes, drawn, strict=True):
-        _draw(axes, one, styles)
+    for axes, panel in zip(all_axes, drawn, strict=True):
+        _draw(axes, panel, styles)
     all_axes[-1].set_xlabel("Mbit per client, down and up" if panels[0].x_of is mbit else "round")
-    for axes, one in zip(all_axes, drawn, strict=True):
-        _label_ends(axes, one.lines, styles)
+    for axes, panel in zip(all_axes, drawn, strict=True):
+        _label_ends(axes, panel.lines, styles)
     with drafted(path) as draft:
         figure.savefig(draft)
     return path
 
 
 def _margins(figure: Figure, panels: int, names: Iterable[str]) -> dict[str, float]:
-    """Returns room for ticks, titles and the names at the right; a layout engine would draw everything twice more."""
+    """Margins that leave room for ticks, titles and names, as keyword arguments of a grid.
+
+    Matplotlib's layout engines would draw the figure two more times.
+    """
     width, height = figure.get_size_inches()
     labels = max(map(len, names)) * LETTER_INCHES + RIGHT_INCHES
     axes = max((width - LEFT_INCHES - labels) / LABEL_START, width / 3)
@@ -114,7 +116,7 @@ def _margins(figure: Figure, panels: int, names: Iterable[str]) -> dict[str, flo
 
 
 def _lines(records_by_method: Mapping[str, Records], panel: Panel) -> dict[str, Line]:
-    """Returns the line of each method that recorded the panel's metric."""
+    """The line of each method that recorded the panel's metric."""
     lines = {method: _line(records, panel) for method, records in records_by_method.items()}
     return {method: line for method, line in lines.items() if line[0]}
 
@@ -151,14 +153,14 @@ def _draw(axes: Axes, drawn: DrawnPanel, styles: Mapping[str, LineStyle]) -> Non
 
 
 def _whole_ticks(axis: Axis) -> None:
-    """Ticks at whole numbers only."""
+    """Sets ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
-    """Writes each method's name right of the plot, level with its line's end, moved apart where names would overlap."""
+    """Writes each method's name right of the plot, at the height of its line's end, or apart if names would overlap."""
     gap = LABEL_GAP_POINTS * DPI / 72
-    axes.autoscale_view()  # otherwise only done on drawing
+    axes.autoscale_view()  # Matplotlib would do it only when it draws
     to_axes = axes.transData + axes.transAxes.inverted()
     ends: dict[str, tuple[float, float]] = {}  # in axes coordinates
     for method, (xs, ys) in lines.items():
@@ -171,14 +173,14 @@ def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Line
 
 
 def _label(axes: Axes, method: str, end: tuple[float, float], height: float, style: LineStyle) -> None:
-    """Writes one name with a sample of its line, connected to the line's end (in axes coordinates)."""
+    """Writes a method's name and a sample of its line, with a thin line from `end`, its line's end in the axes."""
     colour, dashes = style
-    where = axes.transAxes
+    in_axes = axes.transAxes
     sample = [LABEL_START - 0.05, LABEL_START - 0.01]
     axes.plot(
-        [end[0], sample[0]], [end[1], height], color=colour, linewidth=0.6, alpha=0.5, transform=where, clip_on=False
+        [end[0], sample[0]], [end[1], height], color=colour, linewidth=0.6, alpha=0.5, transform=in_axes, clip_on=False
     )
-    axes.plot(sample, [height, height], color=colour, linestyle=dashes, linewidth=1.8, transform=where, clip_on=False)
+    axes.plot(sample, [height, height], color=colour, linestyle=dashes, linewidth=1.8, transform=in_axes, clip_on=False)
     axes.text(
         LABEL_START,
         height,
@@ -186,15 +188,15 @@ def _label(axes: Axes, method: str, end: tuple[float, float], height: float, sty
         color=colour,
         fontsize=LABEL_POINTS,
         verticalalignment="center",
-        transform=where,
+        transform=in_axes,
         clip_on=False,
     )
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Returns the ascending positions `wanted`, each at least `gap` above the one before.
+    """The ascending positions `wanted`, moved so that each is at least `gap` above the previous one.
 
-    They stay within low..high as far as they fit.
+    They stay within low..high if there is room for all.
     """
     placed: list[float] = []
     for position in wanted:

@@ -1,8 +1,8 @@
-"""A matrix of clients by clients against the labels of the clients: are clients with similar labels similar?
+"""A figure that shows whether clients with similar labels are similar by a recorded matrix (clients, clients).
 
-The divergence is the Jensen-Shannon divergence: defined where a client lacks a class, symmetric as the matrices are,
-and bounded. The Kullback-Leibler divergence is infinite between clients with different classes, or depends on the
-smoothing of their labels.
+Labels are compared by the Jensen-Shannon divergence, which is symmetric, bounded, and defined even if a client lacks a
+class. The Kullback-Leibler divergence between clients with different classes is infinite, or depends on how the label
+counts are smoothed.
 """
 
 import math
@@ -14,8 +14,8 @@ from cfl_ray.report.drawing import PageFigure, Plot, canvas, number
 from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.snapshots import RecordedMatrix, evenly
 
-MOST_PAIRS = 2_000  # that are drawn
-_GROUPS = (  # (whether the two clients have one true group, name, colour, marker)
+MOST_PAIRS = 2_000  # more pairs are not drawn
+_GROUPS = (  # (1: both clients have the same true group, 0: different groups, -1: not known; name, colour, marker)
     (0, "different true groups", COLOURS[1], "x-thin-open"),
     (1, "same true group", COLOURS[0], "circle"),
     (-1, "true group not known", GREY, "circle"),
@@ -25,11 +25,11 @@ _GROUPS = (  # (whether the two clients have one true group, name, colour, marke
 def against_labels(
     title: str, label: str, name: str, matrix: RecordedMatrix, group_of: Mapping[int, int]
 ) -> PageFigure | None:
-    """Each pair of clients by the divergence of their labels and its value in the matrix.
+    """A point for each pair of clients: the divergence of their labels, and their value in the matrix.
 
-    None where label counts are not recorded, and where one of the two is the same for all pairs.
+    None if label counts are not recorded, or if the divergence or the value is equal for all pairs.
     """
-    import pandas as pd  # here: as elsewhere, imported by those who need it
+    import pandas as pd  # imported here: other figures do not need it
 
     if matrix.label_counts_SC is None:
         return None
@@ -62,20 +62,20 @@ def against_labels(
 
 
 def divergences(counts_SC: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergences of every two rows of counts, condensed, in bits (0..1)."""
+    """Jensen-Shannon divergences of all pairs of rows of counts, in bits (0..1), condensed as in SciPy."""
     import scipy
 
     if len(counts_SC) < 2:
         return np.zeros(0)
     share_SC = counts_SC.astype(np.float64) / counts_SC.sum(1, keepdims=True)
-    root_nats = scipy.spatial.distance.pdist(share_SC, "jensenshannon")  # the distance, which is the root
-    return np.clip(np.nan_to_num(root_nats) ** 2 / math.log(2), 0, 1)  # NaN: the root of a rounding error below 0
+    root_nats = scipy.spatial.distance.pdist(share_SC, "jensenshannon")  # square root of the divergence, in nats
+    return np.clip(np.nan_to_num(root_nats) ** 2 / math.log(2), 0, 1)  # NaN if rounding makes the divergence negative
 
 
 def _traces(
     name: str, client_E2: np.ndarray, divergence_E: np.ndarray, value_E: np.ndarray, group_of: Mapping[int, int]
 ) -> list[Plot]:
-    """Points, in the colour of whether the two clients have one true group."""
+    """The points of the pairs, coloured by whether the two clients have the same true group."""
     group_E2 = np.array([[group_of.get(client, -1) for client in pair] for pair in client_E2.tolist()])
     same_E = np.where((group_E2 >= 0).all(1), group_E2[:, 0] == group_E2[:, 1], -1)
     has_groups = bool((same_E >= 0).any())

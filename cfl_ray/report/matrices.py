@@ -1,4 +1,6 @@
-"""Matrices that methods report: the similarity of clients, and a map of their signatures."""
+"""Figures of the matrices that methods report: similarities of clients, and a map of their signatures."""
+
+from collections import Counter
 
 import numpy as np
 
@@ -9,12 +11,12 @@ from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
 
-MOST_ROWS, MOST_POINTS = 150, 600  # that are drawn
+MOST_ROWS, MOST_POINTS = 150, 600  # more are not drawn
 NAMED = len(COLOURS)
 
 
 def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Similarity or distance, ordered by cluster, and a map of signatures, for each method that has recorded them."""
+    """Figures of the matrices of each method: pairs of clients ordered by cluster, and maps of signatures."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.matrices), None)
@@ -24,7 +26,7 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
         for key, matrix in run.matrices.items():
             name = key.replace("_", " ")
             if not np.isfinite(matrix.values).any():
-                continue  # nothing is defined
+                continue
             if not matrix.of_pairs:
                 figures.append(_map(experiment, label, name, run, matrix, several))
                 continue
@@ -36,7 +38,7 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _clusters_at(run: MethodRun, round: int) -> dict[int, int]:
-    return next(cluster_of for _, cluster_of in snapshots(run.moves, [round]))
+    return next(cluster_of for _, cluster_of in snapshots(run.reassignments, [round]))
 
 
 def _heading(label: str, what: str, matrix: RecordedMatrix, run: MethodRun, several: bool) -> str:
@@ -101,30 +103,27 @@ def _ordered(
 
 
 def _cluster_axis(clusters: list[int]) -> tuple[Plot, list[Plot]]:
-    """Keys of an axis with the numbers of the clusters at their blocks, and lines between these."""
-    found = blocks(clusters)
-    if len(found) > MOST_BLOCKS:
+    """Keys of an axis with the clusters' numbers at their blocks, and lines between the blocks."""
+    ranges = blocks(clusters)
+    if len(ranges) > MOST_BLOCKS:
         return {}, []
     axis = {
         "showticklabels": True,
-        "tickvals": [(start + end - 1) / 2 for start, end in found],
-        "ticktext": [str(clusters[start]) if clusters[start] >= 0 else "none" for start, _ in found],
+        "tickvals": [(start + end - 1) / 2 for start, end in ranges],
+        "ticktext": [str(clusters[start]) if clusters[start] >= 0 else "none" for start, _ in ranges],
     }
     white = {"color": "#FFFFFF", "width": 1.5}
-    return axis, [line_at(start - 0.5, horizontal, white) for start, _ in found[1:] for horizontal in (True, False)]
+    return axis, [line_at(start - 0.5, horizontal, white) for start, _ in ranges[1:] for horizontal in (True, False)]
 
 
 def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) -> str:
-    """Means over the pairs of one cluster and over those of two."""
+    """A sentence with the mean over pairs in the same cluster and the mean over pairs in different clusters."""
     pairs = ~np.eye(len(cluster_S), dtype=bool)
     same = (cluster_S[:, None] == cluster_S[None, :]) & (cluster_S >= 0)[:, None]
     inside, between = values[pairs & same], values[pairs & ~same]
     inside, between = inside[np.isfinite(inside)], between[np.isfinite(between)]
-    words = [
-        f"{number(float(part.mean()))} {where}"
-        for part, where in ((inside, "within clusters"), (between, "between them"))
-        if part.size
-    ]
+    means = ((inside, "within clusters"), (between, "between them"))
+    words = [f"{number(float(chosen.mean()))} {place}" for chosen, place in means if chosen.size]
     return f"the mean {name} is {' and '.join(words)}." if words else f"{name} of {len(cluster_S)} clients."
 
 
@@ -141,8 +140,7 @@ def _map(
     drawn = range(len(clients))
     clusters = {place: cluster_of.get(clients[place], -1) for place in drawn}
     groups = {place: group_of.get(clients[place], -1) for place in drawn}
-    sizes = {one: list(clusters.values()).count(one) for one in set(clusters.values()) if one >= 0}
-    rank = ranks(sizes)
+    rank = ranks(Counter(cluster for cluster in clusters.values() if cluster >= 0))
     marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted(set(groups.values())))}
     traces: list[Plot] = []
     keys: list[Plot] = []
@@ -201,10 +199,10 @@ def _key(name: str, marker: Plot) -> Plot:
 
 
 def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
-    """The rows on their first two principal components, and these components' share of the variance."""
+    """Coordinates (S, 2) of the rows on the first two principal components, and their share of the variance (0..1)."""
     known = np.isfinite(values)
     means = np.where(known, values, 0.0).sum(0, dtype=np.float64) / np.maximum(known.sum(0), 1)
-    centred = np.where(known, values - means, 0.0)  # what is not defined is as far from the others as their mean
+    centred = np.where(known, values - means, 0.0)  # an undefined value is replaced by the mean of its column
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
     points = (left * singular)[:, :2]
     if points.shape[1] < 2:
@@ -214,10 +212,10 @@ def _plane(values: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _purity(clusters: dict[int, int], groups: dict[int, int]) -> str:
-    """The number of clusters whose members have one true group, as text."""
+    """How many clusters have members of a single true group, as text."""
     members: dict[int, set[int]] = {}
     for place, cluster in clusters.items():
         if cluster >= 0:
             members.setdefault(cluster, set()).add(groups[place])
-    pure = sum(len(found) == 1 for found in members.values())
+    pure = sum(len(true_groups) == 1 for true_groups in members.values())
     return f"{pure} of {len(members)} clusters have clients of one true group only"

@@ -1,7 +1,7 @@
-"""The page: one HTML file that needs no network.
+"""The report page: an HTML file that needs no network.
 
-Plotly's library is embedded compressed. The page's policy (CSP) allows the scripts whose hashes it names and forbids
-every request; names and notes of users are escaped by the template, in the data of figures and in Plotly's labels.
+It contains Plotly's library, compressed. Its content security policy (CSP) allows only scripts whose hashes it names,
+and no requests. Names and notes of users are escaped in the template, in the data of figures and in Plotly's labels.
 """
 
 import base64
@@ -26,20 +26,20 @@ from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 from cfl_ray.system.files import PRIVATE, write_text
 
-_HEADINGS = {  # of the table's columns
+_HEADINGS = {  # column of the table -> its heading
     "ari": "ARI",
     "num_clusters": "clusters",
     "mbit": "Mbit",
     "macro_f1": "macro F1",
     "rounds_to_target": "rounds to target",
 }
-_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # one decimal will do
+_ROUGH = ("num_clusters", "rounds_to_target", "seconds")  # columns shown with one decimal
 _PROTOCOLS = {"": "P-server", "_local": "P-local", "_tuned": "P-tune", "_p10": "worst decile", "_p90": "worst decile"}
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A cell of a table: its text, and the value that it is sorted by."""
+    """A cell of a table: its text, and the value by which rows are sorted."""
 
     text: str
     value: float | str
@@ -63,7 +63,7 @@ class PlacedFigure:
     key: str
     figure: PageFigure
     json: str
-    legend: Sequence[int]  # letters of each entry
+    legend: Sequence[int]  # number of letters of each entry
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ _PUBLISHED_HEADINGS = [
 
 
 def write_page(report: Report, path: str | Path, mode: int = PRIVATE) -> None:
-    """Writes the page, replacing what is there. mode: SHARED for one that is made for others."""
+    """Writes the page, replacing an existing file. mode: permissions; SHARED if others may read it."""
     write_text(Path(path), render(report), mode)
 
 
@@ -99,7 +99,7 @@ def render(report: Report) -> str:
         rows=_table_rows(report),
         against=against,
         published_headings=_PUBLISHED_HEADINGS,
-        published=[_published_row(one) for one in report.comparisons],
+        published=[_published_row(comparison) for comparison in report.comparisons],
         chapters=chapters,
         style=style,
         script=script,
@@ -114,7 +114,7 @@ def render(report: Report) -> str:
 
 
 class _PlacedFigures:
-    """Numbers the figures of a page."""
+    """Prepares figures for the template and numbers them through the page."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -126,10 +126,10 @@ class _PlacedFigures:
         self.count += 1
         traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
         names = [trace["name"] for trace in traces if "name" in trace]
-        if len(names) < 2:  # a legend of one is none
+        if len(names) < 2:  # a legend with a single entry is not shown
             figure.plot["layout"]["showlegend"] = False
             names = []
-        # inside an element of text HTML ends at "</" alone, and a comment would begin with "<!--"
+        # the JSON stands in a script element, which "</" would end and "<!--" would turn into a comment
         json = as_json(figure.plot).replace("<", "\\u003c")
         return PlacedFigure(f"figure-{self.count}", figure, json, [len(name) for name in names])
 
@@ -149,7 +149,7 @@ def _chapter(experiment: ReportedExperiment, placed: _PlacedFigures) -> Chapter:
 
 def _table_headings(report: Report) -> list[TableHeading]:
     several = [TableHeading("experiment", number=False)] if len(report.experiments) > 1 else []
-    scores = {one.score for one in report.experiments}
+    scores = {experiment.score for experiment in report.experiments}
     headings = [_heading(name, scores) for name in report.columns]
     note = (
         "paired t-test of the first metric against the best method of the experiment, over the seeds that both have "
@@ -200,27 +200,27 @@ def _with_std(mean: float, std: float) -> str:
 
 
 def _roughly(mean: float, std: float) -> str:
-    """With one decimal: counts and seconds."""
+    """Mean and standard deviation with one decimal, for counts and seconds."""
     return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
 
 
-def _published_row(one: Comparison) -> list[TableCell]:
-    cells = [TableCell(text, text) for text in (one.table, one.column, one.row, one.metric.replace("_", " "))]
+def _published_row(row: Comparison) -> list[TableCell]:
+    cells = [TableCell(text, text) for text in (row.table, row.column, row.row, row.metric.replace("_", " "))]
     cells += [
-        TableCell(_with_std(one.ours, one.ours_std), one.ours, number=True),
-        TableCell(str(one.seeds), one.seeds, number=True),
-        TableCell(_with_std(one.published, one.published_std), one.published, number=True),
-        TableCell(f"{one.ours - one.published:+.2f}", one.ours - one.published, number=True),
+        TableCell(_with_std(row.ours, row.ours_std), row.ours, number=True),
+        TableCell(str(row.seeds), row.seeds, number=True),
+        TableCell(_with_std(row.published, row.published_std), row.published, number=True),
+        TableCell(f"{row.ours - row.published:+.2f}", row.ours - row.published, number=True),
     ]
-    return [*cells, TableCell(f"misprint: {one.misprint}" if one.misprint else "", one.misprint)]
+    return [*cells, TableCell(f"misprint: {row.misprint}" if row.misprint else "", row.misprint)]
 
 
-# ---- what is embedded
+# ---- embedded files
 
 
 @dataclass(frozen=True)
 class _Library:
-    """Plotly's library as it runs, and compressed (zlib) in base64."""
+    """Plotly's library as source text, and compressed by zlib and encoded in base64."""
 
     source: str
     packed: str
@@ -237,5 +237,5 @@ def _text(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """The source of a policy that allows this script."""
+    """The expression that allows this script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Clusters of clients at chosen rounds, from the recorded moves; matrices that a method has recorded."""
+"""Clusters of clients at chosen rounds, from the recorded reassignments; matrices that a method has recorded."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,24 +8,25 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RecordedMatrix:
-    """A matrix that a method reported in a round: a row for each of some clients."""
+    """A matrix that a method reported in a round, with a row for each client of a sample."""
 
     round: int
     client_S: np.ndarray
-    values: np.ndarray  # (S, S) of pairs; (S, F) of signatures
-    of_pairs: bool  # whether it is a similarity or distance of clients
-    label_counts_SC: np.ndarray | None = None  # training samples of each class; NaN: not recorded; None: of no client
+    values: np.ndarray  # (S, S) for pairs of clients; (S, F) for signatures
+    of_pairs: bool  # whether the values are similarities or distances of pairs of clients
+    # each client's number of training samples of each class; NaN: not recorded for it; None: recorded for no client
+    label_counts_SC: np.ndarray | None = None
 
 
 def snapshots(
-    moves: Iterable[tuple[int, Sequence[Sequence[int]]]], rounds: Sequence[int]
+    reassignments: Iterable[tuple[int, Sequence[Sequence[int]]]], rounds: Sequence[int]
 ) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yields each of the ascending `rounds` with the cluster of every client that is in one after it.
+    """Yields, for each of the ascending `rounds`, the round and the cluster of each client after it.
 
-    The dictionary is the same object each time.
+    Clients without a cluster are not in the dictionary. It is the same object each time.
     """
     cluster_of: dict[int, int] = {}
-    waiting = iter(moves)
+    waiting = iter(reassignments)
     upcoming = next(waiting, None)
     for round in rounds:
         while upcoming is not None and upcoming[0] <= round:
@@ -38,11 +39,11 @@ def snapshots(
         yield round, cluster_of
 
 
-def changes(moves: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (round, client, from, to) of each client that goes from one cluster to another; the first is no change."""
+def changes(reassignments: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (round, client, from, to) when a client goes from one cluster to another, so not for its first cluster."""
     cluster_of: dict[int, int] = {}
-    for round, moved in moves:
-        for client, cluster in moved:
+    for round, changed in reassignments:
+        for client, cluster in changed:
             if cluster < 0:
                 cluster_of.pop(client, None)
                 continue
@@ -53,12 +54,13 @@ def changes(moves: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Iterator[tu
 
 
 def evenly(items: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the items, evenly spread, with the first and the last."""
+    """At most `most` of the items, evenly spread, the first and the last included."""
     if len(items) <= most:
         return list(items)
     return [items[place] for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 def ranks(sizes: Mapping[int, int]) -> dict[int, int]:
-    """Place of each cluster by size, 0 the largest; the lower number first where sizes are equal."""
-    return {cluster: place for place, cluster in enumerate(sorted(sizes, key=lambda one: (-sizes[one], one)))}
+    """The rank of each cluster by size: 0 for the largest. If sizes are equal, the lower cluster number comes first."""
+    largest_first = sorted(sizes, key=lambda cluster: (-sizes[cluster], cluster))
+    return {cluster: rank for rank, cluster in enumerate(largest_first)}

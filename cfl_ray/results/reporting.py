@@ -186,7 +186,7 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
     return MethodRun(
         seed=seed,
         records=result.records,
-        moves=read_reassignments(RunDirectory(result.directory).reassignments),
+        reassignments=read_reassignments(RunDirectory(result.directory).reassignments),
         scores=_last_scores(RunDirectory(result.directory).client_metrics),
         matrices=_matrices(result) if with_matrices else {},
     )

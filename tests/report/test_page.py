@@ -182,14 +182,14 @@ def test_a_metric_of_which_less_is_better():
 def test_large_federations_are_sampled_and_the_caption_says_so():
     count = 100_000
     ids = np.arange(count)
-    moves = [(1, [[client, client % 2] for client in range(count)])]
+    reassignments = [(1, [[client, client % 2] for client in range(count)])]
     records = [RoundRecord(round, {"accuracy": 0.5, "accuracy_std": 0.1}) for round in range(1, 1001)]
     draw = np.random.default_rng(0)
     values, labels = draw.normal(size=(1000, 1000)).astype(np.float32), draw.integers(1, 50, (1000, 62))
     pairs = RecordedMatrix(1, ids[:1000], values, of_pairs=True, label_counts_SC=labels.astype(np.float32))
     signatures = RecordedMatrix(1, ids[:10_000], np.random.default_rng(0).normal(size=(10_000, 8)), of_pairs=False)
     run = MethodRun(
-        0, records, moves, {"accuracy": np.full(count, 0.5)}, {"similarity": pairs, "signatures": signatures}
+        0, records, reassignments, {"accuracy": np.full(count, 0.5)}, {"similarity": pairs, "signatures": signatures}
     )
     one = replace(experiment(), methods={"ifca": [run]}, group_of=dict(zip(ids.tolist(), (ids % 2).tolist())))
     figures = [*curves(one), *client_figures(one), *cluster_figures(one), *matrix_figures(one)]
