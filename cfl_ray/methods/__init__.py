@@ -1,4 +1,4 @@
-"""The published methods, one paper per file. Importing this package registers them all."""
+"""The published methods, a file for each paper. Importing this package registers them all."""
 
 import dataclasses
 import importlib
@@ -19,16 +19,16 @@ REGISTRY: dict[str, type[Method[Any]]] = {
 }
 
 
-_FOLDER = re.compile(r"[^\s'{]*/")  # of a file that an option names
+_FOLDER = re.compile(r"[^\s'{]*/")  # the folder part of a file that an option names
 METHODS: Registry[type[Method[Any]]] = Registry("method", REGISTRY, "cfl_ray.methods")
 
 
 def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
     """Methods by label, in the order of `entries`.
 
-    entries: each a name, {name: {option: value}}, `file.py:Class`, a class or a Method; `all` stands for every method
-        of this package. The label of a method is its option `label`, else its name; if several methods have the same
-        name, the name with their options.
+    entries: each is a name, {name: {option: value}}, `file.py:Class`, a class or a Method; `all` means every method of
+        this package. The label of a method is its option `label`, or else its name, with its options if several
+        methods have the same name.
     Raises ConfigError for a label that occurs twice.
     """
     methods = [method for entry in entries for method in _methods(entry)]
@@ -56,19 +56,19 @@ def _method(entry: Any) -> Method[Any]:
 
 
 def find(name: str) -> type[Method[Any]]:
-    """The registered method `name`, that of an installed package (group `cfl_ray.methods`), or `file.py:Class`.
+    """The class of a method: built in, of an installed package (group `cfl_ray.methods`), or `file.py:Class`.
 
-    A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError.
+    A name may be written as in its paper: FL+HC, FedAvg+. Raises ConfigError if there is no such method.
     """
     plain = re.sub(r"[-+ ]", "_", re.sub(r"\+$", "_plus", name.lower()))
-    found = METHODS.find(plain if plain in REGISTRY else name)
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ConfigError(f"method {name!r} is a {type(found).__name__}, not a subclass of cfl_ray.Method")
-    return _require_name(found)
+    cls = METHODS.find(plain if plain in REGISTRY else name)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise ConfigError(f"method {name!r} is a {type(cls).__name__}, not a subclass of cfl_ray.Method")
+    return _require_name(cls)
 
 
 def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
-    """The class itself. Raises ConfigError if it is not registered under a name."""
+    """The class. Raises ConfigError if it is not registered under a name."""
     if "name" not in vars(cls):
         definition = f'class {cls.__name__}({cls.__bases__[0].__name__}, name="{cls.__name__.lower()}")'
         raise ConfigError(f"{cls.__name__} has no name; write `{definition}`")
@@ -76,7 +76,7 @@ def _require_name(cls: type[Method[Any]]) -> type[Method[Any]]:
 
 
 def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
-    """A method with these options. Raises ConfigError for an unknown option and for a value out of range."""
+    """A method with these options. Raises ConfigError for an unknown option or a value out of range."""
     valid = [item.name for item in dataclasses.fields(cls)]
     for name in options:
         if name not in valid:
@@ -88,7 +88,7 @@ def construct(cls: type[Method[Any]], options: dict[str, Any]) -> Method[Any]:
 
 
 def full_label(method: Method[Any]) -> str:
-    """The label, or else the name with every option that is not at its default."""
+    """The label of a method, or else its name with every option that differs from its default."""
     if method.label is not None:
         return str(method.label)
     changed = [
@@ -101,10 +101,10 @@ def full_label(method: Method[Any]) -> str:
 
 
 def _parts(name: str, value: Any) -> list[str]:
-    """An option as parts of a label: NAME=VALUE; of a mapping, one for each key: NAME.KEY=VALUE."""
+    """An option as parts of a label: NAME=VALUE, or for a mapping NAME.KEY=VALUE for each key."""
     if not isinstance(value, dict):
         return [f"{name}={_FOLDER.sub('', str(value))}"]
     inner = {str(key): part for key, part in value.items()}
     if len(inner) == 1 and not isinstance(next(iter(inner.values())), dict) and next(iter(inner.values())) is None:
         return _parts(name, next(iter(inner)))  # {median: null} is written like median
-    return [one for key, part in inner.items() for one in _parts(f"{name}.{_FOLDER.sub('', key)}", part)]
+    return [text for key, part in inner.items() for text in _parts(f"{name}.{_FOLDER.sub('', key)}", part)]

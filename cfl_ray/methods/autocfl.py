@@ -5,45 +5,44 @@ Algorithm 1.
     first phase, all clients:  W_m <- E_m epochs of SGD_m(w);  L_m its last loss, C_m <- C_m + L_m;  w <- Avg(W_m)
     E_m <- E_m + (alpha |D_s| / |D_m|)^min(1, L_m / L_s)  if C_m > C_s         s: the client with most samples
     until Var_m(C_m) rises;  then dist(m, n) = ||h_m - h_n||_2 / |h|            h: last layer
-    P_m = m and all whose distance to m is below the largest gap of row m;  rep(m) = the largest client of P_m
-    every m votes that the members of P_m follow rep(m);  n follows the representative with most votes, or the one that
-        this representative follows itself
+    P_m = m and all whose distance to m is below the largest gap of row m;  rep(m) = the client of P_m with most samples
+    every m votes that the members of P_m follow rep(m);  n follows the representative with most votes; if this
+        representative follows another, n follows that client
     theta_k <- Avg of W_m over the cluster;  later  theta_k <- Avg of SGD_i(theta_k) over its participants
 
-The first phase needs every client online in each round. A client that is not reachable in the clustering round is
-placed as newcomers are, and a round that a client misses counts in its C_m with the mean loss of the others. With
-E_0 (`local.epochs`) = 1, rounding doubles the steps of some clients, which then form clusters of their own: use 2 or
-more.
+The first phase needs every client online in each round. If a client cannot be reached in the clustering round, it is
+placed later, as newcomers are. If a client misses a round, its C_m grows by the mean loss of the others. With E_0
+(`local.epochs`) = 1, rounding doubles the steps of some clients, which then form separate clusters: use 2 or more.
 
-The rule that ends the first phase is inert as it is printed: C_m adds up losses, so Var_m(C_m) rises from the first
-comparison on, whatever alpha is, and the phase ends after round `min_rounds`; Fig. 10 shows that alpha moves the end.
-Tried on MNIST (20 clients of at most 600 images in the paper's groups, MLP 784-64-10, eta 0.01, E_0 1, 2, 5, alpha 0,
-0.25, 0.5, 1): with L_m the loss before or after training, over the last or all local epochs, their sum, its decrease or
-the ratio of the two, or relative to round 1, Var(C) rises at once in nearly every run. Of C_m / t, the mean of the
-losses so far, alpha moves the first rise (`progress: mean`; the round of it for the four alphas, - none in 7, 6 and 5
-rounds):
+The rule that ends the first phase has no effect as it is printed: C_m adds up losses, so Var_m(C_m) rises from the
+first comparison on for every alpha, and the phase ends after round `min_rounds`. In Fig. 10, however, the end depends
+on alpha. We tried other readings on MNIST (20 clients of at most 600 images in the paper's groups, MLP 784-64-10, eta
+0.01, E_0 1, 2, 5, alpha 0, 0.25, 0.5, 1): with L_m the loss before or after training, over the last or all local
+epochs, their sum, its decrease or the ratio of the two, or relative to round 1, Var(C) rises at once in nearly every
+run. With C_m / t, the mean of the losses so far (`progress: mean`), the round of the first rise depends on alpha. For
+the four alphas it is (-: no rise in 7, 6 and 5 rounds for E_0 = 1, 2 and 5):
 
                             E_0 = 1      E_0 = 2      E_0 = 5
     IID, imbalanced         5 3 3 2      4 5 3 3      2 - - 5
     input, imbalanced       5 3 2 2      4 3 3 2      2 - - -
     label, imbalanced       2 2 2 2      2 2 2 2      - - - -
 
-Under label skew no reading is moved by alpha, so the default stays the printed sum. 5.3 calls the end an elbow, without
-a definition. The rise of Var(C) from round to round grows up to round 6 in every such run with normalised pixels and
-E_0 = 2, so it has none. By `progress: elbow`, the round in which Var(C) grows by a smaller factor than before, the
-first phase ends in rounds 3 4 4 (IID), 3 3 3 (input) and 3 3 (label) for alpha 0, 0.5 and 1 (label: 0 and 0.5): alpha
-moves it on IID data alone.
+Under label skew, alpha has no effect in any reading, so the default is the printed sum. Section 5.3 calls the end an
+elbow, without a definition. With normalised pixels and E_0 = 2, the rise of Var(C) from round to round grows up to
+round 6 in every run, so there is no elbow. With `progress: elbow`, the first phase ends in the round in which Var(C)
+grows by a smaller factor than before: in rounds 3 4 4 (IID), 3 3 3 (input) and 3 3 (label) for alpha 0, 0.5 and 1
+(label: 0 and 0.5). So the end depends on alpha on IID data only.
 
 `alpha: 0` switches the adjustment of epochs off.
 
-Deviations: Equation 3 has the sign that makes it FedAvg. A row's distance to itself takes no part in its gap. Votes of
-row m weigh |D_m| (`vote: literal` for |D_n| / sum over P_m, which splits IID data). The variance is compared from round
-3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in the paper) train from the stored
-w and join the nearest representative.
-`clustering` names the alternatives of Table 4 on the same matrix, with parameters of ours: K of k-means (on the rows of
-the matrix) and of hierarchical clustering (average linkage) by the largest mean silhouette, one cluster if none is
-above 0.25; DBSCAN's neighbours are at most as far as the middle of a row's largest gap (the median over rows), and a
-client without neighbours is a cluster. Newcomers then join the nearest mean head.
+Deviations: the sign in Equation 3 is changed so that it is FedAvg. The gap of a row does not count its distance to
+itself. Votes of row m have the weight |D_m| (`vote: literal`: |D_n| / sum over P_m, which splits IID data). The
+variance is compared from round 3 on. Fractional epochs become floor(E_m ceil(n / B) + 1/2) steps. Newcomers (none in
+the paper) train from the stored w and join the nearest representative.
+`clustering` selects the alternatives of Table 4 on the same matrix, with our parameters: for k-means (on the rows of
+the matrix) and hierarchical clustering (average linkage), K has the largest mean silhouette, or is 1 if no mean
+silhouette is above 0.25; for DBSCAN, neighbours are at most as far as the middle of a row's largest gap (the median
+over rows), and a client without neighbours is a cluster. Newcomers then join the cluster with the nearest mean head.
 """
 
 from dataclasses import dataclass
@@ -73,25 +72,25 @@ class AutoCFLState(CentreState):
 
     more_N: np.ndarray  # float64: E_m - E_0
     loss_N: np.ndarray  # float64: C_m, with the mean loss of the others for rounds that a client missed
-    variance: float = float("nan")  # of C_m after the last round
-    growth: float = float("nan")  # factor of the variance in the last round
+    variance: float = float("nan")  # variance of C_m over the clients after the last round
+    growth: float = float("nan")  # factor by which the variance grew in the last round
 
     def forget(self, ids: np.ndarray) -> Self:
-        """Without the assignment and the progress of clients that left; C_m becomes the mean of the others."""
+        """This state without the assignments of clients that left; their progress is reset, C_m to the others' mean."""
         gone_N = np.isin(np.arange(len(self.loss_N)), ids)
         mean = self.loss_N[~gone_N].mean() if not gone_N.all() else 0.0
         more_N, loss_N = np.where(gone_N, 0.0, self.more_N), np.where(gone_N, mean, self.loss_N)
         return super().forget(ids).advance(more_N=more_N, loss_N=loss_N)
 
     def grown(self, num_clients: int) -> Self:
-        """With newcomers, whose C_m is the mean of the others."""
+        """This state with newcomers, whose C_m is the mean of the others."""
         new_losses = np.full(num_clients - len(self.loss_N), self.loss_N.mean())
         return super().grown(num_clients).advance(loss_N=np.append(self.loss_N, new_losses))
 
 
 @dataclass(frozen=True)
 class AutoCFL(Method[AutoCFLState], name="autocfl"):
-    """Epochs per client equalise training progress; then one clustering by votes on last-layer distances."""
+    """Epochs per client equalise training progress; then a single clustering by votes on last-layer distances."""
 
     placement = "the cluster with the nearest final layer, by a local training from the model before clustering"
     without_cluster = "the model before clustering"
@@ -102,12 +101,12 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     )
     clustering: str = option(
         "voting",
-        "clustering of the distance matrix: by votes, or one of those that Table 4 compares them with",
+        "clustering of the distance matrix: by votes, or by an algorithm that Table 4 compares with votes",
         source="paper",
         choices=("voting", "kmeans", "hac", "dbscan"),
     )
     num_clusters: int | None = option(
-        None, "K of kmeans and hac; null: that of the largest mean silhouette (hac's tree)", source="ours", low=1
+        None, "K of kmeans and hac; null: K with the largest mean silhouette (in hac's tree)", source="ours", low=1
     )
     eps: float | None = option(
         None,
@@ -210,7 +209,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)
 
     def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:
-        """int64 (M,): floor(E_m ceil(n / B) + 1/2) local steps. Where steps are configured, E_0 follows from them."""
+        """int64 (M,): floor(E_m ceil(n / B) + 1/2) local steps. If `local.steps` is set, E_0 follows from it."""
         local, num_samples_M = clients.local, clients.num_samples_M
         first_epochs: int | np.ndarray = local.epochs  # E_0
         if local.steps is not None:
@@ -220,9 +219,9 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     def count_progress(
         self, state: AutoCFLState, rounds: int, ids_M: np.ndarray, num_samples_M: np.ndarray, loss_M: np.ndarray
     ) -> AutoCFLState:
-        """With these losses L_m added to C_m, and more epochs for clients that are behind the one with most samples."""
+        """The state with losses L_m added to C_m, and more epochs for clients that are behind the largest client."""
         s = num_samples_M.argmax()
-        loss_N = state.loss_N + loss_M.mean()  # clients that missed the round
+        loss_N = state.loss_N + loss_M.mean()  # for clients that missed the round; others are set below
         loss_N[ids_M] = total_M = state.loss_N[ids_M] + loss_M  # C_m
         exponent_M = np.minimum(1, loss_M / max(loss_M[s], 1e-12))
         more_N = state.more_N.astype(np.float64)
@@ -252,12 +251,15 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         assign_N = state.place(clients.ids_M[valid_M], cluster_M)
         # theta_k <- Avg of W_m over the cluster
         weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), num_clusters)
-        averages = clients.average(updates, weight_KM, average_number=0)  # in the place of that of w
+        averages = clients.average(updates, weight_KM, average_number=0)  # replaces the average of w
         models_KP = averages.averaged(default=state.models_KP.repeat(num_clusters, 1))
         return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def other_clusters(self, distance_MM: np.ndarray, rng: Draws) -> np.ndarray:
-        """int64 (M,): clusters by k-means on the rows of the matrix, its UPGMA tree, or DBSCAN, by lowest member."""
+        """int64 (M,): clusters by k-means on the rows of the matrix, by its UPGMA tree, or by DBSCAN.
+
+        Clusters are numbered in the order of their lowest members.
+        """
         count = len(distance_MM)
         if self.clustering == "dbscan":
             return dbscan(distance_MM, row_gap(distance_MM) if self.eps is None else self.eps)
@@ -267,7 +269,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         if self.clustering == "hac":
             return cut_tree(tree, num_clusters=num_clusters, size=count)
         seed = int(rng.stream("kmeans").integers(2**31))
-        # a row's scale does not matter to k-means, except to the tolerance of its iterations
+        # scaling does not change the clusters of k-means, but keeps its tolerance independent of the distances' size
         rows_MM = torch.from_numpy(distance_MM / max(distance_MM.max(), 1e-300))
         return kmeans(rows_MM, min(num_clusters, count), seed)[0]
 
@@ -281,9 +283,9 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 
 
 def row_gap(distance_MM: np.ndarray) -> float:
-    """The median over rows of the middle of the largest gap between a row's sorted distances to others.
+    """For each row, the middle of the largest gap between its sorted distances to others; returns the median over rows.
 
-    Rows without a gap count with their largest distance; 0 for fewer than two clients.
+    A row without a gap counts with its largest distance. Returns 0 for fewer than two clients.
     """
     count = len(distance_MM)
     if count < 2:
@@ -298,8 +300,8 @@ def row_gap(distance_MM: np.ndarray) -> float:
 
 
 def dbscan(distance_MM: np.ndarray, eps: float) -> np.ndarray:
-    """int64 (M,): clusters by DBSCAN, by lowest member; a pair may be a cluster, and a client without neighbours is."""
-    from sklearn.cluster import DBSCAN  # here: loading it takes hosts a second, and only the server needs it
+    """int64 (M,): clusters by DBSCAN, numbered by lowest member. A client without neighbours is a cluster."""
+    from sklearn.cluster import DBSCAN  # imported here: loading it takes a second, and hosts do not need it
 
     label_M = DBSCAN(eps=max(eps, 1e-300), min_samples=2, metric="precomputed").fit_predict(distance_MM)
     return by_lowest_member(np.where(label_M < 0, len(label_M) + np.arange(len(label_M)), label_M))
@@ -327,8 +329,8 @@ def representatives(distance_MM: np.ndarray, num_samples_M: np.ndarray, vote: st
         score_MM[party, party[sizes.argmax()]] += weight
     if not count or np.median(gap_M) < min_gap:
         return np.zeros(count, np.int64)
-    # A representative has more samples than its followers, or as many and a lower index: no chain returns to its start.
+    # A representative has more samples than its followers, or as many and a lower index, so chains have no cycles.
     follows_M = score_MM.argmax(1)
     for _ in range(count.bit_length()):
-        follows_M = follows_M[follows_M]  # chains of 2, 4, 8, .. representatives
+        follows_M = follows_M[follows_M]  # follows chains of 2, 4, 8, .. representatives to their end
     return follows_M

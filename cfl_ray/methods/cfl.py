@@ -8,17 +8,19 @@ Optimization Under Privacy Constraints. IEEE TNNLS 2021, arXiv:1910.01991, Algor
     join: descend the tree; at each split train from its stored model and follow the side with the higher max cosine
 
 In the paper all clients take part in every round. With a sampled cohort, averages are over this round's participants,
-and a leaf splits only if max(4, half) of its members have an update from the last 1/R rounds, and after its own last
-split. Its other members go to the side with the higher mean cosine, by their old update at once and by a new one when
-they next take part. A new update that moves its client counts in no average and for no split, since it was trained from
-the other side's model. Members without any update, and clients that never took part, join as newcomers do.
+and a leaf splits only if max(4, half) of its members have an update from the last 1/R rounds that is also newer than
+the leaf's last split. The leaf's other members go to the side with the higher mean cosine: at once by their old update,
+and again by a new update when they next take part. If the new update moves the client to the other side, it counts in
+no average and for no split, since it was trained from the wrong model. Members without any update, and clients that
+never took part, join as newcomers do.
 
-The paper also asks that gamma_max < sqrt((1 - alpha_cross) / 2), with alpha_cross the largest cosine across the two
-sides and gamma_i the distance of client i's update to that of its distribution, relative to the length of the latter:
-then the cosines within groups, at least 1 - 2 gamma_max^2, exceed those across. `gamma_max` gives the value,
-`estimate_gamma` takes gamma_i = ||Delta_i - mean|| / ||mean|| with the unweighted mean of its side. Estimated gamma_max
-and bound after 0 and 40 rounds of FedAvg (MLP with 32 hidden units, one epoch of batch 20, eta 0.1; 16 clients of the
-digits, 12 clients of 600 images of MNIST), where the bipartition has the true groups (ARI 1) except on IID data:
+The paper also requires gamma_max < sqrt((1 - alpha_cross) / 2). alpha_cross is the largest cosine across the two sides;
+gamma_i is the distance of client i's update to the update of its true distribution, divided by the length of the
+latter. Then the cosines within groups, at least 1 - 2 gamma_max^2, exceed the cosines across groups. `gamma_max` sets
+the value; `estimate_gamma` takes gamma_i = ||Delta_i - mean|| / ||mean|| with the unweighted mean of the client's side.
+The table has the estimated gamma_max and the bound, after 0 and after 40 rounds of FedAvg (MLP with 32 hidden units,
+one epoch of batch 20, eta 0.1; 16 clients of the digits, 12 clients of 600 images of MNIST). The bipartition has the
+true groups (ARI 1) except on IID data:
 
                                   digits                      MNIST
     IID                           0.97, 0.47;  1.87, 0.49     0.54, 0.33;  3.04, 0.70
@@ -26,13 +28,13 @@ digits, 12 clients of 600 images of MNIST), where the bipartition has the true g
     labels shifted by 0, 5        0.72, 0.66;  0.67, 0.88     0.48, 0.65;  1.11, 0.84
     labels 0 to 4, 5 to 9         0.47, 0.88;  0.55, 0.92     0.55, 0.72;  1.22, 0.81
 
-It never splits IID clients, but also refuses right splits, since the mean of a side shrinks with training while the
-noise stays. So it is off by default, as in the official code.
+The condition never splits IID clients, but also refuses correct splits, since the mean of a side shrinks with training
+while the noise stays. So it is off by default, as in the official code.
 
 Deviations: complete linkage as in the official code (paper: single). Momentum starts from zero in every round (official
-code: kept; for that, `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client without a
-leaf predicts with the mean of the leaves. `stale_updates: reapply` is PACFL's CFL: every member's last update again in
-every round, zeros for clients that never took part or have not joined yet.
+code: it is kept, as with `local.persist`). Updates longer than `sketch` are projected; norms are exact. A client
+without a leaf predicts with the mean of the leaves. `stale_updates: reapply` is CFL in PACFL's code: every member's
+last update is added again in every round, zeros for clients that never took part or have not joined yet.
 """
 
 from dataclasses import dataclass
@@ -65,20 +67,21 @@ NO_SPLIT = -1
 class SplitState(SignatureState):
     """A state whose clusters are the leaves of a tree. Signatures are the clients' last updates.
 
-    Splits are numbered in their order. Each splits one leaf, so a client descends by going through them in this order.
-    Axis K2 are the splits and their two leaves, axis E the updates of the members of a leaf when it was split.
+    Splits are numbered in the order in which they happened; a client descends the tree by passing them in this order.
+    Axes: K2 are the splits with their two leaves; E are the updates of all splits, which are the updates that the
+    members of a leaf had when it was split.
     """
 
     split_KP: Tensor  # model of the leaf before each split
     leaves_K2: np.ndarray  # int64: the leaf that was split, which stays as side 0, and the new leaf, side 1
     update_EF: Tensor
-    client_E: np.ndarray  # int64: the client of the update; UNASSIGNED for the mean of a side whose members all left
-    split_E: np.ndarray  # int64: the split of the update
-    side_E: np.ndarray  # int64: 0 or 1
+    client_E: np.ndarray  # int64: client of the update; UNASSIGNED: the update is the mean of a side that all left
+    split_E: np.ndarray  # int64: split of the update
+    side_E: np.ndarray  # int64: side of the update, 0 or 1
 
     @classmethod
     def unsplit(cls, first_KP: Tensor, features: int) -> dict[str, Any]:
-        """The fields above, and those of signatures, before the first split."""
+        """Keyword arguments for the fields above and the fields of signatures, before the first split."""
         empty = np.zeros(0, np.int64)
         return cls.no_signatures(features) | {
             "split_KP": first_KP[:0],
@@ -90,7 +93,7 @@ class SplitState(SignatureState):
         }
 
     def with_split(self, leaf: int, ids_E: np.ndarray, update_EF: Tensor, side_E: np.ndarray) -> Self:
-        """With a leaf split: its members `ids_E` of side 1 go to a new leaf, which starts from the same model."""
+        """This state with a leaf split: members `ids_E` of side 1 go to a new leaf, which starts from its model."""
         split, new, model_1P = len(self.split_KP), self.num_clusters, self.models_KP[leaf][None]
         return self.advance(
             models_KP=torch.cat([self.models_KP, model_1P]),
@@ -104,9 +107,9 @@ class SplitState(SignatureState):
         )
 
     def leaf_at(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
-        """int64 (M,): the leaf of one split whose updates have the higher `mean` or `max` cosine with each of these.
+        """int64 (M,): for each update, the leaf of this split whose updates have the higher cosine with it.
 
-        Ties go to the leaf that was split.
+        reduce: "mean" or "max" over the updates of a leaf. If both are equal, it is the leaf that was split.
         """
         at_split_E = self.split_E == split
         side_E = self.side_E[at_split_E]
@@ -116,7 +119,7 @@ class SplitState(SignatureState):
         return np.where((new_M > old_M).numpy(), self.leaves_K2[split, 1], self.leaves_K2[split, 0])
 
     def leaf_below(self, split: int, update_MF: Tensor, reduce: str) -> np.ndarray:
-        """int64 (M,): the leaf to which each of these updates descends from a split, through those after it."""
+        """int64 (M,): the leaf to which each update descends from this split through all later splits."""
         leaf_M = np.full(len(update_MF), self.leaves_K2[split, 0])
         for later in range(split, len(self.leaves_K2)):
             here = np.flatnonzero(leaf_M == self.leaves_K2[later, 0])
@@ -124,12 +127,12 @@ class SplitState(SignatureState):
         return leaf_M
 
     def forget(self, ids: np.ndarray) -> Self:
-        """Without the assignment, signature and updates at splits of clients that left.
+        """This state without the assignments, signatures and updates at splits of clients that left.
 
-        A side of a split that loses its last update keeps the mean of those that it had.
+        A side of a split that loses its last updates keeps their mean.
         """
         stay_E = ~np.isin(self.client_E, ids)
-        key_E = 2 * self.split_E + self.side_E  # one number for each side of each split
+        key_E = 2 * self.split_E + self.side_E  # a number for each side of each split
         emptied = np.setdiff1d(key_E, key_E[stay_E])
         last_E = np.isin(key_E, emptied)
         last_EF, position_E = self.update_EF[torch.from_numpy(last_E)], np.searchsorted(emptied, key_E[last_E])
@@ -145,12 +148,12 @@ class SplitState(SignatureState):
 
 @dataclass(frozen=True, kw_only=True)
 class CFLState(SplitState):
-    """The tree, and what decides the next split."""
+    """The tree, and the values by which the next split is decided."""
 
     norm_S: np.ndarray  # float64: length of each client's last update
-    round_S: np.ndarray  # int64: the round of that update; 0 once its leaf was split, or if it moved its client
-    open_S: np.ndarray  # int64: the first split whose side a client's next update decides; -1: none
-    early: np.ndarray  # float64 (2,): sum and number of the lengths of updates in rounds 1 to 5
+    round_S: np.ndarray  # int64: round of that update; 0 after its leaf was split, or if the update moved its client
+    open_S: np.ndarray  # int64: the first split at which the client's next update decides its side; -1: none
+    early: np.ndarray  # float64 (2,): sum of the lengths of all updates in rounds 1 to 5, and their number
 
 
 @dataclass(frozen=True)
@@ -167,15 +170,18 @@ class CFL(Method[CFLState], name="cfl"):
     )
     eps2: float | None = option(
         None,
-        "eps_2: and when its longest update is longer than this; null: 1.6 (FedClust prints 0.6), relative 0.6",
+        "eps_2: a leaf may split when its longest update is longer than this; null: 1.6 (FedClust prints 0.6), "
+        "relative 0.6",
         source="official code; relative: ours",
         low=0,
     )
-    relative: bool = option(False, "eps_1 and eps_2 count in mean update lengths of rounds 1 to 5", source="ours")
+    relative: bool = option(
+        False, "eps_1 and eps_2 are multiples of the mean update length in rounds 1 to 5", source="ours"
+    )
     min_rounds: int = option(20, "t_min: rounds before the first split", source="official code", low=0)
     linkage: str = option(
         "complete",
-        "of the bipartition: complete or single (paper)",
+        "linkage of the bipartition: complete or single (paper)",
         source="official code",
         choices=("complete", "single"),
     )
@@ -235,7 +241,7 @@ class CFL(Method[CFLState], name="cfl"):
             clients.send(state.models_KP, leaf_M), features=self.update_features(clients.spec), defer_aggregation=True
         )
         state = self.remember_updates(state, clients, updates)
-        stays_M = state.assign_N[clients.ids_M] == leaf_M  # others count in no average and for no split
+        stays_M = state.assign_N[clients.ids_M] == leaf_M  # a client that moved counts in no average and for no split
         # W_c <- W_c + sum_i p_i Delta_i
         models_KP, mean_KP = self.averaged_models(state, clients, updates, stays_M)
         if clients.round > self.min_rounds:  # t > t_min
@@ -252,11 +258,11 @@ class CFL(Method[CFLState], name="cfl"):
         return state.advance(models_KP=models_KP)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
-        """Delta_i. It is not projected if it is added to a model again."""
+        """Delta_i, not projected if it is to be added to a model again."""
         return whole_update(spec, self.sketch if self.stale_updates == "drop" else None)
 
     def remember_updates(self, state: CFLState, clients: Clients, updates: Updates) -> CFLState:
-        """With the cohort's updates, after members whose side of a split was open moved by them."""
+        """The state with the cohort's updates, after clients with an open split went to the side of their update."""
         valid_M, update_MF = updates.valid_M, updates.valid_features_MF
         ids_M, norm_M = clients.ids_M[valid_M], updates.norm_M[valid_M]
         leaf_M = state.assign_N[ids_M]
@@ -276,7 +282,7 @@ class CFL(Method[CFLState], name="cfl"):
         return state.advance(early=state.early + np.array([norm_M.sum(), len(norm_M)]))
 
     def remember_zeros(self, state: CFLState, spec: ParamSpec) -> CFLState:
-        """With zeros for the update of members that never took part."""
+        """The state with zeros as the updates of members that never took part."""
         ids = np.setdiff1d(np.flatnonzero(state.assign_N >= 0), state.seen_S)
         count = len(ids)
         return state.remember(
@@ -290,9 +296,9 @@ class CFL(Method[CFLState], name="cfl"):
     def averaged_models(
         self, state: CFLState, clients: Clients, updates: Updates, stays_M: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """The model of every leaf after this round's updates, and without a step of a server optimiser, (K, P) each.
+        """The model of every leaf after this round's updates, (K, P), and the same without a server optimiser, (K, P).
 
-        With `reapply`, after the last updates of all members.
+        With `reapply`, the last updates of all members take the place of this round's updates.
         """
         weight_KM = cluster_weights(
             state.assign_N[clients.ids_M], clients.weights(self.weights) * stays_M, state.num_clusters
@@ -308,7 +314,7 @@ class CFL(Method[CFLState], name="cfl"):
         return models_KP, mean_KP
 
     def is_recent(self, state: CFLState, clients: Clients) -> np.ndarray:
-        """Whether each client's last update is from the last 1 / R rounds, bool (S,); with `reapply`, all are."""
+        """Whether each client's last update is from the last 1 / R rounds, bool (S,); always true with `reapply`."""
         window = -(-int((state.assign_N >= 0).sum()) // max(len(clients), 1))
         return (state.round_S > max(clients.round - window, 0)) | (self.stale_updates == "reapply")
 
@@ -333,7 +339,8 @@ class CFL(Method[CFLState], name="cfl"):
             side_E = 1 - side_E  # the larger side stays in the leaf
         unseen = np.setdiff1d(np.flatnonzero(state.assign_N == leaf), state.seen_S)
         state = state.with_split(leaf, state.seen_S[recent], update_EF, side_E)
-        # Members without a recent update follow their old update until the next; those without any join like newcomers.
+        # Members without a recent update are placed by their old update until they have a new one. Members without any
+        # update join as newcomers do.
         split, open_S = len(state.split_KP) - 1, state.open_S.copy()
         clients.event("split", cluster=leaf, into=[leaf, state.num_clusters - 1], because=because)
         open_S[stale] = np.where(open_S[stale] == NO_SPLIT, split, open_S[stale])
@@ -341,27 +348,27 @@ class CFL(Method[CFLState], name="cfl"):
         state = state.advance(assign_N=state.place(state.seen_S[stale], leaf_M))
         return state.advance(
             open_S=open_S,
-            round_S=np.where(member_S, 0, state.round_S),  # these updates split no leaf again
+            round_S=np.where(member_S, 0, state.round_S),  # the members' updates are not used for another split
             assign_N=state.place(unseen, UNASSIGNED),
         )
 
     def norms(self, state: CFLState, mean_norm: float, recent: np.ndarray) -> dict[str, float]:
-        """||sum_i p_i Delta_i|| and max_i ||Delta_i|| of the recent updates, with their thresholds."""
+        """The norms ||sum_i p_i Delta_i|| and max_i ||Delta_i|| of the recent updates, with their thresholds."""
         assert self.eps1 is not None and self.eps2 is not None
         scale = state.early[0] / max(state.early[1], 1) if self.relative else 1.0
         longest = float(state.norm_S[recent].max(initial=0))
         return {"mean": mean_norm, "eps1": self.eps1 * scale, "max": longest, "eps2": self.eps2 * scale}
 
     def splits(self, state: CFLState, leaf: int, recent: np.ndarray, norms: dict[str, float]) -> bool:
-        """||sum_i p_i Delta_i|| < eps_1  and  max_i ||Delta_i|| > eps_2  and  |c| > 2, with enough recent updates."""
+        """Whether ||sum_i p_i Delta_i|| < eps_1, max_i ||Delta_i|| > eps_2, |c| > 2, and recent updates suffice."""
         size = int(state.members_K[leaf])
         if len(recent) <= 2 or len(recent) < min(size, max(4, -(-size // 2))):
             return False
         return norms["mean"] < norms["eps1"] and norms["max"] > norms["eps2"]
 
     def separation(self, update_EF: Tensor, distance: np.ndarray, side_E: np.ndarray) -> dict[str, float]:
-        """alpha_cross, the largest cosine between updates of the two sides; if a bound is to be checked, also gamma_max
-        and sqrt((1 - alpha_cross) / 2), below which it must be.
+        """alpha_cross, the largest cosine across the two sides, as "cosine_across". If gamma_max is checked, also
+        "gamma_max" and its bound sqrt((1 - alpha_cross) / 2), "gamma_bound".
 
         distance: condensed, 1 - cos.
         """
@@ -372,7 +379,7 @@ class CFL(Method[CFLState], name="cfl"):
         return {"cosine_across": 1 - nearest, "gamma_max": gamma, "gamma_bound": np.sqrt(nearest / 2)}
 
     def join(self, state: CFLState, clients: Clients) -> CFLState:
-        """Newcomers descend the tree: one training per split they meet."""
+        """Newcomers descend the tree; they train once at each split that they reach."""
         leaf_M, valid_M = np.zeros(len(clients), np.int64), np.ones(len(clients), bool)
         for split, old in enumerate(state.leaves_K2[:, 0].tolist()):
             here = np.flatnonzero((leaf_M == old) & valid_M)
@@ -393,7 +400,7 @@ class CFL(Method[CFLState], name="cfl"):
 
 
 def noise(update_EF: Tensor, side_E: np.ndarray) -> float:
-    """max_i ||Delta_i - mean Delta|| / ||mean Delta||, with the mean over the side of the split that i is on."""
+    """max_i ||Delta_i - mean Delta|| / ||mean Delta||, with the mean over the updates on the same side as i."""
     mean_2F, _ = cluster_means(update_EF, side_E, 2)
     mean_EF = mean_2F[torch.from_numpy(side_E)]
     gamma_E = (update_EF - mean_EF).norm(dim=1) / mean_EF.norm(dim=1).clamp(min=1e-30)

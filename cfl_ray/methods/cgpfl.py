@@ -1,6 +1,6 @@
 """CGPFL: X. Tang, S. Guo, J. Guo. Personalized Federated Learning with Contextualized Generalization. IJCAI 2022,
-arXiv:2106.13044. The local problem is that of pFedMe (C. T. Dinh, N. H. Tran, T. D. Nguyen. NeurIPS 2020,
-arXiv:2006.08848, Algorithm 1).
+arXiv:2106.13044. The local problem is pFedMe's (C. T. Dinh, N. H. Tran, T. D. Nguyen. NeurIPS 2020, arXiv:2006.08848,
+Algorithm 1).
 
     y_i <- Omega_{c(i)};  R_l times:  theta_i <- S_l SGD steps on f_i + (lambda / 2) ||theta - y_i||^2;
                                       y_i <- y_i - eta lambda (y_i - theta_i)
@@ -10,11 +10,11 @@ arXiv:2006.08848, Algorithm 1).
 
 theta_i stays with the client, which predicts with it; a client that never took part predicts with Omega.
 
-Deviations: written from memory of the paper. The clients upload y_i (`simple`: theta_i) alone, one model, and are
-clustered by it. Every SGD step takes a new batch. lambda is at most 1 / eta, above which an explicit step would
-overshoot its anchor. k-means continues from the present centres, of which there are no more than clients in the first
-round, and K stays (the paper has a heuristic that changes it); a client that never took part starts from their mean.
-Features longer than `sketch` are projected.
+Deviations: written from memory of the paper. The clients upload a single model, y_i (`simple`: theta_i), and are
+clustered by it. Every SGD step takes a new batch. lambda is at most 1 / eta; with a larger lambda, a step would
+overshoot its anchor. k-means continues from the present centres; there are at most as many as clients in the first
+round. K does not change (the paper has a heuristic that changes it). A client that never took part starts from the
+mean of the centres. Features longer than `sketch` are projected.
 """
 
 from dataclasses import dataclass

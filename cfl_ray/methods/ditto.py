@@ -4,7 +4,7 @@ ICML 2021, arXiv:2012.04221, Algorithm 1.
     W_i <- SGD_i(w_t);  w_{t+1} <- Avg(W_i)                                 global model, FedAvg
     v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t))                    personal model, kept by the client
 
-w_t is the downloaded model, not W_i; v_i = w_0 at first, and w_t for a newcomer. A client that never took part predicts
+w_t is the downloaded model, not W_i. v_i starts as w_0, a newcomer's as w_t. A client that never took part predicts
 with w.
 
 Deviations: the personal model trains for as many steps as the global model; lambda is fixed, not chosen per client.
@@ -28,15 +28,15 @@ PERSONAL = ClientState("personal")  # v_i
 
 @dataclass(frozen=True, kw_only=True)
 class DittoState(State):
-    """The global model w_t, and where the personal models begin."""
+    """The global model w_t, and the models from which personal models start."""
 
-    first_KP: Tensor  # w_0 (1, P): the first personal model of a client that is there from the start
-    came_N: np.ndarray  # bool: newcomers, whose first personal model is w_t
+    first_KP: Tensor  # w_0 (1, P): the first personal model of clients that are not newcomers
+    came_N: np.ndarray  # bool (N,): newcomers, whose first personal model is w_t
 
 
 @dataclass(frozen=True)
 class Ditto(Method[DittoState], name="ditto"):
-    """A global model, and a personal model per client with a proximal term to it."""
+    """A global model, and for each client a personal model with a proximal term to the global model."""
 
     lam: float = option(
         0.05,
@@ -60,7 +60,7 @@ class Ditto(Method[DittoState], name="ditto"):
         downloaded = clients.send(state.models_KP)
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(downloaded, average=weight_1M, keep_as_local_model=False)
-        # v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t)); the client has w_0 or w_t, so that nothing more is sent
+        # v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w_t)); the client has w_0 or w_t already, so nothing is sent
         first = replace(
             downloaded,
             models_KP=torch.cat([state.first_KP, state.models_KP]),

@@ -4,7 +4,7 @@ form.
 
     min sum_i f_i(omega_i) + (mu / 2) ||omega_i - Omega_{r(i)}||^2 + (lambda / 2) ||phi_i - Phi||^2
                                                                         phi: all but the last layer
-    omega_i <- SGD of that from the client's own omega_i, which stays with it
+    omega_i <- SGD on this objective from the client's own omega_i, which the client keeps
                                                                         `start: global`: from Phi and its own last layer
     M-step: Phi <- mean of phi_i;   Omega_k <- mean of omega_i over r(i) = k
     E-step: r(i) <- argmax_k cos(z_i, z_k)                              z = M^T (omega - mean)
@@ -12,22 +12,23 @@ form.
     CNT: rho_k = mean cosine distance of members to z_k / distance of z_k to the nearest other centre;
          split if > rho_hi, merge if < rho_lo                           the adaptation of the number of clusters
 
-In the first round clients train from one w_0 and k-means of z gives the centres.
+In the first round all clients train from the same w_0, and k-means of z gives the centres.
 
-Deviations: all numeric settings are lost; the defaults are ours. PCA is done by the server on centred uploads, so that
-M is never sent. CNT takes one step in 10 rounds, after round 20. A client that never took part trains from Phi and the
-mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
+Deviations: the paper's numeric settings are not known; the defaults are ours. The server does the PCA on centred
+uploads, so M is never sent. CNT takes a step every 10 rounds, after round 20. A client that never took part trains from
+Phi and the mean head; `start: global` suits few rounds. Longer uploads are projected (`sketch`).
 
-The paper says that CNT finds the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does not:
-two centres in one group are near each other, so their rho is high and they split; a lone cluster has no other to be
-compared with and never splits. By default (`adaptation: significance`) two clusters merge if the cosine of their means
-of z, centred anew, is at least `merge_cosine`. A cluster splits into the parts that its members form by a test of one
-cluster against two on the directions of z (`clustering/significance.py`). A step takes all merges, or else all splits.
-The test cannot tell when to merge: members of two clusters of one group differ by more than their spread, since each is
-drawn to its own Omega_k. For the same reason clusters of data without any groups stay as many as they were at first.
-`adaptation: rho` is the rule above, one split or one merge at most in a step. It splits no cluster with fewer than 4
-remembered members and merges none with 4 members: the further clusters are apart, the lower is rho. Neither rule splits
-a cluster if a part of it has no participant. The E-step after a split is that of the next round.
+The paper says that CNT reaches the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does
+not: two centres in one group are near each other, so their rho is high and they split; a single cluster has no other
+to be compared with and never splits. By default (`adaptation: significance`) two clusters merge if the cosine of their
+means of z, centred again, is at least `merge_cosine`. A cluster splits into the parts that its members form by a test
+of one cluster against two on the directions of z (`clustering/significance.py`). A step makes all merges or, if there
+are none, all splits. The test cannot decide about merges: members of two clusters of the same group differ by more than
+their spread, since each cluster's members are drawn to its Omega_k. For the same reason the number of clusters does not
+fall on data without groups. `adaptation: rho` is the rule above, with at most one split or one merge in a step. It
+splits no cluster with fewer than 4 remembered members and merges no cluster with 4 or more members: the further
+clusters are apart, the lower is rho. Neither rule splits a cluster if a part of it has no participant. After a split,
+the next E-step is in the next round.
 
 `similarity: l2` is the paper's ablation: uploads and cluster models are compared by their Euclidean distance, without
 PCA.
@@ -55,27 +56,27 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights, global_weights
 
-CLUSTERS = 1  # number of the averages of the Omega_k; that of Phi is 0
-FEW = 4  # members: with fewer a cluster may merge, with at least so many it may split
+CLUSTERS = 1  # number of the average that gives the Omega_k; the average of Phi has number 0
+FEW = 4  # a cluster with fewer members may merge, a cluster with at least so many may split
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedACState(SignatureState):
-    """`models_KP` are the Omega_k; `signature_SF` holds the latest uploads, one per client, the newest last."""
+    """`models_KP` are the Omega_k; `signature_SF` are the clients' latest uploads, the newest last."""
 
-    global_KP: Tensor  # Phi in a whole row (1, P)
-    mean_F: Tensor  # of the uploads from which M was made
+    global_KP: Tensor  # Phi, in a row of a whole model (1, P)
+    mean_F: Tensor  # mean of the uploads from which M was computed
     basis_FQ: Tensor | None  # M; None: uploads are compared whole
 
     def z(self, feature_MF: Tensor) -> Tensor:
-        """Low-rank representation (M, q); without M, the centred uploads themselves."""
+        """Low-rank representation of uploads, (M, q); without M, the centred uploads, (M, F)."""
         centred_MF = feature_MF - self.mean_F
         return centred_MF if self.basis_FQ is None else centred_MF @ self.basis_FQ
 
 
 @dataclass(frozen=True)
 class FedAC(Method[FedACState], name="fedac"):
-    """Personal models between their cluster's model and a global embedding; clusters are found in a low-rank space."""
+    """Personal models near their cluster's model and a global embedding; clients are clustered in a low-rank space."""
 
     placement = "the cluster with the highest cosine, by a local training from the mean of the contexts"
     phases = {"cluster": ("federate",), "federate": ()}
@@ -84,14 +85,14 @@ class FedAC(Method[FedACState], name="fedac"):
     adapt_clusters: bool = option(True, "CNT: adapt the number of clusters", source="FedAC")
     adapt_every: int = option(
         10,
-        "rounds between two steps of CNT, each one split or one merge at most",
+        "rounds between two steps of CNT",
         source="ours: not known from the paper",
         low=1,
     )
     adapt_after: int = option(20, "rounds before the first step of CNT", source="ours: not known from the paper", low=0)
     adaptation: str = option(
         "significance",
-        "rule of CNT: a test whether clusters are one or several, or rho",
+        "rule of CNT: a significance test of one cluster against several, or rho",
         source="ours; rho: FedAC",
         choices=("significance", "rho"),
     )
@@ -125,13 +126,13 @@ class FedAC(Method[FedACState], name="fedac"):
     )
     lam: float = option(
         0.1,
-        "lambda: proximal term of the embedding to the global one (grid 0.01, 0.1, 1)",
+        "lambda: proximal term of the embedding to the global embedding (grid 0.01, 0.1, 1)",
         source="ours: not known from the paper",
         low=0,
     )
     start: str = option(
         "own",
-        "where the embedding starts: at the client's own, or at the global one Phi",
+        "embedding from which a client starts: its own, or the global embedding Phi",
         source="paper",
         choices=("own", "global"),
     )
@@ -234,25 +235,25 @@ class FedAC(Method[FedACState], name="fedac"):
         return ClientState("personal", None if self.start == "own" else spec.head, private=False)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
-        """The uploaded omega_i that clients are compared by."""
+        """The features of the uploaded omega_i, by which clients are compared."""
         return UpdateFeatures(spec.trainable, sketch=self.sketch)
 
     def remember_uploads(self, state: FedACState, ids_M: np.ndarray, upload_MF: Tensor, rng: Draws) -> FedACState:
-        """With these uploads as the latest, in random order: a cohort above `memory` leaves a random part of it."""
+        """The state with these uploads as the newest, in random order; of too large a cohort a random part stays."""
         order_M = rng.stream("memory").permutation(len(ids_M))
         state = state.subset(~np.isin(state.seen_S, ids_M))
         state = state.remember(ids_M[order_M], upload_MF[torch.from_numpy(order_M)])
         return state.subset(np.arange(len(state.seen_S)) >= len(state.seen_S) - self.memory)
 
     def principal_components(self, state: FedACState) -> FedACState:
-        """With M from the latest uploads; fewer than q components if the uploads have no more."""
-        from sklearn.decomposition import PCA  # here: loading it takes hosts a second, and only the server needs it
+        """The state with M computed from the latest uploads; it has fewer than q components if there are no more."""
+        from sklearn.decomposition import PCA  # imported here: loading it takes a second, and hosts do not need it
 
         uploads_SF = state.signature_SF
         if not self.by_cosine:
             return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=None)
         rank = max(min(self.rank, len(uploads_SF) - 1, len(state.mean_F)), 1)
-        with np.errstate(invalid="ignore", divide="ignore"):  # the shares of the variance of a single upload
+        with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 in the shares of variance of a single upload
             pca = PCA(rank, svd_solver="full").fit(uploads_SF.numpy())
         basis_FQ = torch.from_numpy(pca.components_.T.copy()).float()
         return state.advance(mean_F=uploads_SF.mean(0), basis_FQ=basis_FQ)
@@ -283,7 +284,7 @@ class FedAC(Method[FedACState], name="fedac"):
             because = {"cosine": pair[2], "merge_cosine": self.merge_cosine}
             clients.event("merge", cluster=smaller, into=[larger - (larger > smaller)], because=because)
             state = merge_cluster(state, smaller, larger)
-        if state.num_clusters < before:  # members that were drawn apart come together in the rounds that follow
+        if state.num_clusters < before:  # members of a merged cluster first need rounds with their common model
             return state
         for k in range(before):
             part_s, p = significant_parts(z_SQ[torch.from_numpy(state.cluster_S == k)], draw, self.level)
@@ -303,7 +304,7 @@ class FedAC(Method[FedACState], name="fedac"):
         updates: Updates,
         because: dict[str, float],
     ) -> FedACState:
-        """The state after `split_cluster`, which is reported with the figures that decided it."""
+        """The state after `split_cluster`; a split is reported with the numbers that decided it."""
         after = split_cluster(state, k, part_s, z_SQ, z_MQ, clients, updates, clients.weights(self.weights))
         if after is not state:
             into = [k, *range(state.num_clusters, after.num_clusters)]
@@ -311,12 +312,12 @@ class FedAC(Method[FedACState], name="fedac"):
         return after
 
     def compared(self, state: FedACState, upload_SF: Tensor) -> Tensor:
-        """The vectors that CNT compares: z, or their directions."""
+        """The vectors that CNT compares: z, or with cosines the directions of z."""
         z_SQ = state.z(upload_SF)
         return normalize(z_SQ, dim=1) if self.by_cosine else z_SQ
 
     def adapt_by_rho(self, state: FedACState, clients: Clients, updates: Updates) -> FedACState:
-        """The state after a step of CNT by rho: one split or one merge at most."""
+        """The state after a step of CNT by rho, with at most one split or one merge."""
         z_SQ = state.z(state.signature_SF)
         rho_K, nearest_K, remembered_K = compactness(z_SQ, state.cluster_S, self.centres(state, clients))
         split, merge = self.choose_adaptation(rho_K, remembered_K, state.members_K)
@@ -336,10 +337,10 @@ class FedAC(Method[FedACState], name="fedac"):
     def choose_adaptation(
         self, rho_K: np.ndarray, remembered_K: np.ndarray, members_K: np.ndarray
     ) -> tuple[int | None, int | None]:
-        """(the cluster to split, the cluster to merge): at most one of them.
+        """(cluster to split, None), (None, cluster to merge), or (None, None).
 
-        remembered_K: members whose uploads are remembered: at least 4 are needed to split, and one to merge.
-        members_K: all members: clusters with fewer than 4 merge.
+        remembered_K: number of members whose uploads are remembered: 4 are needed for a split, 1 for a merge.
+        members_K: number of all members: a cluster with 4 or more does not merge.
         """
         loose = np.flatnonzero((rho_K > self.rho_high) & (remembered_K >= FEW))
         if len(loose) and len(rho_K) < self.max_clusters:
@@ -368,9 +369,10 @@ class FedAC(Method[FedACState], name="fedac"):
 
 
 def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tuple[int, int, float] | None:
-    """The clusters whose means, seen from the mean of all, have the highest cosine, and it, if it is at least `cosine`.
+    """The two clusters whose means have the highest cosine, and this cosine; None if it is below `cosine`.
 
-    Rows of cluster -1 are in none. Centring anew leaves out what all clusters have moved since the last PCA.
+    Means are centred by the mean of all rows, which removes the common movement of all clusters since the last PCA.
+    Rows of cluster -1 are left out.
     """
     member_S = cluster_S >= 0
     numbers, cluster_s = np.unique(cluster_S[member_S], return_inverse=True)
@@ -384,10 +386,11 @@ def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tup
 
 
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each cluster (K,): rho of CNT, the nearest other centre, and the number of members.
+    """For each cluster: rho of CNT (K,), the nearest other centre (K,), and the number of members (K,).
 
-    A centre without members is nearest to no other, and has a rho of 0. A centre without any other is compared with an
-    orthogonal one, and is nearest to itself. Rows of cluster -1 count nowhere.
+    A cluster without members has a rho of 0 and is not the nearest of another. If there is no other cluster with
+    members, the distance is 1, as to an orthogonal centre, and the nearest centre is the cluster's own. Rows of cluster
+    -1 are left out.
     """
     num_clusters, member_S = len(centre_KQ), cluster_S >= 0
     unit_SQ, unit_KQ = normalize(z_SQ[torch.from_numpy(member_S)], dim=1), normalize(centre_KQ, dim=1)
@@ -415,16 +418,17 @@ def split_cluster(
     updates: Updates,
     weight_M: np.ndarray,
 ) -> FedACState:
-    """The state with the parts of cluster k as clusters: part 0 as k, the others as new ones.
+    """The state with the parts of cluster k as clusters: part 0 is cluster k, the others are new clusters.
 
-    Their models are means of this round's participants; without a valid participant in each part nothing is split.
+    Their models are the means of this round's participants in them. If a part has no valid participant, the state is
+    returned unchanged.
 
-    part_s: of the remembered members of k. z_SQ: of all remembered uploads. z_MQ: of this round's valid participants;
-        those that are not remembered go to the part with the nearest mean.
-    updates: of a `train(..., defer_aggregation=True)` of the round.
+    part_s: part of each remembered member of k. z_SQ: z of all remembered uploads. z_MQ: z of this round's valid
+        participants; participants that are not remembered go to the part with the nearest mean.
+    updates: result of `train(..., defer_aggregation=True)` in this round.
     """
     ids_M, parts = clients.ids_M[updates.valid_M], int(part_s.max()) + 1
-    number_K = np.concatenate([[k], state.num_clusters + np.arange(parts - 1)])  # of the clusters that the parts become
+    number_K = np.concatenate([[k], state.num_clusters + np.arange(parts - 1)])  # cluster of each part
     member_S, member_M = state.cluster_S == k, state.assign_N[ids_M] == k
     centre_KQ, _ = cluster_means(z_SQ[torch.from_numpy(member_S)], part_s, parts)
     part_m, _ = nearest_centre(z_MQ[torch.from_numpy(member_M)], centre_KQ, "l2")
@@ -441,7 +445,7 @@ def split_cluster(
 
 
 def merge_cluster(state: FedACState, k: int, other: int) -> FedACState:
-    """The state with the members of cluster k in `other`, whose model stays; clusters above k move down by one."""
+    """The state with the members of cluster k in `other`, which keeps its model. Numbers above k fall by one."""
     assign_N = np.where(state.assign_N == k, other, state.assign_N)
     others_K = torch.arange(state.num_clusters) != k
     return state.advance(

@@ -42,7 +42,7 @@ class FedAvgPlus(Method[State], name="fedavg_plus"):
         return fedavg_each(state, clients, self.weights)
 
     def join(self, state: State, clients: Clients) -> State:
-        """Newcomers choose no model: all vote."""
+        """Newcomers need no assignment, since all models vote."""
         return state
 
     def serve(self, state: State, clients: Clients) -> Serving:

@@ -14,9 +14,9 @@ Decomposed Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 
     a client whose data changed leaves its group and is cold-started again                  FlexCFL, `regroup`
 
 Deviations: the simulation tells a client that its data changed; the client does not measure its label distribution.
-K-means has 10 starts of up to 300 iterations (official code: one of 20). Updates longer than `sketch` are projected.
-P-server is over clients that have a group. Where few clients can be reached for the cold start, there are no more
-groups than clients.
+K-means has 10 starts of up to 300 iterations (official code: 1 start of 20). Updates longer than `sketch` are
+projected. P-server is over clients that have a group. If few clients can be reached for the cold start, there are at
+most as many groups as clients.
 """
 
 from dataclasses import dataclass
@@ -148,16 +148,16 @@ class FedGroup(Method[CentreState], name="fedgroup"):
 
 
 def decomposed_cosines(delta_MF: Tensor, components: int) -> Tensor:
-    """e_i (M, K): cosines of updates with the K leading singular directions of all; fewer if there are no more."""
+    """e_i (M, K'): cosines of updates with the K' = min(K, rank) leading singular directions of all updates."""
     delta_MF = delta_MF.double()
     v_KF = torch.linalg.svd(delta_MF, full_matrices=False).Vh[:components]
     return (normalize(delta_MF, dim=1) @ v_KF.T).float()
 
 
 def mean_difference_of_cosines(delta_MF: Tensor) -> np.ndarray:
-    """MADC, condensed: mean absolute difference of the cosines that two clients have with each of the others."""
+    """MADC, condensed: for each pair, the mean absolute difference of their cosines with each other client."""
     distance = agglomerative.distances(delta_MF, "cosine")
     cos_MM = 1 - scipy.spatial.distance.squareform(distance)
-    # Without i and j themselves, where the cosines are 1 and cos_ij.
+    # The terms for the clients i and j, whose cosines are 1 and cos_ij, are subtracted.
     sums = scipy.spatial.distance.pdist(cos_MM, "cityblock") - 2 * np.abs(distance)
     return np.maximum(sums, 0) / max(len(cos_MM) - 2, 1)

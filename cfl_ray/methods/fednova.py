@@ -8,9 +8,9 @@ Heterogeneous Federated Optimization. NeurIPS 2020, arXiv:2007.07481, Section 4.
 With a proximal term mu, a_i <- (1 - eta mu) a_i + 1 in every step. Equal a_i give FedAvg. These a_i hold for a momentum
 buffer that is empty when a round begins, as it is in the official code: `local.persist` with momentum is an error.
 
-Deviations: with mu, the official code scales by sum_i p_i tau_i instead of sum_i p_i a_i. The server computes the same
-sum from the mean of W_i with weights p_i / a_i, so that sums form on the hosts. Statistics of batch normalisation are
-that mean.
+Deviations: with mu, the official code scales by sum_i p_i tau_i instead of sum_i p_i a_i. The server computes the sum
+from the mean of W_i with weights p_i / a_i, so that hosts can form partial sums. For statistics of batch normalisation
+this mean is the result.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from cfl_ray.errors import ConfigError
 
 def accumulation(steps_M: np.ndarray, momentum: float, eta_mu: float) -> np.ndarray:
     """a_i (M,) float64: the total weight of the gradients in the result of `steps_M` local steps, in units of eta."""
-    a = np.zeros(int(steps_M.max(initial=0)) + 1)  # by number of steps
+    a = np.zeros(int(steps_M.max(initial=0)) + 1)  # a[tau]: total weight after tau steps
     velocity = 0.0
     for step in range(1, len(a)):
         velocity = momentum * velocity + 1 - eta_mu * a[step - 1]

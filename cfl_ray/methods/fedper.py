@@ -1,10 +1,10 @@
 """FedPer: M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary. Federated Learning with Personalization Layers.
 arXiv:1912.00818, Algorithms 1 and 2.
 
-    (phi_i, h_i) <- SGD_i(phi_t, h_i)          base and private head trained jointly; h_i starts as that of w_0
+    (phi_i, h_i) <- SGD_i(phi_t, h_i)          base and private head trained jointly; h_i starts as the head of w_0
     phi_{t+1} <- Avg(phi_i)                    over the cohort; the heads never leave the clients
 
-A client that never took part predicts with phi and the untrained head: nearly by chance.
+A client that never took part predicts with phi and the untrained head, so nearly at random.
 
 Deviations: none.
 """
@@ -24,7 +24,7 @@ from cfl_ray.errors import ConfigError
 
 @dataclass(frozen=True)
 class FedPer(Method[State], name="fedper"):
-    """A shared base below private upper layers."""
+    """A shared base with private upper layers."""
 
     untrained = "its private layers begin untrained"
 

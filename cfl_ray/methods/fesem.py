@@ -5,13 +5,13 @@ Clustering for Better Personalization. World Wide Web 2023, arXiv:2005.01026, Al
     c(i) <- argmin_k ||W_i - theta_k||^2             E-step, participants
     theta_k <- Avg of W_i over c(i) = k              M-step; a centre without participants stays
 
-In the first round clients train from one common w_0 and k-means++ on W_i gives the centres: clients that start from
-different centres stay near them, and the assignment would never change.
+In the first round all clients train from the same w_0, and k-means++ on W_i gives the centres. If clients started from
+different centres, they would stay near them, and the assignment would never change.
 
-Deviations: distances are taken over the fully connected layers (`features: all` for the whole model) and averages are
-weighted by samples (paper: uniform). A client that was never seen, and a newcomer, trains from the mean of the centres,
-which are by then far from w_0. Features longer than `sketch` are projected. There are no more centres than clients in
-the first round.
+Deviations: distances are over the fully connected layers (`features: all`: over the whole model), and averages are
+weighted by samples (paper: uniform). A client that never took part, or a newcomer, trains from the mean of the centres,
+which are far from w_0 by then. Features longer than `sketch` are projected. There are at most as many centres as
+clients in the first round.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,14 @@ class FeSEM(Method[State], name="fesem"):
     num_clusters: int = option(4, "K, number of centres", source="ours", low=1)
     features: str = option(
         "linear",
-        "what distances are taken over: the fully connected layers, or all parameters",
+        "parameters over which distances are computed: the fully connected layers, or all",
         source="Fed-CAM's comparison",
         choices=("linear", "all"),
     )
     reseed: bool = option(
-        False, "move a centre that has lost all members to the participant furthest from its own", source="ours"
+        False,
+        "a centre that has lost all members moves to the participant that is furthest from its centre",
+        source="ours",
     )
     sketch: int = sketch_option()
     weights: str = weights_option()
@@ -85,7 +87,7 @@ class FeSEM(Method[State], name="fesem"):
         return state.advance(models_KP=models_KP, assign_N=assign_N)
 
     def train(self, state: State, clients: Clients, keep_as_local_model: bool = True) -> tuple[Updates, Tensor]:
-        """Updates, and the features (M', F) of the local models W_i of the M' clients whose updates are valid."""
+        """The updates, and the features (M', F) of the local models W_i of the M' clients with valid updates."""
         features = self.update_features(clients)
         sent = clients.send(with_mean(state.models_KP), row_or_last(state, clients))
         updates = clients.train(
@@ -95,19 +97,19 @@ class FeSEM(Method[State], name="fesem"):
         return updates, (start_MF + updates.features_MF)[torch.from_numpy(updates.valid_M)]
 
     def update_features(self, clients: Clients) -> UpdateFeatures:
-        """W_i - theta_{c(i)} over the columns that distances are taken over."""
+        """The features W_i - theta_{c(i)}, over the columns that distances use."""
         columns = clients.spec.linear if self.features == "linear" else clients.spec.trainable
         return UpdateFeatures(columns, change=True, sketch=self.sketch)
 
     def e_step(self, state: State, clients: Clients, feature_MF: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """The nearest centre (M,) of each client, and its distance (M,)."""
+        """Each client's nearest centre, int64 (M,), and the distance to it (M,)."""
         centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
         return nearest_centre(feature_MF, centre_KF, "l2")
 
     def reseed_empty_centre(self, state: State, ids_M: np.ndarray, found_M: np.ndarray, distance_M: np.ndarray) -> None:
-        """Gives one empty cluster the participant furthest from its centre, in place in `found_M`.
+        """Moves the participant furthest from its centre to an empty cluster, by changing `found_M` in place.
 
-        The only member of a cluster is taken only if every participant is the only member of its own.
+        A participant that is alone in its cluster is moved only if every participant is alone in its cluster.
         """
         members_K = state.advance(assign_N=state.place(ids_M, found_M)).members_K
         if not members_K.all():

@@ -13,10 +13,10 @@ The first round is the warm-up: beta local epochs of theta_i alone, with h taken
 clients with many samples further than those with few, and k-means then separates clients by size as well as by labels:
 if sizes differ, count the warm-up in `warmup_steps`.
 
-Deviations: Equation 13 multiplies the loss by n_i / n but not the proximal term; that factor is dropped. Equation 15 is
-read with theta_i frozen at Theta_{c(i)}. Theta_g starts with a last layer of zeros, so that it is neutral. k-means runs
-over the participants and the last uploads of all others, on the fully connected layers; features longer than `sketch`
-are projected. A client that was never seen, and a newcomer, trains from the mean of the centres.
+Deviations: Equation 13 multiplies the loss by n_i / n but not the proximal term; this factor is dropped. Equation 15 is
+read with theta_i frozen at Theta_{c(i)}. The last layer of Theta_g starts with zeros, so that Theta_g has no effect at
+first. k-means runs over the participants and the last uploads of all others, on the fully connected layers; features
+longer than `sketch` are projected. A client that never took part, or a newcomer, trains from the mean of the centres.
 """
 
 from dataclasses import dataclass, replace
@@ -97,12 +97,12 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             how=LocalTraining(frozen_model=theta_c),
             average=global_weights(clients.weights(self.weights)),
             keep_as_local_model=False,
-            average_number=1,  # number 0 is that of the cluster models, which the warm-up has too
+            average_number=1,  # number 0 is the average of the cluster models, also in the warm-up
         )
 
         # c <- k-means from the present centres, over the last uploads of all clients seen
         state = self.remember_uploads(state, clients, cluster_updates)
-        if not len(state.seen_S):  # they have left, and no update of this cohort is valid
+        if not len(state.seen_S):  # all earlier clients have left, and no update of this cohort is valid
             return state.advance(global_KP=global_updates.averaged(default=state.global_KP))
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
@@ -117,7 +117,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         return self.m_step(after, clients, cluster_updates)
 
     def warm_up(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:
-        """The first round: theta_i alone from one common start, and k-means++ of them."""
+        """The state after the first round: theta_i alone from a common start, then k-means++ of the theta_i."""
         local = replace(clients.local, epochs=self.warmup_epochs, steps=self.warmup_steps)
         updates = clients.train(
             clients.send(state.models_KP),
@@ -136,7 +136,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         return self.m_step(after, clients, updates)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
-        """theta_i over the fully connected layers."""
+        """The features of theta_i: its fully connected layers."""
         return UpdateFeatures(spec.linear, sketch=self.sketch)
 
     def remember_uploads(self, state: FeSEMCAMState, clients: Clients, updates: Updates) -> FeSEMCAMState:
@@ -146,7 +146,7 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         return state.remember(clients.ids_M[valid_M], updates.valid_features_MF, weight_S=weight_M)
 
     def m_step(self, state: FeSEMCAMState, clients: Clients, updates: Updates) -> FeSEMCAMState:
-        """Theta_k <- the mean of this round's participants in every cluster."""
+        """The state with Theta_k <- the mean of this round's participants in every cluster."""
         weight_KM = cluster_weights(state.assign_N[clients.ids_M], clients.weights(self.weights), state.num_clusters)
         averages = clients.average(updates, weight_KM, average_number=0)
         return state.advance(models_KP=averages.averaged(default=state.models_KP))

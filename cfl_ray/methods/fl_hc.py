@@ -9,10 +9,10 @@ Training on Non-IID Data. IJCNN 2020, arXiv:2004.11791, Algorithm 1.
 The clustering round needs every client. A client that cannot be reached in it is placed when it first takes part, as
 newcomers are, and predicts with that round's w until then.
 
-Deviations: the threshold is not published; the default cuts where the mean silhouette is largest, as FedClust's does,
-which finds the same groups in updates as in heads; `cut: gap` makes two clusters of IID data. Updates longer than
-`sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the clustering round and join the
-nearest mean update.
+Deviations: the threshold is not published. By default the tree is cut into the clusters with the largest mean
+silhouette, as for FedClust; with updates it gives the same groups as with heads. `cut: gap` makes two clusters of IID
+data. Updates longer than `sketch` are projected (not for L1). Newcomers (none in the paper) train from the w of the
+clustering round and join the cluster with the nearest mean update.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
     )
     model: str = option(
         "mean",
-        "what a cluster starts from: the mean of its members' models, or the common w",
+        "model from which a cluster starts: the mean of its members' models, or the common w",
         source="paper",
         choices=("mean", "common"),
     )
@@ -105,7 +105,7 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def update_features(self, clients: Clients) -> UpdateFeatures:
-        """Delta_i; a projection keeps no L1 distances."""
+        """Delta_i, not projected for L1: a projection does not keep L1 distances."""
         return whole_update(clients.spec, None if self.metric == "l1" else self.sketch)
 
     def join(self, state: CentreState, clients: Clients) -> CentreState:

@@ -3,15 +3,16 @@
 
     j_i <- argmin_j f_i(theta_j)                     each client, on its training data, among the K models it received
     W_i <- SGD_i(theta_{j_i});       theta_j <- Avg of W_i over the clients that chose j            model averaging
-    g_i = grad f_i(theta_{j_i});     theta_j <- theta_j - (gamma / m) sum of g_i over those         gradient averaging
+    g_i = grad f_i(theta_{j_i});     theta_j <- theta_j - (gamma / m) sum of g_i over these clients gradient averaging
 
-m is the number of participants with a valid result. A model that no client chose stays. The K models start from
-independent initialisations: equal models could never separate. With weight sharing they have one base, averaged over
-all participants, and a head each.
+m is the number of participants with a valid result. A model that no client chose is not changed. The K models start
+from independent initialisations, since equal models would never separate. With weight sharing they have a common base,
+averaged over all participants, and a head each.
 
-Deviations: ties go to the lowest j. The base of weight sharing is not trained beforehand. Traffic counts the choice j_i
-as one number with model averaging and as none with gradient averaging; in warm-up rounds, where clients do not choose,
-it counts one model down and no choice. With gradient averaging `local.weight_decay` is part of g_i.
+Deviations: if losses are equal, the client chooses the lowest j. The base of weight sharing is not trained beforehand.
+The traffic of the choice j_i is one number with model averaging and nothing with gradient averaging. In warm-up rounds
+clients do not choose, so traffic is one model down and no choice. With gradient averaging, g_i includes
+`local.weight_decay`.
 """
 
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class IFCA(Method[State], name="ifca"):
     select_samples: int | None = option(
         None, "training samples on which a client compares the models; null: all of them", source="paper", low=1
     )
-    weights: str = weights_option()  # of models; gradients are averaged uniformly
+    weights: str = weights_option()  # for models; gradients are averaged uniformly
 
     @property
     def needs_classes(self) -> str:
@@ -122,7 +123,7 @@ class IFCA(Method[State], name="ifca"):
         return after
 
     def choose_clusters(self, clients: Clients, received: Sent) -> np.ndarray:
-        """j_i (M,) of each client, among the models it received; UNASSIGNED if its losses did not arrive."""
+        """The choice j_i (M,) of each client among the models it received; UNASSIGNED if its losses are missing."""
         if self.select == "test_accuracy":
             return clients.accuracies(received).argmax(1)
         loss_MK = clients.losses(received, max_samples=self.select_samples)
@@ -131,9 +132,9 @@ class IFCA(Method[State], name="ifca"):
         return least_loss(loss_MK)
 
     def warmup_clusters(self, ids_M: np.ndarray, seed: int) -> np.ndarray:
-        """Clusters (M,) of a random equal split, the same in all rounds.
+        """Clusters, int64 (M,), of a random equal split, the same in all rounds.
 
-        Of every K clients with consecutive numbers, one is in each cluster.
+        The clients 0 .. K - 1 are in K different clusters, and so are K .. 2K - 1 and so on.
         """
         block_M, place_M = np.divmod(ids_M, self.num_clusters)
         order = {
@@ -144,9 +145,9 @@ class IFCA(Method[State], name="ifca"):
         return np.array([order[block][place] for block, place in pairs], np.int64)
 
     def next_models(self, models_KP: Tensor, updates: Updates, spec: ParamSpec) -> Tensor:
-        """theta_j (K, P) after averaging; with weight sharing, all with the base averaged over all participants."""
+        """theta_j (K, P) after averaging; with weight sharing, every base is the average over all participants."""
         before_RP = torch.cat([models_KP, models_KP[:1]]) if self.share_base else models_KP
-        if self.average == "gradients":  # W_i = theta_j - gamma g_i: moved by the share of those m that chose j
+        if self.average == "gradients":  # W_i = theta_j - gamma g_i; the mean step is scaled by the share that chose j
             after_RP = updates.damped(before_RP, total=updates.weight_R[: self.num_clusters].sum())
         else:
             after_RP = updates.averaged(default=before_RP)

@@ -8,22 +8,23 @@ https://papers.nips.cc/paper_files/paper/2023/hash/8668fdc7b2ddf55a0e235824c66f2
     theta0_i <- SGD on loss(h(x; theta0_i) + f(x; Theta_{c(i)})), from Theta_g
     Theta_k <- Avg of theta_i over c(i) = k;    Theta_g <- Avg of theta0_i over all participants
 
-Each of the two freezes the other model at its received value. The first rounds train Theta_g alone, as FedAvg with f
-taken as 0.
+The training of theta_i and of theta0_i each freezes the other model at its received value. The first rounds train
+Theta_g alone, as FedAvg with f taken as 0.
 
-`schedule: alternating` is block-coordinate descent in one round: (i) every client chooses its cluster, (ii) Theta_g
-trains with Theta_{c(i)} frozen, (i) every client chooses again with the new Theta_g, which it receives, (iii) the
-cluster models train with that Theta_g frozen. That all four steps are one round, with the same cohort, is our reading.
+`schedule: alternating` is block-coordinate descent within a round: (i) every client chooses its cluster, (ii) Theta_g
+trains with Theta_{c(i)} frozen, (i) every client receives the new Theta_g and chooses again, (iii) the cluster models
+train with this Theta_g frozen. That the four steps form one round, with the same cohort, is our reading.
 
 `empty: zero` sets the weights of a cluster model to zero when no client is assigned to it any longer, so that the
-number of clusters in use falls: whoever chooses such a cluster predicts with Theta_g alone and starts f from there (of
-a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet count for no cluster.
+number of clusters in use falls: a client that chooses such a cluster predicts with Theta_g alone and trains f from
+zero (in a ReLU network only the last bias has a gradient at zero). Clients that have not taken part yet count for no
+cluster.
 
 Traffic: K + 1 models down, two models and c(i) up; `alternating` adds Theta_g down and a second c(i).
 
-Deviations: a cluster's average is normalised (`damped` for Equation 6, which moves it by its share q_k of the cohort's
-samples). The warm-up is 5 rounds (paper: 30 of 100). The cluster models start at random, not neutral: with equal
-outputs every client would choose the first.
+Deviations: a cluster's average is normalised (`damped`: Equation 6, which moves the model by its share q_k of the
+cohort's samples). The warm-up is 5 rounds (paper: 30 of 100). The cluster models start at random, not at zero: if their
+outputs were equal, every client would choose the first.
 """
 
 from dataclasses import dataclass
@@ -40,12 +41,12 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
 
-CLUSTERS, GLOBAL = 0, 1  # numbers of the averages, which the schedules and the warm-up make in different orders
+CLUSTERS, GLOBAL = 0, 1  # numbers of the averages; their order differs between the schedules and the warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class CAMState(State):
-    """Cluster models and the global model that predicts with each of them."""
+    """Cluster models, and the global model whose logits are added to theirs."""
 
     global_KP: Tensor  # Theta_g (1, P)
 
@@ -136,7 +137,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         return self.zeroed(after, clients) if self.empty == "zero" and valid_M.any() else after
 
     def train_clusters(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
-        """theta_i of all clients, with Theta_g frozen, averaged within the clusters."""
+        """Trains theta_i of all clients with Theta_g frozen, and averages within clusters."""
         return clients.train(
             received.choose(np.maximum(assign_M, 0)),
             how=LocalTraining(frozen_model=theta_g),
@@ -145,7 +146,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         )
 
     def train_global(self, clients: Clients, theta_g: Sent, received: Sent, assign_M: np.ndarray) -> Updates:
-        """theta0_i of all clients, with Theta_{c(i)} frozen, averaged."""
+        """Trains theta0_i of all clients with Theta_{c(i)} frozen, and averages over all."""
         return clients.train(
             theta_g,
             how=LocalTraining(frozen_model=received.choose(np.maximum(assign_M, 0))),
@@ -155,25 +156,25 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
         )
 
     def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
-        """With f = 0 for the clusters without a client: those who choose one predict with Theta_g alone."""
+        """The state with f = 0 for clusters without a client; a client that chooses one predicts with Theta_g alone."""
         models_KP = state.models_KP.clone()
         models_KP[torch.from_numpy(state.members_K == 0), : clients.spec.trained] = 0
         return state.advance(models_KP=models_KP)
 
     def warm_up(self, state: CAMState, clients: Clients) -> CAMState:
-        """One of the first rounds: FedAvg of Theta_g."""
+        """The state after a warm-up round, which is FedAvg of Theta_g."""
         weight_1M = global_weights(clients.weights(self.weights))
         updates = clients.train(clients.send(state.global_KP), average=weight_1M, average_number=GLOBAL)
         phase = "federate" if clients.round == self.warmup_rounds else state.phase
         return state.advance(global_KP=updates.averaged(default=state.global_KP), phase=phase)
 
     def report_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
-        """c(i) (M,) of each client, which uploads it."""
+        """The choice c(i) (M,) of each client, counted as an upload."""
         clients.count_upload(1)
         return self.choose_clusters(clients, received, theta_g)
 
     def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
-        """c(i) (M,) of each client; UNASSIGNED, which counts in no average, if its losses did not arrive."""
+        """The choice c(i) (M,) of each client; UNASSIGNED, which counts in no average, if its losses are missing."""
         loss_MK = clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples)
         if not clients.evaluated:
             clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))

@@ -20,14 +20,14 @@ from cfl_ray.core.weights import global_weights
 
 @dataclass(frozen=True)
 class LGFedAvg(Method[State], name="lg_fedavg"):
-    """Shared upper layers on private lower ones."""
+    """Shared upper layers on private lower layers."""
 
     untrained = "its private layers begin untrained"
 
     private_layers: int | None = option(
         None,
         "lower layers that stay with the client; 0: none, which is FedAvg; null: all but two, at least one "
-        "(of a single layer nothing is shared then)",
+        "(a model with a single layer then shares nothing)",
         source="FedClust's comparison: 3 of LeNet-5's 5",
         low=0,
     )

@@ -1,4 +1,4 @@
-"""Local training: every client alone, no communication. The floor that any federation must beat.
+"""Local training: every client trains alone, without communication. A baseline that every federation should beat.
 
     w_i <- SGD_i(w_i), w_i = w_0 at first
 

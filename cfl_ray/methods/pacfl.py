@@ -8,21 +8,22 @@ arXiv:2209.10526, Algorithms 1 and 2.
     theta_k <- Avg of SGD_i(theta_k) over the cluster's participants
 
 The first round needs the U of every client. A client that cannot be reached in it is placed when it first takes part,
-as newcomers are, and predicts with w_0 until then. A newcomer sends its U, A is extended and clustered again, and the
-newcomer joins the cluster of most of the old members with which it falls together. The uploaded vectors look like mean
-images of the client's classes: they are not private.
+as newcomers are, and predicts with w_0 until then. A newcomer sends its U, A is extended and clustered again. The
+newcomer joins the present cluster of most of the old members that are with it in the new clustering. The uploaded
+vectors look like mean images of the client's classes, so they are not private.
 
-Deviations: the angles are principal angles, after QR (the official code takes the smallest angle between single
-vectors, which are not orthogonal across classes: `angle: code`), the trace takes |U_i' U_j|, since the sign of a
-singular vector is arbitrary, over as many vectors as both clients have (`angle: trace`), and linkage is UPGMA (official
-code: WPGMA, `linkage: weighted`). Images are normalised as for training (official code: pixels as they are stored,
-`undo_normalize` with the values of `data.normalize`). Without a threshold (in degrees) the tree is
-cut at half the median angle. FedClust's rule, the largest mean silhouette (`cut: silhouette`), finds 2 of four label
-groups of Fashion-MNIST and 2 of three rotations of the digits, half the median all; on IID data both find 2 clusters.
-With two of ten labels a client (100 clients of 500), the smallest angles hardly tell 0, 1 and 2 labels in common apart:
-13.6, 2.4 and 1.6 degrees on Fashion-MNIST, 6.0, 5.0 and 4.3 on CIFAR-10. There half the median makes every client a
-cluster, the 4.9 degrees of its authors' script 22 clusters, and no cut has an ARI above 0.26 (Fashion-MNIST: 0.4).
-Newcomers that fall together with newcomers alone join the cluster of the old member nearest to them.
+Deviations: the angles are principal angles, after QR (`angle: code` is the official code's smallest angle between
+single vectors, which are not orthogonal across classes). The trace takes |U_i' U_j|, since the sign of a singular
+vector is arbitrary, over as many vectors as both clients have (`angle: trace`). Linkage is UPGMA (official code: WPGMA,
+`linkage: weighted`). Images are normalised as for training (official code: stored pixels, as with `undo_normalize` and
+the values of `data.normalize`). Without a threshold (in degrees) the tree is cut at half the median angle. With
+FedClust's rule, the largest mean silhouette (`cut: silhouette`), the result is 2 of the four label groups of
+Fashion-MNIST and 2 of the three rotations of the digits; half the median gives all of them. On IID data both give 2
+clusters. If each client has two of ten labels (100 clients of 500), the smallest angles hardly differ between pairs
+with 0, 1 and 2 labels in common: 13.6, 2.4 and 1.6 degrees on Fashion-MNIST, 6.0, 5.0 and 4.3 on CIFAR-10. There half
+the median makes every client a cluster, the 4.9 degrees in the authors' script make 22 clusters, and no cut has an ARI
+above 0.26 (Fashion-MNIST: 0.4). A newcomer that is clustered with newcomers only joins the cluster of its nearest old
+member.
 """
 
 import math
@@ -46,14 +47,14 @@ from cfl_ray.errors import DataError
 
 @dataclass(frozen=True)
 class PrincipalVectors:
-    """U_i, one vector after another: p per class present, or a budget spread over the classes by their shares."""
+    """Computes U_i: p vectors for each class, or `budget` vectors divided among classes by their shares of samples."""
 
     p: int
     budget: int | None
     undo_normalize: list[list[float]] | None = None  # [means, standard deviations] per channel
 
     def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
-        """U_i as one row (vectors * D,); NaN, which excludes the client, if its data have no principal vectors."""
+        """U_i as a row (vectors * D,); NaN, which excludes the client, if its data have no principal vectors."""
         inputs = client.x[0].numel()  # D
         if not client.x.is_floating_point():
             raise DataError("pacfl compares subspaces of the inputs, which token ids do not have; leave pacfl out")
@@ -75,7 +76,7 @@ class PrincipalVectors:
         return torch.cat(vectors).flatten() if sum(map(len, vectors)) else torch.full((inputs,), torch.nan)
 
     def floats(self, inputs: int, classes: int) -> int:
-        """Length of the result of a client that holds every class."""
+        """Length of U_i for a client that has samples of every class."""
         return inputs * (self.p * classes if self.budget is None else max(self.budget, classes))
 
 
@@ -99,22 +100,22 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     vectors: int = option(3, "p: principal vectors per class", source="paper", low=1)
     budget: int | None = option(
         None,
-        "vectors of a client in all, spread over its classes by their shares; null: p each",
+        "total number of a client's vectors, divided among its classes by their shares; null: p for each class",
         source="official code: 20 for Dirichlet",
         low=1,
     )
     angle: str = option(
         "smallest",
-        "smallest principal angle, or the trace of arccos |U_i' U_j|, which adds up the angles between vectors of the "
-        "same place; the sum of the principal angles, or the official code's smallest angle between any two signed "
-        "vectors",
+        "smallest: the smallest principal angle; trace: the trace of arccos |U_i' U_j|, which adds up the angles "
+        "between the two first vectors, the two second vectors and so on; sum: the sum of the principal angles; code: "
+        "the official code's smallest angle between any two signed vectors",
         source="paper: smallest or trace; official code: code; sum: ours",
         choices=KINDS,
     )
     undo_normalize: list[list[float]] | None = option(
         None,
-        "the run's data.normalize, undone for U_i alone, so that clients are compared by pixels as they are stored; "
-        "null: by normalised ones",
+        "the run's data.normalize, to be undone for U_i only, so that clients are compared by stored pixels; "
+        "null: by normalised pixels",
         source="official code: stored pixels",
     )
     cut: str = option(
@@ -154,7 +155,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         return fedavg_per_cluster(self.place(state, newcomers), clients, self.weights)
 
     def place(self, state: PACFLState, clients: Clients) -> PACFLState:
-        """Clusters these clients together with all that have a cluster, which keep theirs."""
+        """The state after clustering these clients together with all that have a cluster; the latter keep theirs."""
         # U_i
         feature_MF, valid_M = clients.describe(PrincipalVectors(self.vectors, self.budget, self.undo_normalize))
         if not valid_M.any():
@@ -173,7 +174,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
             clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, found_S))
             return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
 
-        # newcomers join the cluster of most of the old members they fall together with, or else of the nearest one
+        # a newcomer joins the cluster of most of the old members that are with it in found_S, or of the nearest member
         nearest_M = state.angle_SS[old:, :old].argmin(1).numpy()
         together_MS = found_S[old:, None] == found_S[:old]
         voters_M = [
@@ -184,7 +185,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         return state.advance(assign_N=state.place(ids_M, assign_M))
 
     def extend_angles(self, state: PACFLState, ids_M: np.ndarray, feature_MF: Tensor) -> PACFLState:
-        """The state with the vectors of these clients, none of them seen before, and their angles to all others."""
+        """The state with the vectors of these clients, which were not seen before, and their angles to all others."""
         state = state.remember(ids_M, feature_MF)
         basis_SDR = state.signature_SF.unflatten(1, (-1, state.inputs)).transpose(1, 2)
         old = len(basis_SDR) - len(ids_M)

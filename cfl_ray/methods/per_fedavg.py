@@ -6,12 +6,12 @@
     W <- W - beta [g' - alpha (grad f_i(W + delta g'; b'') - grad f_i(W - delta g'; b'')) / (2 delta)] Hessian-free (HF)
     w_{t+1} <- Avg(W_i)
 
-b, b', b'' are fresh batches; a client with too few of them splits its samples. A client predicts after one epoch of
+b, b', b'' are new batches; a client with too few batches splits its samples. A client predicts after one epoch of
 SGD(alpha) on its training data.
 
-Deviations: beta is the learning rate of the run (FedClust: 0.001, with which a model hardly moves in 20 rounds). Plain
-SGD whatever `local.momentum` says. (The code of PACFL runs both steps through one optimiser with momentum, and
-evaluates without adaptation.)
+Deviations: beta is the learning rate of the run (FedClust: 0.001, with which a model hardly changes in 20 rounds). SGD
+is without momentum; `local.momentum` is ignored. (PACFL's code makes both steps with the same optimiser with momentum,
+and evaluates without adaptation.)
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class FirstOrder:
 
 @dataclass(frozen=True)
 class HessianFree:
-    """HF: the same less alpha times its derivative along itself, the second-order term, by finite differences."""
+    """HF: FO's gradient g' minus alpha times the Hessian-vector product with g', by finite differences."""
 
     alpha: float
     delta: float
@@ -58,7 +58,7 @@ class PerFedAvg(Method[State], name="per_fedavg"):
 
     order: str = option(
         "first",
-        "first: FO, gradients alone; second: HF, with the second-order term by finite differences",
+        "first: FO, only gradients; second: HF, with the second-order term by finite differences",
         source="FedClust's comparison",
         choices=("first", "second"),
     )

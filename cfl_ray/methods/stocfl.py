@@ -9,13 +9,13 @@ Algorithm 1.
 
 Deviations: averages are weighted by samples (official code: uniform; `weights`). The mean signature of a cluster covers
 all its known members, and all clusters with a known member are compared (official code: this round's; `active_only`).
-The official code trains omega as a chain, each client from the one before (`global_update: chain`, a relay and not
-federated averaging), and takes as signature the displacement after ten epochs, not normalised (`signature:
+The official code trains omega as a chain, in which each client continues the previous client's model (`global_update:
+chain`; it is not federated averaging). Its signature is the displacement after ten epochs, not normalised (`signature:
 displacement`; normalised here). The first model of a cluster is the current omega, and a merged cluster keeps the model
-of the part with more members, as in the official code (the paper starts from omega_0, `new_model: initial`, and does
-not say which model a merged cluster has; `merge_model: mean` averages them). Signatures are projected to `sketch`
-features on the hosts; traffic counts the P floats of the paper, and psi as received by clients first seen after round
-1. A cluster that all members have left keeps its model and the mean signature of its last members: an unseen client
+of its part with more members, as in the official code. (In the paper the first model is omega_0, `new_model: initial`;
+it does not say which model a merged cluster has; `merge_model: mean` averages them.) Hosts project signatures to
+`sketch` features; traffic counts the P floats of the paper, and psi as sent to clients first seen after round 1. A
+cluster that all members have left keeps its model and the mean signature of its last members; a client not seen before
 that is similar enough revives it.
 """
 
@@ -40,13 +40,13 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 
 
 def anchor_gradient(client: ClientData, anchor_P: Tensor) -> Tensor:
-    """Psi_i: direction of the gradient at the anchor over the client's whole training data."""
+    """Psi_i: the gradient at the anchor over the client's whole training data, scaled to norm 1."""
     return normalize(client.gradient(anchor_P), dim=0)
 
 
 @dataclass(frozen=True)
 class AnchorDisplacement:
-    """Psi_i of the official code: direction in which local training moves the anchor."""
+    """Psi_i of the official code: the displacement of the anchor by local training, scaled to norm 1."""
 
     epochs: int
     batch_size: int
@@ -64,8 +64,8 @@ class StoCFLState(SignatureState):
     anchor_KP: Tensor  # psi (1, P)
     global_KP: Tensor  # omega (1, P)
     empty_E: np.ndarray  # int64: clusters that all members have left
-    mean_EF: Tensor  # mean signature of the last members of each
-    lr: float | None = None  # learning rate of the first displacements, and so of all; None: none yet
+    mean_EF: Tensor  # mean signature of the last members of each of these
+    lr: float | None = None  # learning rate of all displacements, which the first round fixes; None: not fixed yet
 
     def mean_signatures(self) -> Tensor:
         """Mean signature (K, F) of every cluster."""
@@ -74,7 +74,7 @@ class StoCFLState(SignatureState):
         return mean_KF
 
     def add_members(self, ids_M: np.ndarray, feature_MF: Tensor, cluster_M: np.ndarray, lr: float) -> Self:
-        """The state with these clients in these clusters, which are no longer empty. lr: of their displacements."""
+        """The state with these clients in these clusters, which are then not empty. lr: rate of their displacements."""
         still_empty_E = ~np.isin(self.empty_E, cluster_M)
         state = self.advance(
             empty_E=self.empty_E[still_empty_E],
@@ -97,7 +97,7 @@ class StoCFLState(SignatureState):
 
 @dataclass(frozen=True)
 class StoCFL(Method[StoCFLState], name="stocfl"):
-    """Clusters grow by merging similar anchor gradients; cluster models are kept near a global model."""
+    """Clusters with similar anchor gradients merge; cluster models are kept near a global model."""
 
     placement = "the cluster with the most similar signature if the cosine is at least tau, else a cluster of its own"
     without_cluster = "the global model"
@@ -114,7 +114,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
     )
     signature: str = option(
         "gradient",
-        "gradient at psi, or displacement of local training from psi (under 100 samples a client)",
+        "gradient at psi, or displacement by local training from psi (for clients with under 100 samples)",
         source="paper; official code: displacement",
         choices=("gradient", "displacement"),
     )
@@ -125,19 +125,20 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
     sketch: int = sketch_option()
     global_update: str = option(
         "parallel",
-        "parallel: average of clients that start from omega; chain: each starts from the one before",
+        "parallel: average of clients that start from omega; chain: each continues the previous client's model",
         source="paper; official code: chain",
         choices=("parallel", "chain"),
     )
     merge_model: str = option(
         "larger",
-        "model of a merged cluster: that of the one with more members, or their mean weighted by members",
+        "model of a merged cluster: larger: the model of the cluster with more members; mean: the mean weighted by "
+        "members",
         source="official code",
         choices=("larger", "mean"),
     )
     new_model: str = option(
         "global",
-        "first model of a cluster: the current omega, or the initial one (paper)",
+        "first model of a cluster: global: the current omega; initial: omega_0 (paper)",
         source="official code",
         choices=("global", "initial"),
     )
@@ -189,11 +190,11 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         )
 
     def cluster(self, state: StoCFLState, clients: Clients) -> StoCFLState:
-        """The state after new signatures and merging, which is transitive."""
+        """The state with the signatures of new clients, after similar clusters were merged transitively."""
         # Psi_i of clients not seen before
         ids_M, feature_MF = self.collect_signatures(state, unplaced(state, clients))
 
-        # each revives an empty cluster that is similar enough, or becomes a cluster of its own
+        # each of these clients revives an empty cluster that is similar enough, or becomes a new cluster
         empty_M, cosine_M = most_similar(feature_MF, state.mean_EF)  # positions in empty_E; -1 if there is none
         alone_M = cosine_M < self.tau
         revived_M = np.append(state.empty_E, UNASSIGNED)[empty_M]
@@ -222,12 +223,12 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         )
 
     def report_merges(self, merged: Merged, num_models: int, clients: Clients) -> None:
-        """Reports merges of the clusters that have a model, and births of those that newcomers form alone."""
+        """Reports merges of clusters that have a model, and births of clusters of newcomers only."""
         born: list[int] = []
         for number, parts in enumerate(merged.parts):
             with_model = [old for old in parts if old < num_models]
             born += [] if with_model else [number]
-            for old in with_model[1:]:  # the first one is kept
+            for old in with_model[1:]:  # the first cluster is kept
                 because = {"cosine": merged.closest([old], inside=True), "tau": self.tau}
                 clients.event("merge", cluster=old, into=[number], because=because)
         if born:
@@ -237,7 +238,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
             clients.event("birth", into=born, because=because)
 
     def collect_signatures(self, state: StoCFLState, clients: Clients) -> tuple[np.ndarray, Tensor]:
-        """Ids (M',) and Psi_i (M', F) of the M' of these clients whose signature is valid."""
+        """The ids (M',) and signatures Psi_i (M', F) of the M' clients with a valid signature."""
         if not len(clients):
             return clients.ids_M, state.signature_SF[:0]
         if self.signature == "gradient":
@@ -251,13 +252,13 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return clients.ids_M[valid_M], feature_MF[valid_M]
 
     def with_new_clusters(self, state: StoCFLState, cluster_M: np.ndarray, alone_M: np.ndarray) -> np.ndarray:
-        """`cluster_M`, with a new cluster number for every client for which `alone_M` holds."""
+        """`cluster_M`, but with a new cluster number for every client whose `alone_M` is true."""
         return np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, cluster_M)
 
     def join(self, state: StoCFLState, clients: Clients) -> StoCFLState:
         """Newcomers join the most similar cluster if the cosine is at least tau.
 
-        Other newcomers become clusters of their own, with the model of the most similar cluster.
+        Each other newcomer becomes a new cluster with the model of the most similar cluster.
         """
         ids_M, feature_MF = self.collect_signatures(state, clients)
         best_M, cosine_M = most_similar(feature_MF, state.mean_signatures())
@@ -271,7 +272,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return state
 
     def diagnose(self, state: StoCFLState, clients: Clients) -> None:
-        """Score of omega; cosines of the clusters' mean signatures, and their sum over all pairs, which is Eq. (2)."""
+        """Records the score of omega, the cosines of the clusters' mean signatures, and the cosines' sum (Eq. 2)."""
         score_M = clients.test(Serving(state.global_KP, clients.first_row()))[:, 0]
         if not np.isnan(score_M).all():
             clients.record("global_score", np.nanmean(score_M))
