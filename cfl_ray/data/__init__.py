@@ -1,4 +1,4 @@
-"""Federations: base data sets, group shifts, the division among clients, and the shards that hold the result."""
+"""Federations: base data sets, shifts between groups, the division among clients, and shards on disk."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ __all__ = [
     "open_shards",
 ]
 
-_MODULES = {  # imported on first use: `cfl_ray.engine` needs `federation` alone, and no library of the others
+_MODULES = {  # imported on first use: `cfl_ray.engine` needs only `federation`, not the libraries of the others
     "cfl_ray.data.arrays": ("federation_from_arrays",),
     "cfl_ray.data.dataset": ("federation_from_dataset",),
     "cfl_ray.data.federation": ("DataShape", "Federation"),

@@ -36,16 +36,17 @@ def federation_from_arrays(
 ) -> Federation:
     """Returns a federation in which sample (x[r], y[r]) belongs to client clients[r]. Raises DataError for wrong input.
 
-    Clients are numbered in sorted order of their ids. The test data of a client are its own part of x_test with
-    `test_clients`; all of x_test without (`view="label"`: its images of the client's labels); the share `holdout` of
-    the client's own samples without x_test.
+    Clients are numbered in the sorted order of their ids. The test data of a client are
+        with x_test and test_clients: its own samples of x_test;
+        with x_test only: all samples of x_test, or with view="label" those whose labels the client has;
+        without x_test: the share `holdout` of its own samples, which are then not trained on.
 
-    x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, integers:
-    token ids below it. y: integers 0..C-1, or what `targets` says. clients: integers or strings.
+    x: (n, *input), uint8 (divided by 255) or float (unchanged); with `vocabulary`, token ids: integers below it.
+    y: integers 0..C-1, or as `targets` says. clients: integers or strings.
     groups: the true group of each client ({client: group}) or of each sample.
     normalize: [means, standard deviations] per channel.
-    targets: kind of y: "class"; "real", floats (n,) or (n, d); "binary", 0 or 1 (n, C); "tokens", integers (n, T) below
-    num_classes.
+    targets: kind of y: "class"; "real": floats (n,) or (n, d); "binary": 0 or 1 (n, C); "tokens": integers (n, T) below
+        num_classes.
     """
     x_, y_, ids = _inputs("x", x, vocabulary), targets_of("y", y, targets), _ids("clients", clients)
     _check_lengths(len(x_), y=y_, clients=ids)
@@ -68,7 +69,7 @@ def federation_from_arrays(
     elif test is not None and test_clients is not None:
         test_owner = _test_owner(test_clients, names, len(test[0]))
         samples, index = _with_own_test_samples(x_, y_, client, group_N, test, test_owner)
-        test = None  # part of the samples
+        test = None  # they are among the samples now
     else:
         samples, index = _with_holdout(x_, y_, names, client, group_N, holdout, seed)
     if vocabulary is not None:
@@ -91,9 +92,9 @@ def images_from_arrays(
     vocabulary: int | None = None,
     targets: str = "class",
 ) -> Images:
-    """Returns samples without clients, to be divided among clients. Raises DataError for wrong input.
+    """Returns samples without clients, which `data.partition` divides among clients. Raises DataError for wrong input.
 
-    groups: the true group of each sample. The other arguments are those of `federation_from_arrays`.
+    groups: the true group of each sample. Other arguments: as in `federation_from_arrays`.
     """
     x_, y_ = _inputs("x", x, vocabulary), targets_of("y", y, targets)
     _check_lengths(len(x_), y=y_)
@@ -120,7 +121,7 @@ def images_from_arrays(
 
 
 class ArrayFederation(IndexedFederation):
-    """A federation of arrays; pickles with them."""
+    """A federation in memory; its pickle contains the arrays."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class ArrayFederation(IndexedFederation):
 def _index(
     train_N: np.ndarray, held_out_N: np.ndarray, group_N: np.ndarray, test_set: int, labels_NC: np.ndarray | None
 ) -> Index:
-    """Returns the index of clients whose rows follow one another in one file."""
+    """Returns the index of clients whose rows stand client after client in a single file."""
     total_N = train_N + held_out_N
     n = len(train_N)
     return Index(
@@ -279,7 +280,7 @@ def _inputs(name: str, values: Array, vocabulary: int | None) -> np.ndarray:
 
 def _tokens(name: str, x: np.ndarray, vocabulary: int) -> np.ndarray:
     if not np.issubdtype(x.dtype, np.integer):
-        raise DataError(f"{name} must be integers where `vocabulary` is {vocabulary}, got {x.dtype}")
+        raise DataError(f"{name} must be integers if `vocabulary` is given ({vocabulary}), got {x.dtype}")
     low, high = int(x.min()), int(x.max())
     if low < 0 or high >= vocabulary:
         raise DataError(f"{name} has tokens {low} .. {high}, expected 0 .. {vocabulary - 1} (vocabulary {vocabulary})")
@@ -296,7 +297,10 @@ def _labels(name: str, values: Array) -> np.ndarray:
 
 
 def targets_of(name: str, values: Array, targets: str) -> np.ndarray:
-    """Returns the targets of a kind (`core.tasks`), in the type of memory. Raises DataError for others."""
+    """Returns `values` as an array of the type in which targets of this kind are stored (`core.tasks`).
+
+    Raises DataError if the kind is unknown or the values do not fit it.
+    """
     if targets not in TARGETS:
         raise DataError(f"unknown targets {targets!r}{did_you_mean(targets, TARGETS)}")
     if targets == "class":
@@ -335,10 +339,10 @@ def _num_outputs(
 def _ids(name: str, values: Array) -> np.ndarray:
     ids = _numpy(name, values)
     if ids.dtype == object:
-        kinds = {_kind_of_id(one) for one in ids.ravel()}
+        kinds = {_kind_of_id(value) for value in ids.ravel()}
         if kinds not in ({str}, {int}):
-            found = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise DataError(f"{name} must be all integers or all strings, found {found}")
+            types = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise DataError(f"{name} must be all integers or all strings, got {types}")
         ids = ids.astype(np.str_ if kinds == {str} else np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iuU":
         raise DataError(f"{name} must be integers or strings of shape (n,), got {ids.dtype} of shape {ids.shape}")
@@ -357,13 +361,13 @@ def _kind_of_id(value: object) -> type:
 def _check_lengths(n: int, reference: str = "x", **arrays: np.ndarray) -> None:
     for name, values in arrays.items():
         if len(values) != n:
-            raise DataError(f"{name} has {len(values)} entries, {reference} has {n}; each sample needs one")
+            raise DataError(f"{name} has {len(values)} entries, {reference} has {n}; each sample needs an entry")
 
 
 def _test_samples(
     x_test: Array | None, y_test: Array | None, x: np.ndarray, vocabulary: int | None, targets: str
 ) -> StoredSamples | None:
-    """Returns the checked test samples, None if there are none. x: the training inputs, whose form they share."""
+    """Returns the checked test samples, None if there are none. x: the training inputs, of the same shape and type."""
     if x_test is None and y_test is None:
         return None
     if x_test is None or y_test is None:
@@ -418,7 +422,7 @@ def _groups(groups: Mapping[Any, Any] | Array | None, names: np.ndarray, client:
             owner = client[differing[0]]
             raise DataError(
                 f"groups: client {names[owner]!s} is in groups {of_client[owner]} and {of_sample[differing[0]]} "
-                f"(row {differing[0]}); it belongs to one"
+                f"(row {differing[0]}); a client belongs to one group"
             )
     return np.unique(of_client, return_inverse=True)[1].astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""Federations that grow: the clients of a federation, followed by those of others."""
+"""Federations that grow: the clients of a federation, followed by the clients of further federations."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from cfl_ray.errors import DataError
 
 
 class ChainedFederation(Federation):
-    """The clients of `parts`, in their order. Pickles as its parts do.
+    """The clients of the federations `parts`, in their order. Its pickle contains the pickles of the parts.
 
-    A group has the same number in all parts; the clients of a part without true groups are in group -1.
+    A true group has the same number in all parts; the clients of a part without true groups are in group -1.
     """
 
     _latest: "ChainedFederation | None" = None  # the result of the last `at` in which a part had changed
@@ -21,8 +21,9 @@ class ChainedFederation(Federation):
         self.parts, first = parts, parts[0]
         self.shape, self.view, self.normalize = first.shape, first.view, first.normalize
         self.recipe = {"chained": [part.recipe for part in parts]}
-        self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])  # of each part, then N
-        self._first_test_set = np.cumsum([0, *(part.num_test_sets() for part in parts)])  # of each part, then T
+        # number of the first client, and of the first test set, of each part; at the end N, and T
+        self._first_client = np.cumsum([0, *(part.num_clients for part in parts)])
+        self._first_test_set = np.cumsum([0, *(part.num_test_sets() for part in parts)])
         self.num_samples_N = np.concatenate([part.num_samples_N for part in parts])
         groups = [np.full(part.num_clients, -1, np.int32) if part.group_N is None else part.group_N for part in parts]
         self.group_N = None if all(part.group_N is None for part in parts) else np.concatenate(groups)
@@ -69,20 +70,20 @@ class ChainedFederation(Federation):
         return self.parts[number].test_set(index - int(self._first_test_set[number]))
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        found_M = np.full(len(clients), -1, np.int32)
+        test_set_M = np.full(len(clients), -1, np.int32)
         for number, is_here_M, ids in self._by_part(clients):
-            of_part = self.parts[number].test_set_of(ids)
-            found_M[is_here_M] = np.where(of_part < 0, -1, of_part + self._first_test_set[number])
-        return found_M
+            in_part = self.parts[number].test_set_of(ids)
+            test_set_M[is_here_M] = np.where(in_part < 0, -1, in_part + self._first_test_set[number])
+        return test_set_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
         if self.view != "label":
             return None
-        found_MC = np.ones((len(clients), self.shape.num_classes), bool)
+        labels_MC = np.ones((len(clients), self.shape.num_classes), bool)
         for number, is_here_M, ids in self._by_part(clients):
             labels = self.parts[number].labels_of(ids)
-            found_MC[is_here_M] = True if labels is None else labels
-        return found_MC
+            labels_MC[is_here_M] = True if labels is None else labels
+        return labels_MC
 
     def holdout(self, client: int) -> TensorSamples:
         part, id_in_part = self._locate(client)
@@ -100,7 +101,7 @@ class ChainedFederation(Federation):
         return self.parts[number], int(client - self._first_client[number])
 
     def _by_part(self, clients: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields (number of a part, bool (M,): whether each of `clients` is in it, ids of those in that part)."""
+        """Yields (number of a part, bool (M,): which of `clients` are in this part, the ids that these have in it)."""
         clients = np.asarray(clients, np.int64)
         number_M = np.searchsorted(self._first_client, clients, "right") - 1
         for number in np.unique(number_M).tolist():
@@ -154,7 +155,7 @@ def _parts_of(federation: Federation) -> tuple[Federation, ...]:
 
 
 def _names(federation: Federation) -> set[str]:
-    """Returns the names that the data give to clients; a name that is only the client's number identifies no client."""
+    """Returns the names of clients in the data, without names that are only the client's number."""
     return {
         name
         for part in _parts_of(federation)

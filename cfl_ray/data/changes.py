@@ -1,4 +1,4 @@
-"""Clients whose data change during an experiment: rotated, relabelled, or taken over from other clients."""
+"""Clients whose data change during an experiment: rotated, relabelled, or replaced by another client's data."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
@@ -15,7 +15,7 @@ from cfl_ray.errors import DataError
 
 @dataclass(frozen=True)
 class DerivedData:
-    """A client's data as they derive from the first round: the data of client `source`, rotated and relabelled."""
+    """A client's present data: the data that client `source` had in the first round, rotated and relabelled."""
 
     source: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
@@ -24,22 +24,22 @@ class DerivedData:
 
 @dataclass(frozen=True)
 class DataChange:
-    """One change of clients' data, before `round`."""
+    """A change of the data of clients `ids`, before `round`."""
 
     round: int
     ids: tuple[int, ...]
-    turns: int = 0  # further quarter turns
-    offset: int = 0  # further offset of the labels
-    data_of: tuple[int, ...] | None = None  # clients whose present data `ids` take over first; None: keep their own
+    turns: int = 0  # quarter turns, in addition to earlier ones
+    offset: int = 0  # offset of the labels, in addition to earlier ones
+    data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
 
     def apply(self, derived: dict[int, DerivedData], num_classes: int) -> dict[int, DerivedData]:
-        """Returns the data of all clients that have ever changed, from their data before this change."""
+        """Returns the data of all clients whose data have ever changed, after this change. derived: before it."""
         sources = self.data_of or self.ids
-        # All read before any is replaced, so that two clients can swap their data.
-        taken = [derived.get(source, DerivedData(source)) for source in sources]
+        # a list, made before any client's data are replaced, so that two clients can swap their data
+        present = [derived.get(source, DerivedData(source)) for source in sources]
         changed = {
             client: replace(data, turns=(data.turns + self.turns) % 4, offset=(data.offset + self.offset) % num_classes)
-            for client, data in zip(self.ids, taken, strict=True)
+            for client, data in zip(self.ids, present, strict=True)
         }
         return derived | changed
 
@@ -47,8 +47,8 @@ class DataChange:
 class ChangedFederation(Federation):
     """`base` with other data for some clients.
 
-    A client whose data are no longer those of a group in `base` gets a new true group; clients with the same data
-    distribution share it.
+    A client whose data no longer have the distribution of a group in `base` gets a new true group, which clients with
+    the same distribution share.
     """
 
     def __init__(self, base: Federation, derived: dict[int, DerivedData]) -> None:
@@ -110,10 +110,10 @@ class ChangedFederation(Federation):
 
     def _with_sources(self, clients: np.ndarray) -> np.ndarray:
         """Returns, for each client, the client whose data it has."""
-        found_M = np.array(clients)
+        source_M = np.array(clients)
         for position, data in self._changed_among(clients):
-            found_M[position] = data.source
-        return found_M
+            source_M[position] = data.source
+        return source_M
 
     def data_version(self, client: int) -> Hashable:
         data = self._derived.get(client)
@@ -137,7 +137,7 @@ class ChangedFederation(Federation):
 
     @cached_property
     def _new_test_sets(self) -> dict[tuple[int, int, int], int]:
-        """Number of each test set that `base` lacks, by (test set of `base`, turns, offset)."""
+        """The numbers of the test sets that `base` does not have, by (test set of `base`, turns, offset)."""
         if self.view == "holdout":
             return {}
         test_set_of_source = self._base.test_set_of(self._sources).tolist()
@@ -160,11 +160,11 @@ class ChangedFederation(Federation):
         raise IndexError(f"test set {index} of {self.num_test_sets()}")
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        found_M = np.array(self._base.test_set_of(clients))
+        test_set_M = np.array(self._base.test_set_of(clients))
         for position, data in self._changed_among(clients):
             test_set = int(self._base.test_set_of(np.array([data.source]))[0])
-            found_M[position] = self._new_test_sets.get((test_set, data.turns, data.offset), test_set)
-        return found_M
+            test_set_M[position] = self._new_test_sets.get((test_set, data.turns, data.offset), test_set)
+        return test_set_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
         labels_MC = self._base.labels_of(clients)
@@ -172,13 +172,13 @@ class ChangedFederation(Federation):
             return None
         labels_MC = np.array(labels_MC)
         for position, data in self._changed_among(clients):
-            of_source = self._base.labels_of(np.array([data.source]))
-            assert of_source is not None  # a federation has labels for all clients or for none
-            labels_MC[position] = np.roll(of_source[0], data.offset)
+            source_labels = self._base.labels_of(np.array([data.source]))
+            assert source_labels is not None  # a federation has labels for all clients or for none
+            labels_MC[position] = np.roll(source_labels[0], data.offset)
         return labels_MC
 
     def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:
-        """Returns the position in `clients` and the data of those that have changed."""
+        """Returns (position in `clients`, data) of each of these clients whose data have changed."""
         positions = np.flatnonzero(np.isin(clients, self._ids))
         return [(int(position), self._derived[int(clients[position])]) for position in positions]
 
@@ -189,7 +189,7 @@ class ChangedFederation(Federation):
 
 
 class ChangingFederation(ChangedFederation):
-    """`base` with a schedule of changes; the object itself is `base` before the first of them."""
+    """`base` with a schedule of changes: `at` gives the federation of a round, this object equals `base`."""
 
     def __init__(self, base: Federation, changes: Sequence[DataChange]) -> None:
         super().__init__(base, {})
@@ -202,7 +202,7 @@ class ChangingFederation(ChangedFederation):
 
     @cached_property
     def _timeline(self) -> tuple[list[int], list[ChangedFederation]]:
-        """The rounds with a change, ascending, and the federation from each of them on."""
+        """The rounds with a change, ascending, and the federation from each of these rounds on."""
         rounds: list[int] = []
         federations: list[ChangedFederation] = []
         derived: dict[int, DerivedData] = {}
@@ -228,15 +228,15 @@ class ChangingFederation(ChangedFederation):
 
 def _check(change: DataChange, base: Federation) -> None:
     """Raises DataError if the change is not possible with these data."""
-    where, count = f"schedule, round {change.round}", base.num_clients
+    place, count = f"schedule, round {change.round}", base.num_clients
     for client in (*change.ids, *(change.data_of or ())):
         if not 0 <= client < count:
-            raise DataError(f"{where}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
+            raise DataError(f"{place}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
     if len(set(change.ids)) < len(change.ids):
-        raise DataError(f"{where}: change.clients names a client twice")
+        raise DataError(f"{place}: change.clients names a client twice")
     if change.offset and base.shape.targets != "class":
         raise DataError(
-            f"{where}: relabel needs classes, the targets are {base.shape.targets!r}; use rotate or data_of"
+            f"{place}: relabel needs classes, the targets are {base.shape.targets!r}; use rotate or data_of"
         )
     if not change.turns:
         return
@@ -244,6 +244,6 @@ def _check(change: DataChange, base: Federation) -> None:
     needs_square = change.turns % 2 == 1
     if len(shape) != 3 or (needs_square and shape[1] != shape[2]):
         raise DataError(
-            f"{where}: rotate by {90 * change.turns} degrees needs {'square ' if needs_square else ''}images "
+            f"{place}: rotate by {90 * change.turns} degrees needs {'square ' if needs_square else ''}images "
             f"(channels, height, width), these samples have shape {tuple(shape)}; use relabel or data_of"
         )

@@ -12,7 +12,7 @@ from cfl_ray.errors import DataError
 
 
 class PairDataset(Protocol):
-    """A map-style Dataset: a length, and a pair (input, label) by number."""
+    """A map-style Dataset: it has a length, and dataset[number] is a pair (input, label)."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +36,7 @@ def federation_from_dataset(
 ) -> Federation:
     """Returns a federation in which sample dataset[r] belongs to client clients[r]; every sample is read once.
 
-    An input is a tensor, an array or a PIL image. The other arguments are those of `federation_from_arrays`.
+    An input is a tensor, an array or a PIL image. Other arguments: as in `federation_from_arrays`.
     Raises DataError naming the sample that does not fit.
     """
     x, y = _arrays(dataset, "dataset", targets)
@@ -79,7 +79,7 @@ def _arrays(dataset: PairDataset, name: str, targets: str) -> tuple[np.ndarray, 
         labels.append(_label(sample[1], f"{name}[{row}]") if targets == "class" else _target(sample[1], name, row))
         if np.shape(labels[-1]) != np.shape(labels[0]):
             raise DataError(
-                f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, that of {name}[0] {np.shape(labels[0])}"
+                f"the target of {name}[{row}] has shape {np.shape(labels[-1])}, but {name}[0] has {np.shape(labels[0])}"
             )
     return np.stack(inputs), np.array(labels)
 

@@ -1,4 +1,4 @@
-"""The federation: N clients, the data of each, and the test data that measures each."""
+"""The federation: N clients, the training data of each client, and the data on which it is tested."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
@@ -11,19 +11,19 @@ import torch
 from cfl_ray.core.rng import stream
 from cfl_ray.core.tasks import TARGETS
 
-# x float32 or, for tokens, int64 (n, *input); y int64 (n,) for classes, else as `core.tasks` says
+# x: float32 (n, *input), for tokens int64; y: int64 (n,) for classes, for other targets see `core.tasks`
 TensorSamples = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class DataShape:
-    """The shape that the data of all clients share."""
+    """The shapes of inputs and targets, which are equal for all clients."""
 
-    input: tuple[int, ...]  # of one sample, channels first, e.g. (1, 28, 28)
-    num_classes: int  # C; of targets that are no classes: outputs of the network for each number that it predicts
-    vocabulary: int | None = None  # inputs are token ids 0 .. vocabulary - 1; None: they are real numbers
+    input: tuple[int, ...]  # shape of a sample, channels first, e.g. (1, 28, 28)
+    num_classes: int  # C; if targets are not classes, the network's outputs for each number that it predicts
+    vocabulary: int | None = None  # inputs are token ids 0 .. vocabulary - 1; None: inputs are real numbers
     targets: str = "class"  # kind of the targets (`core.tasks`)
-    target_shape: tuple[int, ...] = ()  # of one sample's target
+    target_shape: tuple[int, ...] = ()  # shape of a sample's target
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,12 +45,12 @@ class DataShape:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Shape of the network's output for one sample: (C,), or (T, V) for tokens."""
+        """Shape of the network's output for a sample: (C,), or (T, V) for tokens."""
         return (*self.target_shape, self.num_classes) if self.targets == "tokens" else (self.num_classes,)
 
 
 class GroupTransform(NamedTuple):
-    """The distribution of a true group: groups of one family see the same samples, rotated and relabelled."""
+    """The distribution of a true group. Groups of the same family have the same samples, rotated and relabelled."""
 
     family: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
@@ -58,7 +58,7 @@ class GroupTransform(NamedTuple):
 
 
 def tested_on(view: str, groups: int) -> str:
-    """Returns the test data of a client under a view, in words; `groups`: number of true groups, 0 if unknown."""
+    """Returns a sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
     if view == "holdout":
         return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
     whole = "the test set of its true group" if groups > 1 else "the whole test set"
@@ -75,14 +75,14 @@ class Federation(ABC):
 
     shape: DataShape
     num_samples_N: np.ndarray  # int64 (N,): training samples of each client
-    group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 if unknown; None if none is known
+    group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 if unknown; None if all are unknown
     view: str  # "cluster", "label" or "holdout"
-    recipe: dict[str, Any]  # JSON-able: everything that decides the content of this federation
+    recipe: dict[str, Any]  # JSON: all settings that decide the content of this federation
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
 
     @property
     def digest(self) -> str | None:
-        """Hash of the files that hold all data, equal in equal federations; None if there are no files."""
+        """Hash of the files that hold the data, equal for equal federations; None if there are no files."""
         return None
 
     @property
@@ -92,12 +92,12 @@ class Federation(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Number of true groups; 0 if none are known."""
+        """Number of true groups; 0 if they are unknown."""
         return 0 if self.group_N is None else len(np.unique(self.group_N[self.group_N >= 0]))
 
     @property
     def tested_on(self) -> str:
-        """The test data of a client, in words."""
+        """A sentence on which data a client is tested."""
         return tested_on(self.view, self.num_groups)
 
     def client_name(self, client: int) -> str:
@@ -105,7 +105,7 @@ class Federation(ABC):
         return str(client)
 
     def at(self, round: int) -> "Federation":
-        """Returns the federation as it is in a round; itself if no client's data change."""
+        """Returns the federation as it is in a round; this object if no client's data change."""
         return self
 
     def changed(self, round: int) -> np.ndarray:
@@ -113,9 +113,9 @@ class Federation(ABC):
         return np.zeros(0, np.int64)
 
     def data_version(self, client: int) -> Hashable:
-        """Returns what the client's data in this federation depend on: equal versions, equal data.
+        """Returns a value that is equal for two federations only if the client's data are equal in both.
 
-        By default this federation itself, so that nothing is assumed of another federation that `at` returns.
+        By default this federation itself: the data in another federation that `at` returns may differ.
         """
         return self
 
@@ -128,18 +128,18 @@ class Federation(ABC):
         """Returns the training samples of a client: x of shape.dtype (n, *shape.input), normalised; y (n,)."""
 
     def files_of(self, clients: np.ndarray) -> np.ndarray | None:
-        """Returns the number of the file, int (m,), that holds the training samples of each of these clients.
+        """Returns, for each of these clients, the number of the file with its training samples, int (M,).
 
-        None if no process has to fetch files. It tells which clients' data come together, and nothing else.
+        Clients with equal numbers are fetched together. None if no process has to fetch files.
         """
         return None
 
     def fetch(self, clients: np.ndarray) -> None:  # noqa: B027  # most federations have nothing to fetch
-        """Fetches the files of these clients, in this order, so that reading them later need not wait."""
+        """Fetches the files of these clients, in this order, so that reading their data does not wait for files."""
 
     @abstractmethod
     def num_test_sets(self) -> int:
-        """Returns T, the number of test sets that clients share; 0 under hold-out."""
+        """Returns T, the number of test sets that clients share; 0 if the view is hold-out."""
 
     @abstractmethod
     def test_set(self, index: int) -> TensorSamples:
@@ -147,20 +147,20 @@ class Federation(ABC):
 
     @abstractmethod
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
-        """Returns int32 (M,): the shared test set of each of these clients, -1 under hold-out."""
+        """Returns int32 (M,): the shared test set of each of these clients; -1 if the view is hold-out."""
 
     @abstractmethod
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
-        """Returns bool (M, C): the labels each client is tested on (label view); None if all labels count."""
+        """Returns bool (M, C): the labels on which each client is tested (label view); None: on all labels."""
 
     @abstractmethod
     def holdout(self, client: int) -> TensorSamples:
-        """Returns the held-out samples of one client (hold-out view only)."""
+        """Returns the held-out samples of a client (hold-out view only)."""
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
         """Returns the client's test samples under its view.
 
-        max_images: limit for a shared test set, drawn without replacement, the same images in every call; None: all.
+        max_images: draw at most so many images of a shared test set, the same in every call; None: all images.
         """
         if self.view == "holdout":
             return self.holdout(client)
@@ -169,7 +169,7 @@ class Federation(ABC):
         return (x, y) if len(keep) == len(y) else (x[keep], y[keep])
 
     def _test_rows(self, client: int, y: np.ndarray, max_images: int | None, seed: int) -> np.ndarray:
-        """Returns the sorted rows that measure this client in its shared test set, whose labels are `y`."""
+        """Returns the rows, ascending, of its shared test set on which the client is tested. y: the set's labels."""
         labels = self.labels_of(np.array([client]))
         keep = np.arange(len(y)) if labels is None else np.flatnonzero(labels[0][y])
         if max_images is not None and len(keep) > max_images:

@@ -1,4 +1,4 @@
-"""Folders of files, on this machine or on any filesystem that pyarrow knows, with checks for damaged files."""
+"""Folders of files, on this machine or on any filesystem that pyarrow supports, with checks for damaged files."""
 
 import functools
 import os
@@ -23,35 +23,35 @@ from cfl_ray.system import files
 
 PREPARE_AGAIN = "delete the folder and run `cfl-ray prepare` again"
 _Read = TypeVar("_Read")
-_CACHE_GB = 50.0
-_IN_USE_SECONDS = 3600
-_PAUSES = (0.5, 1.0, 2.0)  # seconds, before a file of another file system is read again
+_CACHE_GB = 50.0  # limit of the cache without CFL_RAY_CACHE_GB
+_IN_USE_SECONDS = 3600  # files that were read in this time are not removed
+_PAUSES = (0.5, 1.0, 2.0)  # seconds before each further attempt to read a remote file
 _FILESYSTEM_ERRORS = (pa.ArrowException, OSError, ValueError, ImportError)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder by its path or URI; pickles as that text."""
+    """A folder, given by its path or URI."""
 
     uri: str
 
     @property
     def local(self) -> Path | None:
-        """Its path on this machine; None if files have to be fetched."""
+        """The folder's path on this machine; None if files have to be fetched."""
         if not re.match(r"[a-z][a-z0-9+.-]+://", self.uri):
             return Path(self.uri).expanduser().absolute()
         filesystem, path = self._remote()
         return Path(path) if isinstance(filesystem, fs.LocalFileSystem) else None
 
     def child(self, name: str) -> "Folder":
-        """Returns a folder in this folder; a URI keeps its query (S3 regions, endpoints)."""
+        """Returns a subfolder. A URI's query, such as S3 regions and endpoints, is kept."""
         if (local := self.local) is not None:
             return Folder(str(local / name))
         path, mark, query = self.uri.partition("?")
         return Folder(f"{path.rstrip('/')}/{name}{mark}{query}")
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a small file, None if there is none."""
+        """Returns the content of a small file; None if it does not exist."""
         if (local := self.local) is not None:
             return (local / name).read_bytes() if (local / name).is_file() else None
         filesystem, path = self._remote()
@@ -68,10 +68,10 @@ class Folder:
             raise DataError(f"{self.uri}/{name} cannot be read: {self._reason(error)}") from None
 
     def get(self, name: str, size: int, sha256: str, verify: bool) -> Path:
-        """Returns the path on this machine of a file of this size, fetched if necessary.
+        """Returns the path of a file on this machine; a remote file is fetched if necessary.
 
-        Its sha256 is checked when it is fetched, and always with `verify`. Raises DataError for a missing or damaged
-        file.
+        Its size is always checked. Its sha256 is checked when it is fetched, or if `verify` is true. Raises DataError
+        for a missing or damaged file.
         """
         local = self.local
         if local is not None:
@@ -92,7 +92,7 @@ class Folder:
         if not is_there():
             locks = cache() / "locks"
             locks.mkdir(parents=True, exist_ok=True)
-            with FileLock(locks / sha256):  # of the processes of a machine, one fetches and the others wait
+            with FileLock(locks / sha256):  # other processes of this machine wait while this process fetches
                 if not is_there():
                     make_room(size)
                     self._fetch(name, cached, size, sha256)
@@ -101,7 +101,7 @@ class Folder:
         return cached
 
     def put(self, source: Path, names: Iterable[str]) -> None:
-        """Copies these files of a local folder into this one, in this order."""
+        """Copies these files of the local folder `source` into this folder, in this order."""
         filesystem, path = self._remote()
         try:
             filesystem.create_dir(path, recursive=True)
@@ -147,13 +147,13 @@ class Folder:
 
 
 def _read_again(read: Callable[[], _Read]) -> _Read:
-    """The result of `read`, tried again after a pause if that fails for another reason than a missing file."""
+    """The result of `read`, which is called again after a pause if it fails, unless the file is missing."""
     for pause in _PAUSES:
         try:
             return read()
         except FileNotFoundError:
             raise
-        except (OSError, DataError):  # a request that failed, or a file that came damaged
+        except (OSError, DataError):  # the request failed, or the file arrived damaged
             time.sleep(pause)
     return read()
 
@@ -165,29 +165,30 @@ def _open_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def check(path: Path, size: int, sha256: str | None, name: str | None = None) -> None:
-    """Raises DataError if a file differs from what was written; `sha256` None: checks only its size."""
-    found: object = path.stat().st_size
+    """Raises DataError if the size or sha256 of a file differs. sha256 None: checks only the size."""
+    actual: object = path.stat().st_size
     expected: object = size
     what = "bytes"
-    if found == expected and sha256 is not None:
-        found, expected, what = files.sha256(path), sha256, "sha256"
-    if found != expected:
-        raise DataError(f"{name or path} is damaged: expected {what} {expected}, found {found}; {PREPARE_AGAIN}")
+    if actual == expected and sha256 is not None:
+        actual, expected, what = files.sha256(path), sha256, "sha256"
+    if actual != expected:
+        raise DataError(f"{name or path} is damaged: expected {what} {expected}, got {actual}; {PREPARE_AGAIN}")
 
 
 def make_room(size: int) -> None:
-    """Removes the files of the cache that were used least recently, so that with `size` bytes more it keeps its limit.
+    """Removes the least recently used files of the cache until `size` more bytes are within its limit.
 
-    Files that were used in the last hour stay: a run may need them again. Processes that have mapped a file keep it.
+    Files that were used in the last hour are kept, since a run may need them again. A process that has mapped a file
+    can read it after its removal.
     """
     limit = float(os.environ.get("CFL_RAY_CACHE_GB", _CACHE_GB)) * 1e9
-    kept = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda one: one[0].st_atime)
-    total = size + sum(found.st_size for found, _ in kept)
-    for found, file in kept:
-        if total <= limit or found.st_atime > time.time() - _IN_USE_SECONDS:
+    oldest_first = sorted(((file.stat(), file) for file in cache().glob("*.arrow")), key=lambda pair: pair[0].st_atime)
+    total = size + sum(status.st_size for status, _ in oldest_first)
+    for status, file in oldest_first:
+        if total <= limit or status.st_atime > time.time() - _IN_USE_SECONDS:
             return
         file.unlink(missing_ok=True)
-        total -= found.st_size
+        total -= status.st_size
 
 
 def cache() -> Path:

@@ -13,17 +13,17 @@ from cfl_ray.data.images import Source
 from cfl_ray.errors import DataError, did_you_mean
 from cfl_ray.plugins.calling import call_plugin, check_options, place_of
 
-DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of samples without clients
+DIVIDED = ("x", "y", "x_test", "y_test", "groups", "num_classes", "vocabulary")  # keys of data without clients
 KEYS = (*DIVIDED, "clients", "test_clients")
 
 
 def load_function(data: PluginDataConfig, seed: int, targets: str = "class") -> Federation | Source:
-    """Returns the federation of the function `data.source`; samples without clients as a source to be divided.
+    """Returns the data of the function that `data.source` names: a Federation, or without clients a Source.
 
-    The function is passed `data.options`. It returns a Federation, or a mapping with x, y and optionally clients,
-    groups, x_test, y_test, test_clients, num_classes, vocabulary: the arguments of `federation_from_arrays`. Without
-    clients, the samples are divided as `data.partition` says. Raises DataError naming the function
-    and its line. targets: kind of y.
+    The function is called with `data.options`. It returns a Federation, a pair (x, y), or a mapping with x, y and
+    optionally clients, groups, x_test, y_test, test_clients, num_classes, vocabulary: arguments of
+    `federation_from_arrays`. Without clients, the samples are divided later as `data.partition` says. Raises DataError
+    naming the function and its line. targets: kind of y.
     """
     function = SOURCE_KINDS.find(data.source)
     if not callable(function):
@@ -71,7 +71,6 @@ def _from_mapping(arrays: dict[str, Any], data: PluginDataConfig, seed: int, tar
         raise DataError("it returns test_clients without clients; give both or neither")
     arrays.pop("clients", None)
     images = images_from_arrays(**arrays, targets=targets)
-    present = [
-        one for one in (images.train_x, images.train_y, images.test_x, images.test_y, images.group) if one is not None
-    ]
-    return Source(data.source, (), lambda pixels, progress: images, digest(*map(np.asarray, present)))
+    optional = (images.train_x, images.train_y, images.test_x, images.test_y, images.group)
+    arrays_of_images = [np.asarray(array) for array in optional if array is not None]
+    return Source(data.source, (), lambda pixels, progress: images, digest(*arrays_of_images))

@@ -16,7 +16,7 @@ CLIENTS_FILE = "clients.csv"
 def files_of(folder: Path) -> list[Path]:
     """Returns the images below the class folders of `folder`, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with one folder per class")
+        raise DataError(f"there is no folder {folder.absolute()}; set data.root to a folder with a folder per class")
     files = sorted(file for file in folder.glob("*/**/*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
         raise DataError(
@@ -26,14 +26,14 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read(train: Path, test: Path | None, test_inside: bool, pixels: bool, progress: Progress | None) -> Images:
-    """Returns the images of a folder per class; classes are numbered in the sorted order of their folders.
+    """Returns the images in a folder that has a folder for each class, numbered in sorted order of the folders' names.
 
-    test_inside: whether the test folder lies in the training folder, in which it is no class. `clients.csv` in the
+    test_inside: whether the test folder lies in the training folder, so that it is not a class. `clients.csv` in the
     training folder, with columns file (path below the folder) and client, names the client of each image.
     """
     files = [file for file in files_of(train) if not (test_inside and test is not None and file.is_relative_to(test))]
     if not files:
-        raise DataError(f"{train.absolute()} has no image in a folder per class beside the test folder")
+        raise DataError(f"{train.absolute()} has no image in a folder per class, except in the test folder")
     classes = sorted({file.relative_to(train).parts[0] for file in files})
     shape = decode(files[0], str(files[0])).shape
     train_x, train_y = _part(files, train, classes, shape, pixels, progress)
@@ -70,15 +70,15 @@ def _part(
 
 def _clients(folder: Path, files: list[Path]) -> np.ndarray | None:
     """Returns the client of each image as strings; None without a `clients.csv`."""
-    listed = folder / CLIENTS_FILE
-    if not listed.is_file():
+    clients_file = folder / CLIENTS_FILE
+    if not clients_file.is_file():
         return None
     try:
-        table = pyarrow.csv.read_csv(listed)
+        table = pyarrow.csv.read_csv(clients_file)
         client_of = {str(row["file"]): str(row["client"]) for row in table.select(["file", "client"]).to_pylist()}
     except (pyarrow.ArrowException, KeyError, OSError) as error:
-        raise DataError(f"{listed} must be a CSV file with columns file and client: {error}") from error
+        raise DataError(f"{clients_file} must be a CSV file with columns file and client: {error}") from error
     names = [file.relative_to(folder).as_posix() for file in files]
     if missing := [name for name in names if name not in client_of]:
-        raise DataError(f"{listed} names no client for {missing[0]} ({len(missing)} of {len(names)} images)")
+        raise DataError(f"{clients_file} names no client for {missing[0]} ({len(missing)} of {len(names)} images)")
     return np.array([client_of[name] for name in names], np.str_)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ class _Hub:
     """A data set of the Hugging Face hub: parquet files of one configuration."""
 
     repository: str
-    folder: str  # of its parquet files: the name of the configuration
-    image: str  # column
-    label: str  # column
+    folder: str  # folder of its parquet files, which is the configuration's name
+    image: str  # column of the images
+    label: str  # column of the labels
 
 
 @dataclass(frozen=True)
 class _Torchvision:
-    """A data set of torchvision, and where it lies on the hub."""
+    """A data set of torchvision, and the same data set on the hub."""
 
-    kind: str  # torchvision's class
-    files: str  # glob of its files below its root
+    kind: str  # name of torchvision's class
+    files: str  # glob pattern of its files, below the data root
     num_classes: int = 10
     by_split: bool = False  # the class takes split="train" instead of train=True
     hub: _Hub | None = None
@@ -57,29 +58,29 @@ _TORCHVISION = {
 }
 
 
-def _by_name(name: str) -> Callable[[DataConfig], Source]:
-    def locate_one(data: DataConfig) -> Source:
-        try:
-            return _find(name, data)
-        except DataError:
-            if not data.download:
-                raise
-        _open_torchvision(name, roots(data)[0], train=True, download=True)
-        if _TORCHVISION[name].by_split:  # one file for each
-            _open_torchvision(name, roots(data)[0], train=False, download=True)
+def _located(name: str, data: DataConfig) -> Source:
+    """Returns a data set by its name, downloaded if it is missing and `data.download` is true."""
+    try:
         return _find(name, data)
-
-    return locate_one
+    except DataError:
+        if not data.download:
+            raise
+    _open_torchvision(name, roots(data)[0], train=True, download=True)
+    if _TORCHVISION[name].by_split:  # the test part is a file of its own
+        _open_torchvision(name, roots(data)[0], train=False, download=True)
+    return _find(name, data)
 
 
 def _find(name: str, data: DataConfig) -> Source:
-    """Returns torchvision's files, or those of the hub. Raises DataError with all places looked at."""
-    one, hub = _TORCHVISION[name], _TORCHVISION[name].hub
-    get = f"set data.download: true, or point data.root at a folder where torchvision.datasets.{one.kind} has put it"
+    """Returns the data set in torchvision's files, or in the hub's. Raises DataError with all folders searched."""
+    dataset, hub = _TORCHVISION[name], _TORCHVISION[name].hub
+    get = (
+        f"set data.download: true, or point data.root at a folder with the files of torchvision.datasets.{dataset.kind}"
+    )
     if hub is None:
-        return _of_torchvision(name, *find(data, ["", "torchvision"], [one.files], name, get))
-    get += f", or that holds {hub.folder}/*.parquet of the data set {hub.repository} of Hugging Face"
-    patterns = [one.files, f"{hub.folder}/train-*.parquet"]
+        return _of_torchvision(name, *find(data, ["", "torchvision"], [dataset.files], name, get))
+    get += f", or at a folder with {hub.folder}/*.parquet of the Hugging Face data set {hub.repository}"
+    patterns = [dataset.files, f"{hub.folder}/train-*.parquet"]
     root, files = find(data, ["", "torchvision", f"hf/{name}"], patterns, name, get)
     of_hub = files[0].suffix == ".parquet"
     return _of_hub(name, hub, root, files) if of_hub else _of_torchvision(name, root, files)
@@ -95,10 +96,10 @@ def _of_torchvision(name: str, root: Path, files: list[Path]) -> Source:
 def _open_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
     from torchvision import datasets
 
-    one = _TORCHVISION[name]
-    part: dict[str, Any] = {"split": "train" if train else "test"} if one.by_split else {"train": train}
+    dataset = _TORCHVISION[name]
+    part: dict[str, Any] = {"split": "train" if train else "test"} if dataset.by_split else {"train": train}
     try:
-        return getattr(datasets, one.kind)(str(root), **part, download=download)
+        return getattr(datasets, dataset.kind)(str(root), **part, download=download)
     except (RuntimeError, OSError, ValueError, AssertionError) as error:
         doing = "downloaded to" if download else "read from"
         raise DataError(f"data set {name!r} could not be {doing} {root.absolute()}: {error}") from error
@@ -124,7 +125,7 @@ def _read_torchvision(name: str, root: Path) -> Images:
 
 
 def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
-    """Returns the parquet files of a data set of the hub; its images may stand in another order than torchvision's."""
+    """Returns a data set of the hub, in parquet files. Its images may have another order than torchvision's."""
     test = sorted(path for path in root.glob(f"{hub.folder}/test-*.parquet") if path.is_file())
     if not test:
         raise DataError(
@@ -143,7 +144,7 @@ def _of_hub(name: str, hub: _Hub, root: Path, train: list[Path]) -> Source:
 
 
 def medmnist(data: FilesDataConfig) -> Source:
-    """Returns one of the 2-D data sets of medmnist, that of `data.train_files`; its validation part goes unused."""
+    """Returns the 2-D data set of medmnist that `data.train_files` names, without its validation part."""
     get = (
         "name one data set by its file, e.g. data.train_files: pathmnist.npz, and put it there: "
         "medmnist.PathMNIST('train', root='data', download=True) of the package medmnist does it"
@@ -194,4 +195,7 @@ def _one_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
     return y.reshape(len(y)).astype(np.int16)
 
 
-SETS: dict[str, Callable[[Any], Source]] = {name: _by_name(name) for name in _TORCHVISION} | {"medmnist": medmnist}
+SETS: dict[str, Callable[[Any], Source]] = {
+    **{name: partial(_located, name) for name in _TORCHVISION},
+    "medmnist": medmnist,
+}

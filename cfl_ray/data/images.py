@@ -1,4 +1,4 @@
-"""Base data sets before their division: images or other inputs, labels and, if known, the client of each sample."""
+"""Data sets before their division among clients: inputs, labels and, if known, the client of each sample."""
 
 import glob
 import os
@@ -15,39 +15,40 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import DataError
 
 Files = TypeVar("Files", bound=FilesDataConfig)
-Progress = Callable[[str, int, int], None]  # (what is being done, how many are done, out of how many)
+Progress = Callable[[str, int, int], None]  # (name of the task, how much is done, how much there is)
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data set in memory. For a summary, which needs no pixels, they are a broadcast zero of the right shape."""
+    """A data set in memory. If pixels are not needed, as in a summary, the inputs are a broadcast 0 of their shape."""
 
     train_x: np.ndarray  # (n, *input): uint8 with values 0..scale, e.g. (n, C, H, W); float32; int32 for token ids
-    train_y: np.ndarray  # int16 (n,) of classes; else (n, *) as `core.tasks` stores them
-    test_x: np.ndarray | None  # likewise (n_test, *input); None if the data set has no test part
-    test_y: np.ndarray | None  # likewise; None if the data set has no test part
+    train_y: np.ndarray  # int16 (n,) for classes; for other targets (n, *) in the type of `core.tasks`
+    test_x: np.ndarray | None  # like train_x, (n_test, *input); None: no test part
+    test_y: np.ndarray | None  # like train_y; None: no test part
     num_classes: int
     scale: int = 255  # the pixel value that means 1.0
     client: np.ndarray | None = None  # str or int (n,): client (writer) of each training sample; None: not known
-    group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of that client; None: not known
+    group: np.ndarray | None = None  # int32 (n,), 0..G-1: true group of each training sample; None: not known
     test_group: np.ndarray | None = None  # int32 (n_test,): true group of each test sample; None: not known
     vocabulary: int | None = None  # token ids are 0 .. vocabulary - 1; None: the inputs are not tokens
     targets: str = "class"  # kind of the targets (`core.tasks`)
 
     @property
     def data_shape(self) -> DataShape:
-        """The shape that these samples give to the data of all clients."""
+        """The shapes of inputs and targets in the federation of these samples."""
         return DataShape(self.shape, self.num_classes, self.vocabulary, self.targets, self.train_y.shape[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, (C, H, W) of an image."""
+        """The shape of a sample, e.g. (C, H, W) for an image."""
         return self.train_x.shape[1:]
 
     def pooled(self) -> "Images":
-        """Returns one training part with all samples, the test part last, and without clients.
+        """Returns a data set whose training part has all samples, those of the test part last; it has no test part.
 
-        The clients of the test part are not known. Raises DataError if only the training part has true groups.
+        It has no clients, since the clients of test samples are not known. Raises DataError if only the training part
+        has true groups.
         """
         assert self.test_x is not None and self.test_y is not None  # checked by the caller
         group = None
@@ -69,18 +70,18 @@ class Images:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set whose files exist and are not read yet."""
+    """A data set whose files exist but are not read yet."""
 
     name: str
-    files: tuple[Path, ...]  # all its files; empty for data that come with a library
+    files: tuple[Path, ...]  # empty if the data come with a library or from a function
     read: Callable[[bool, Progress | None], Images]  # (whether to read pixels, progress)
-    digest: str | None = None  # hash of data that are in no file
+    digest: str | None = None  # hash of the data if they are not in files
 
 
 def roots(data: DataConfig) -> list[Path]:
-    """Returns the folders in which data sets are looked for, in this order; named files also in the working directory.
+    """Returns the folders in which a data set is searched, in this order.
 
-    Raises DataError if `data.root` is a file.
+    The working directory is among them only if `data.train_files` is set. Raises DataError if `data.root` is a file.
     """
     if data.root is not None:
         root = Path(data.root).expanduser()
@@ -96,7 +97,7 @@ def roots(data: DataConfig) -> list[Path]:
 
 
 def with_file_as_root(data: Files) -> Files:
-    """The section with a file that `data.root` names as the training file of its folder."""
+    """The section; if `data.root` names a file, with the file's folder as root and the file as `train_files`."""
     root = Path(data.root or "").expanduser()
     if data.root is None or not root.is_file() or data.train_files is not None:
         return data
@@ -106,17 +107,17 @@ def with_file_as_root(data: Files) -> Files:
 def find(
     data: DataConfig, subfolders: Iterable[str], patterns: Iterable[str], name: str, get: str
 ) -> tuple[Path, list[Path]]:
-    """Returns the first folder in which one of the glob patterns matches, and the sorted matches.
+    """Returns the first folder in which a glob pattern matches files, and these files, sorted.
 
-    Raises DataError with every place looked at, followed by `get`: how to obtain the data.
+    Raises DataError with every folder searched, followed by `get`, which says how to obtain the data.
     """
     subfolders, patterns = list(subfolders), list(patterns)
     if outside := [pattern for pattern in patterns if Path(pattern).is_absolute()]:
         raise DataError(f"{outside[0]!r} must be a pattern below data.root, not an absolute path")
-    looked = [root / sub for root in roots(data) for sub in subfolders]
-    for folder in looked:
+    folders = [root / sub for root in roots(data) for sub in subfolders]
+    for folder in folders:
         for pattern in patterns:
             if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
                 return folder, files
-    places = ", ".join(str(folder.absolute()) for folder in looked)
+    places = ", ".join(str(folder.absolute()) for folder in folders)
     raise DataError(f"data set {name!r} not found: no {' or '.join(patterns)} in {places}; to get it: {get}")

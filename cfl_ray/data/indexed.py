@@ -1,4 +1,4 @@
-"""The common part of shards and in-memory federations: a client is a range of rows, its held-out rows last."""
+"""The base class of shards and in-memory federations: a client's data are a range of rows, held-out rows last."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ StoredSamples = tuple[np.ndarray, np.ndarray]  # x (n, *input) as stored, y (n, 
 
 @dataclass(frozen=True)
 class Index:
-    """The rows of each client. -1: no true group known, no shared test set."""
+    """The rows of each client. -1 in group_N: true group not known; in test_set_N: no shared test set."""
 
     file_N: np.ndarray  # int32
     offset_N: np.ndarray  # int64: first row within the file
@@ -28,16 +28,16 @@ class Index:
 
 @dataclass(frozen=True)
 class Scaling:
-    """From stored numbers to the network's input: x / scale, then (x - mean) / std per channel; token ids stay."""
+    """How stored numbers become inputs: x / scale, then (x - mean) / std per channel. Token ids are not changed."""
 
     scale: float
-    normalize: list[list[float]] | None  # [means, standard deviations]; None: only divide
+    normalize: list[list[float]] | None  # [means, standard deviations]; None: only divide by scale
     tokens: bool = False  # the inputs are token ids
 
     def check(self, shape: tuple[int, ...]) -> "Scaling":
-        """Returns itself. Raises DataError if means and deviations do not fit inputs of this shape."""
+        """Returns this object. Raises DataError if means and deviations do not fit inputs of this shape."""
         if self.normalize is not None and self.tokens:
-            raise DataError(f"data.normalize: token ids are not numbers to normalise, so null, not {self.normalize}")
+            raise DataError(f"data.normalize: token ids cannot be normalised; set it to null, not {self.normalize}")
         if self.normalize is not None:
             lengths = [len(part) for part in self.normalize]
             fit = len(lengths) == 2 and all(length in (1, shape[0]) for length in lengths)
@@ -49,7 +49,7 @@ class Scaling:
         return self
 
     def to_tensor(self, x: np.ndarray) -> torch.Tensor:
-        """Returns a float32 copy, bit for bit that of torchvision's ToTensor and Normalize; int64 for token ids."""
+        """Returns a float32 copy with the same bits as torchvision's ToTensor and Normalize; int64 for token ids."""
         if self.tokens:
             return torch.from_numpy(x.astype(np.int64))
         with np.errstate(over="ignore", invalid="ignore"):  # values beyond float32 are infinite: the client is excluded
@@ -62,7 +62,7 @@ class Scaling:
 
 
 class IndexedFederation(Federation):
-    """A federation stored as rows of files; subclasses say where the files are."""
+    """A federation whose samples are rows of files, which subclasses read."""
 
     def __init__(self, shape: DataShape, view: str, recipe: dict[str, Any], index: Index, scaling: Scaling) -> None:
         self.shape, self.view, self.recipe = shape, view, recipe
@@ -74,11 +74,11 @@ class IndexedFederation(Federation):
 
     @abstractmethod
     def _file(self, number: int) -> StoredSamples:
-        """Returns all rows of one file of clients."""
+        """Returns all rows of a file of clients."""
 
     @abstractmethod
     def _test_file(self, number: int) -> StoredSamples:
-        """Returns all rows of one shared test set."""
+        """Returns all rows of a shared test set."""
 
     def train(self, client: int) -> TensorSamples:
         start = self._index.offset_N[client]
@@ -104,7 +104,7 @@ class IndexedFederation(Federation):
         return None if self._index.labels_NC is None else self._index.labels_NC[clients]
 
     def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
-        """Returns the same as the base class; converts only the samples that it returns."""
+        """Returns the same samples as the base class, but converts only these."""
         if self.view == "holdout":
             return self.holdout(client)
         samples = self._test_file(int(self._index.test_set_N[client]))

@@ -22,7 +22,7 @@ CLASSES = 62
 
 
 def read(train: list[Path], test: list[Path], progress: Progress | None) -> Images:
-    """Returns LEAF's images as uint8, which is exact: LEAF divided 8-bit pixels by 255."""
+    """Returns LEAF's images as uint8. Nothing is lost, since LEAF's pixels are 8-bit values divided by 255."""
     train_x, train_y, client = _part(train, _images_of, progress)
     test_x, test_y, _ = _part(test, _images_of, progress) if test else (None, None, None)
     return Images(train_x, train_y, test_x, test_y, num_classes=CLASSES, client=client)
@@ -50,7 +50,7 @@ def _part(files: list[Path], parse: Parse, progress: Progress | None) -> tuple[n
 
 
 def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
-    """Yields (user, number of samples, x, y) for every user of one file who has samples."""
+    """Yields (user, number of samples, x, y) for every user of a file who has samples."""
     try:
         content = json.loads(file.read_bytes())
         users, counts, user_data = content["users"], content["num_samples"], content["user_data"]
@@ -66,7 +66,7 @@ def _users(file: Path) -> Iterator[tuple[str, int, Any, Any]]:
 
 
 def _images_of(file: Path, user: str, count: int, x_of_user: Any, y_of_user: Any) -> Samples:
-    """Returns x uint8 (n, 1, 28, 28) and y of one user."""
+    """Returns a user's x, uint8 (n, 1, 28, 28), and y, int16 (n,)."""
     try:
         x, y = np.asarray(x_of_user, np.float64), np.asarray(y_of_user, np.int64)
     except (ValueError, TypeError) as error:
@@ -82,20 +82,20 @@ def _check(file: Path, user: str, count: int, x: np.ndarray, y: np.ndarray) -> N
             f"got {x.shape} and {y.shape}"
         )
     if not (x.min() >= 0 and x.max() <= 1):
-        raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], found {x.min()}..{x.max()}")
+        raise DataError(f"{file}: pixels of user {user!r} must lie in [0, 1], got {x.min()}..{x.max()}")
     if not 0 <= y.min() <= y.max() < CLASSES:
-        raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, found {y.min()}..{y.max()}")
+        raise DataError(f"{file}: labels of user {user!r} must lie in 0..{CLASSES - 1}, got {y.min()}..{y.max()}")
 
 
 # --- text ---------------------------------------------------------------------------------------
 
-# LEAF's models/utils/language_utils.py: the characters of Shakespeare's plays; others have no number there either
+# The characters of Shakespeare's plays in LEAF's models/utils/language_utils.py. Other characters have no number there.
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 LENGTH = 80  # characters before the character to predict
-MAX_WORDS = 25  # words of a tweet, as LEAF's stacked LSTM reads
-VOCABULARY = 10_000  # words of tweets, with the two tokens below
-FILL, UNKNOWN = 0, 1  # tokens after the last word, and of words outside the vocabulary
-TEXT_OF_TWEET = 4  # place of the text in [id, date, query, user, text, ...]
+MAX_WORDS = 25  # words of a tweet that LEAF's stacked LSTM reads
+VOCABULARY = 10_000  # number of tokens for tweets: the most frequent words, FILL and UNKNOWN
+FILL, UNKNOWN = 0, 1  # tokens after the last word, and for words outside the vocabulary
+TEXT_OF_TWEET = 4  # position of the text in [id, date, query, user, text, ...]
 
 
 class TextKind(ABC):
@@ -105,12 +105,12 @@ class TextKind(ABC):
     num_classes: int
 
     def learn(self, files: list[Path]) -> None:
-        """Finds what depends on the training files; by default, nothing."""
+        """Learns from the training files, e.g. a vocabulary. By default it does nothing."""
         del files
 
     @abstractmethod
     def samples(self, file: Path, user: str, count: int, x: Any, y: Any) -> Samples:
-        """Returns token ids int32 (n, length) and labels int16 (n,) of one user. Raises DataError."""
+        """Returns token ids int32 (n, length) and labels int16 (n,) of a user. Raises DataError for unusable text."""
 
 
 def read_text(train: list[Path], test: list[Path], kind: TextKind, progress: Progress | None) -> Images:
@@ -125,7 +125,7 @@ def read_text(train: list[Path], test: list[Path], kind: TextKind, progress: Pro
 
 @dataclass
 class Characters(TextKind):
-    """Shakespeare: 80 characters, and the next character as the label. Unknown characters have the last token."""
+    """Shakespeare: inputs of 80 characters, labelled with the next character. Unknown characters get the last token."""
 
     vocabulary: int = len(ALPHABET) + 1
     num_classes: int = len(ALPHABET) + 1
@@ -134,11 +134,10 @@ class Characters(TextKind):
         _check_text(file, user, count, x, y)
         for text, expected in (*((text, LENGTH) for text in x), *((text, 1) for text in y)):
             if not isinstance(text, str) or len(text) != expected:
-                found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
-                raise DataError(f"{file}: user {user!r} needs texts of {expected} characters, found {found}")
-        return np.array([self._tokens(text) for text in x], np.int32), np.array(
-            [self._tokens(text)[0] for text in y], np.int16
-        )
+                actual = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+                raise DataError(f"{file}: user {user!r} needs texts of {expected} characters, got {actual}")
+        labels = np.array([self._tokens(text)[0] for text in y], np.int16)
+        return np.array([self._tokens(text) for text in x], np.int32), labels
 
     def _tokens(self, text: str) -> list[int]:
         return [place if (place := ALPHABET.find(letter)) >= 0 else len(ALPHABET) for letter in text]
@@ -148,7 +147,7 @@ class Characters(TextKind):
 class Words(TextKind):
     """Sentiment140: the first 25 words of a tweet; the label is its sentiment, 0 or 1.
 
-    The vocabulary is the most frequent words of the training files, ties in alphabetical order.
+    The vocabulary has the most frequent words of the training files; equally frequent words in alphabetical order.
     """
 
     vocabulary: int
@@ -171,10 +170,10 @@ class Words(TextKind):
             labels = np.array([int(value) for value in y])
         except (ValueError, TypeError) as error:
             raise DataError(f"{file}: labels of user {user!r} must be 0 or 1: {error}") from error
-        labels = np.where(labels == 4, 1, labels)  # the original files say 4 for positive
+        labels = np.where(labels == 4, 1, labels)  # the original files have 4 for positive
         if not 0 <= labels.min() <= labels.max() <= 1:
             raise DataError(
-                f"{file}: labels of user {user!r} must lie in 0..1 (or be 4), found {labels.min()}..{labels.max()}"
+                f"{file}: labels of user {user!r} must lie in 0..1 (or be 4), got {labels.min()}..{labels.max()}"
             )
         return tokens, labels.astype(np.int16)
 

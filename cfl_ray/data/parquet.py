@@ -1,4 +1,4 @@
-"""Image parquet files in the layout of Hugging Face: one row per image, its PNG or JPEG bytes and its label."""
+"""Parquet files of images as on Hugging Face: each row has the PNG or JPEG bytes of an image, and its label."""
 
 import io
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def read(
     """
     parts = [part for part in (train, test) if part]
     if not isinstance(columns.label, str):
-        raise DataError(f"data.columns.label names {len(columns.label)} columns, a class has 1; name one")
+        raise DataError(f"data.columns.label names {len(columns.label)} columns, a class has 1; name a single column")
     labels = [np.concatenate([_labels(file, columns.label) for file in part]) for part in parts]
     limit = num_classes if num_classes is not None else max(int(y.max(initial=0)) for y in labels) + 1
     for y, part in zip(labels, parts, strict=True):
@@ -88,7 +88,7 @@ def _labels(file: Path, name: str) -> np.ndarray:
     y = column.to_numpy()
     if len(y) and not 0 <= y.min() <= y.max() <= np.iinfo(np.int16).max:
         raise DataError(
-            f"{file}: labels in column {name!r} must lie in 0..{np.iinfo(np.int16).max}, found {y.min()}..{y.max()}"
+            f"{file}: labels in column {name!r} must lie in 0..{np.iinfo(np.int16).max}, got {y.min()}..{y.max()}"
         )
     return y.astype(np.int16)
 
@@ -105,9 +105,9 @@ def _client_ids(file: Path, name: str) -> np.ndarray:
 
 
 def _groups(train: list[Path], test: list[Path], name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the group column of both parts, its values numbered 0.. in sorted order.
+    """Returns the groups of both parts, int32, numbered from 0 in the sorted order of the column's values.
 
-    None for the test part if one of its files has no such column.
+    None for the test part if a test file has no such column.
     """
     train_values = np.concatenate([_client_ids(file, name) for file in train])
     values, group = np.unique(train_values, return_inverse=True)
@@ -146,7 +146,7 @@ def _first_shape(file: Path, name: str) -> tuple[int, int, int]:
 def _pixels(
     files: list[Path], name: str, shape: tuple[int, int, int], rows: int, wanted: bool, progress: Progress | None
 ) -> np.ndarray:
-    """Returns uint8 (rows, *shape), a broadcast zero if pixels are not wanted."""
+    """Returns uint8 (rows, *shape); a broadcast 0 if pixels are not wanted."""
     if not wanted:
         return np.broadcast_to(np.uint8(0), (rows, *shape))
     x = np.empty((rows, *shape), np.uint8)
@@ -164,11 +164,10 @@ def _pixels(
 
 def _decode(value: pa.Scalar, shape: tuple[int, int, int], file: Path, row: int) -> np.ndarray:
     image = _open_image(value, file, row)
-    found = (_channels(image), image.height, image.width)
-    if found[1:] != shape[1:]:  # checked before decoding, so that a huge image costs nothing
+    if (image.height, image.width) != shape[1:]:  # checked before decoding, so that a huge image is not decoded
         raise DataError(
-            f"{file}: the image in row {row} is {found[1]}x{found[2]}, the first one is {shape[1]}x{shape[2]}; "
-            "resize them to one size"
+            f"{file}: the image in row {row} is {image.height}x{image.width}, the first image is "
+            f"{shape[1]}x{shape[2]}; resize all to the same size"
         )
     try:
         pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))

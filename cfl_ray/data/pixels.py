@@ -1,4 +1,4 @@
-"""Transformations of pixel values, for shifts: functions f(x, y, group, draw, amount, scale) of n samples."""
+"""Transformations of pixel values for shifts: functions (x, y, group, draw, *, amount, scale) -> (x, y)."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def with_noise(
 def blurred(
     x: np.ndarray, y: np.ndarray, group: int, draw: np.random.Generator, *, amount: float, scale: int
 ) -> Samples:
-    """Blurs images (n, C, H, W) by a Gaussian of `amount` pixels; beyond its edge an image has the edge's values."""
-    from scipy.ndimage import gaussian_filter  # a second that other shifts do not wait for
+    """Blurs images (n, C, H, W) by a Gaussian of `amount` pixels. Outside an image, its edge's values are repeated."""
+    from scipy.ndimage import gaussian_filter  # imported here: it takes a second, and other shifts do not need it
 
     if not amount:
         return x, y
@@ -36,7 +36,7 @@ def brightened(
 def rotated(x: np.ndarray, y: np.ndarray, group: int, draw: Any, *, amount: float, scale: int) -> Samples:
     """Rotates images (n, C, H, W) by `amount` degrees counter-clockwise about their centre.
 
-    Bilinear between pixels, on the same canvas, with 0 where the image does not reach.
+    The size stays the same, values are interpolated bilinearly, and corners without image are 0.
     """
     from torchvision.transforms import InterpolationMode, functional
 
@@ -46,7 +46,7 @@ def rotated(x: np.ndarray, y: np.ndarray, group: int, draw: Any, *, amount: floa
 
 
 def _stored(values: np.ndarray, x: np.ndarray, scale: int) -> np.ndarray:
-    """The values in the type of x; whole numbers are rounded, and stay in 0..scale."""
+    """The values in the type of x. For integer types they are rounded and clipped to 0..scale."""
     if x.dtype.kind == "f":
         return values.astype(x.dtype)
     return np.clip(np.rint(values), 0, scale).astype(x.dtype)

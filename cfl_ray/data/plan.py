@@ -1,4 +1,4 @@
-"""The federation in row numbers: the samples of each client, decided before any pixel is copied."""
+"""The plan of a federation: the row numbers of each client's samples, decided before any pixel is copied."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,59 +18,59 @@ from cfl_ray.plugins.calling import reference_of
 
 @dataclass(frozen=True)
 class PlannedClient:
-    """One client's rows of one data set, under one transformation."""
+    """A client's rows of a data set, and their transformation."""
 
     name: str
-    group: int  # true group; -1 if none is known
+    group: int  # true group; -1: not known
     variant: Variant
-    train: np.ndarray  # int64 rows of the training part, ascending
-    held_out: np.ndarray  # likewise; empty unless the view is hold-out
-    test_set: int  # number of its shared test set; -1 under hold-out
+    train: np.ndarray  # int64 rows of the data set's training part, ascending, to train on
+    held_out: np.ndarray  # int64 rows of the training part, ascending, to test on; empty unless the view is hold-out
+    test_set: int  # number of its shared test set; -1 if the view is hold-out
 
 
 @dataclass(frozen=True)
 class TestSet:
-    """Rows of a test part, under one transformation."""
+    """Rows of a data set's test part, and their transformation."""
 
     variant: Variant
     rows: np.ndarray
 
     def labels(self) -> np.ndarray:
-        """Returns the int16 labels as the group sees them."""
+        """Returns the rows' labels, int16, after the group's transformation."""
         return self.variant.test_labels(self.rows)
 
 
 @dataclass(frozen=True)
 class FederationPlan:
-    """A federation that is decided and not yet written."""
+    """A federation that is planned but not written."""
 
     view: str
     clients: list[PlannedClient]
     test_sets: list[TestSet]
-    labels_NC: np.ndarray | None  # bool: the labels that each client is tested on; None unless the view is label
+    labels_NC: np.ndarray | None  # bool: labels on which each client is tested; None unless the view is label
 
     @property
     def images(self) -> Images:
-        """One of the federation's data sets; all of them have the same shape, scale and classes."""
+        """The first client's data set. All data sets of a federation have the same shape, scale and classes."""
         return self.clients[0].variant.images
 
 
 class ClientRows(NamedTuple):
-    """The rows that the division gives to one client, before any are held out or cut."""
+    """The rows that a client gets in the division, before rows are held out or cut."""
 
     name: str
-    group: int  # place in the list of groups, which decides the transformation
-    true_group: int  # -1 if none is known
+    group: int  # position in the list of groups, which decides the transformation
+    true_group: int  # -1: not known
     rows: np.ndarray  # int64 rows of the training part, ascending
 
 
 def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int) -> FederationPlan:
-    """Returns the division that `data` describes. Raises DataError if the data do not suffice for it.
+    """Returns the division that `data` describes. Raises DataError if there are too few samples for it.
 
-    other: the second data set of a hybrid.
+    other: the second data set of a hybrid shift; None for other shifts.
     """
     view = data.test.view
-    assert view is not None  # null stands only for arrays, which are divided already
+    assert view is not None  # the view is null only for arrays, which have clients already
     _check_classes(images, data)
     if data.test.pool:
         second = data.shift.other if isinstance(data.shift, HybridConfig) else ""
@@ -96,7 +96,7 @@ def make_plan(images: Images, other: Images | None, data: DataConfig, seed: int)
 
 
 def _check_classes(images: Images, data: DataConfig) -> None:
-    """Raises DataError if `data` divides or changes samples by their classes and the targets are none."""
+    """Raises DataError if `data` divides or changes samples by their classes, but the targets are not classes."""
     needs = {
         "data.partition.kind": (data.partition.kind, ("dirichlet", "classes"), "iid or writer"),
         "data.shift.kind": (data.shift.kind, ("shifted", "pathological", "rotated_labels"), "none, rotated or hybrid"),
@@ -140,7 +140,7 @@ def _divide(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows
 
 
 def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -> PartitionConfig:
-    """Returns the partition with the sizes of one group's clients only."""
+    """Returns the partition section with only the sizes of this group's clients."""
     if not isinstance(whole, IidConfig) or whole.sizes is None:
         return whole
     first = sum(shares[:index])
@@ -148,17 +148,17 @@ def _partition_of_group(whole: PartitionConfig, shares: list[int], index: int) -
 
 
 def _true_groups(whole: PartitionConfig, true_group: int, clients: int) -> list[int]:
-    """Returns the true group of each client: that of the shift, or that of the partition."""
+    """Returns the true group of each client: its group in the partition if that makes groups, else `true_group`."""
     if whole.true_groups is None:
         return [true_group] * clients
     return np.repeat(np.arange(whole.true_groups), partition.even_shares(clients, whole.true_groups)).tolist()
 
 
 def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[ClientRows]:
-    """Returns one client per writer.
+    """Returns a client for each writer.
 
-    Without a shift, the true group of a client is that of its data. Under a shift, every group has
-    clients of its own.
+    Without a shift, a client has the true group of its samples in the data. With a shift, every group has other
+    clients.
     """
     wanted = data.partition.clients
     shares = [None] * len(groups) if wanted is None else partition.even_shares(wanted, len(groups))
@@ -166,8 +166,8 @@ def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[
     for index, (group, share) in enumerate(zip(groups, shares, strict=True)):
         images, rng = group.variant.images, stream(seed, -1, -1, index, "data/writers of group")
         writer_of_row = None if images.client is None else images.client[group.rows]
-        of_group = data.partition.model_copy(update={"clients": share})
-        for name, part in partition.writers(writer_of_row, of_group, data.source, rng):
+        config = data.partition.model_copy(update={"clients": share})
+        for name, part in partition.writers(writer_of_row, config, data.source, rng):
             rows = group.rows[part]
             if len(groups) > 1:
                 divided.append(ClientRows(f"{name}/{index}", index, index, rows))
@@ -179,17 +179,17 @@ def _divide_by_writer(groups: list[Group], data: DataConfig, seed: int) -> list[
 def _natural_group(images: Images, rows: np.ndarray, name: str) -> int:
     if images.group is None:
         return -1
-    found = np.unique(images.group[rows])
-    if len(found) > 1:
+    groups = np.unique(images.group[rows])
+    if len(groups) > 1:
         raise DataError(
-            f"client {name!r} has samples of groups {found[0]} and {found[1]}; a client belongs to one "
+            f"client {name!r} has samples of groups {groups[0]} and {groups[1]}; a client belongs to one group "
             "(data.columns.group)"
         )
-    return int(found[0])
+    return int(groups[0])
 
 
 def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
-    """Returns float64 (N,): the share of its training samples that each client keeps, 1.0 for clients without a cut."""
+    """Returns the share of its training samples that each client keeps, float64 (N,); 1.0 for clients without a cut."""
     kept_N, wanted = np.ones(clients), sum(cut.clients for cut in whole.cut)
     if wanted > clients:
         raise DataError(
@@ -201,7 +201,7 @@ def _kept_shares(clients: int, whole: PartitionConfig, seed: int) -> np.ndarray:
 
 
 def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a client's training and held-out rows, at least one of each under hold-out."""
+    """Returns a client's training and held-out rows; if the view is hold-out, at least one of each."""
     rows, held_out = client.rows, client.rows[:0]
     if data.test.view == "holdout":
         rows, held_out = split_rows(rows, data.test.fraction, number, client.name, seed)
@@ -214,7 +214,7 @@ def _split(client: ClientRows, number: int, keep: float, data: DataConfig, seed:
 
 
 def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns training and held-out rows of one client, ascending. Raises DataError for fewer than two rows."""
+    """Returns the training and the held-out rows of a client, ascending. Raises DataError for fewer than two rows."""
     if len(rows) < 2:
         raise DataError(
             f"client {name!r} has {len(rows)} sample; holding out a part needs 2: set data.partition.min_samples: 2"
@@ -227,7 +227,7 @@ def split_rows(rows: np.ndarray, fraction: float, client: int, name: str, seed: 
 def _test_sets(
     groups: list[Group], divided: list[ClientRows], data: DataConfig, seed: int
 ) -> tuple[list[TestSet], dict[tuple[int, int], int]]:
-    """Returns the distinct shared test sets, and the number of the test set of each (group, true group)."""
+    """Returns the shared test sets, without duplicates, and the test set's number for each (group, true group)."""
     test_sets: list[TestSet] = []
     number_by_content: dict[tuple[int, int, int, Change | None, bytes], int] = {}
     number_by_group: dict[tuple[int, int], int] = {}
@@ -248,7 +248,7 @@ def _test_sets(
 def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np.ndarray:
     images = group.variant.images
     assert images.test_y is not None and group.test_rows is not None  # checked for views with shared test sets
-    if data.test.view == "label":  # a client's labels choose from all images
+    if data.test.view == "label":  # later, a client's labels choose among all images
         rows = np.arange(len(images.test_y))
     elif data.partition.kind == "writer" and data.shift.kind == "none" and images.test_group is not None:
         rows = np.flatnonzero(images.test_group == true_group)
@@ -260,11 +260,11 @@ def _test_rows(group: Group, true_group: int, data: DataConfig, seed: int) -> np
 
 
 def _tested_labels(clients: list[PlannedClient], test_sets: list[TestSet], num_classes: int) -> np.ndarray:
-    """Returns bool (N, C): the labels of each client's training samples.
+    """Returns the labels of each client's training samples, bool (N, C).
 
-    Raises DataError for a client without a label that is tested.
+    Raises DataError if none of a client's labels is in its test set.
     """
-    present_TC = np.array([np.bincount(one.labels(), minlength=num_classes) > 0 for one in test_sets])
+    present_TC = np.array([np.bincount(test_set.labels(), minlength=num_classes) > 0 for test_set in test_sets])
     labels_NC = np.zeros((len(clients), num_classes), bool)
     for number, client in enumerate(clients):
         labels_NC[number, client.variant.train_labels(client.train)] = True

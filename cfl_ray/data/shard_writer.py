@@ -1,4 +1,4 @@
-"""Writes a planned federation as shards: complete under its name, or not at all."""
+"""Writes a planned federation as shards. The folder appears complete or not at all."""
 
 import os
 import shutil
@@ -29,8 +29,8 @@ def write_shards(
 ) -> None:
     """Writes the federation into the folder `path`, a local path or a URI.
 
-    A local folder appears complete or not at all; if another process has written it meanwhile, its folder stays.
-    Elsewhere the manifest, which makes a folder a federation, is written last.
+    A local folder appears complete or not at all; if another process has written it meanwhile, that folder stays. In a
+    remote folder the manifest is written last, and a folder without a manifest is not a federation.
     """
     folder = Folder(str(path))
     target = folder.local
@@ -52,7 +52,7 @@ def write_shards(
 def shard_bytes(plan: FederationPlan) -> int:
     """Returns the bytes of pixels and labels in the shards of this plan."""
     client_rows = sum(len(client.train) + len(client.held_out) for client in plan.clients)
-    test_rows = sum(len(one.rows) for one in plan.test_sets)
+    test_rows = sum(len(test_set.rows) for test_set in plan.test_sets)
     y = plan.images.train_y
     return (client_rows + test_rows) * (_sample_bytes(plan) + y.itemsize * int(np.prod(y.shape[1:])))
 
@@ -80,14 +80,14 @@ def _write(
     normalize: list[list[float]] | None,
     progress: Progress | None,
 ) -> list[str]:
-    """Writes all files, the manifest last, and returns their names in this order."""
+    """Writes all files, the manifest last. Returns their names in the order of writing."""
     dtype = plan.images.train_x.dtype.name
     targets, target_shape = plan.images.targets, plan.images.train_y.shape[1:]
     schema = sample_schema(plan.images.shape, dtype, targets, target_shape)
     train, places = _write_clients(staging, plan, schema, progress)
     test = [
-        _save(staging, f"test-{number:05d}.arrow", schema, _columns([one.variant.test(one.rows)], schema))
-        for number, one in enumerate(plan.test_sets)
+        _save(staging, f"test-{number:05d}.arrow", schema, _columns([test_set.variant.test(test_set.rows)], schema))
+        for number, test_set in enumerate(plan.test_sets)
     ]
     schema = index_schema(plan.images.num_classes, plan.view == "label")
     index = _save(staging, "clients.arrow", schema, _index_columns(plan, places))
@@ -106,7 +106,7 @@ def _write(
         test=test,
         recipe=recipe,
     )
-    unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # the manifest of images has never had them
+    unused = {"dtype", "vocabulary"} if dtype == "uint8" else set()  # left out, as in earlier manifests of images
     unused |= {"targets", "target_shape"} if targets == "class" else set()
     (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1, exclude=unused))
     sync(staging / MANIFEST)
@@ -117,7 +117,7 @@ def _write(
 def _write_clients(
     staging: Path, plan: FederationPlan, schema: pa.Schema, progress: Progress | None
 ) -> tuple[list[ShardFile], list[tuple[int, int]]]:
-    """Writes the files of clients; returns them, and the (file, first row) of each client."""
+    """Writes the files of clients. Returns the files, and (number of the file, first row) of each client."""
     files: list[ShardFile] = []
     places: list[tuple[int, int]] = []
     for number, clients in enumerate(_clients_by_file(plan)):
@@ -166,7 +166,7 @@ def _index_columns(plan: FederationPlan, places: list[tuple[int, int]]) -> list[
 
 
 def _fixed_size_lists(x: np.ndarray) -> pa.Array:
-    """Returns (n, ...) as n lists of one length, without a copy."""
+    """Returns x (n, ...) as n Arrow lists of equal length, without a copy."""
     return pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), int(np.prod(x.shape[1:])))
 
 

@@ -1,8 +1,8 @@
 """Shards: a federation as Arrow files, which all processes of a machine map into memory without a copy.
 
-`manifest.json` describes the folder, `clients.arrow` says where each client's rows are, `train-*.arrow` and
-`test-*.arrow` hold the original pixels (or numbers, or token ids) with their labels. Each file is one record
-batch, so a client is a slice of the mapped file.
+`manifest.json` describes the folder, `clients.arrow` has the rows of each client, `train-*.arrow` and `test-*.arrow`
+have the original pixels (or numbers, or token ids) with their labels. Each file is a single record batch, so a client's
+data are a slice of the mapped file.
 """
 
 import functools
@@ -22,13 +22,13 @@ from cfl_ray.data.indexed import Index, IndexedFederation, Scaling, StoredSample
 from cfl_ray.errors import DataError
 
 MANIFEST = "manifest.json"
-_MOST = 2**62  # of anything that a manifest counts
-_LARGEST_SAMPLE = 2**31 - 1  # numbers in a sample, by the format of Arrow
+_MOST = 2**62  # limit of the counts in a manifest
+_LARGEST_SAMPLE = 2**31 - 1  # most numbers in a sample; the limit of Arrow's format
 _Size = Annotated[int, Field(ge=1, le=_LARGEST_SAMPLE)]
 
 
 class ShardFile(BaseModel):
-    """One file of the folder. The pattern of names keeps a manifest from naming files outside its folder."""
+    """A file of the folder. The pattern of its name excludes paths, so a manifest names only files in its folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=200)
@@ -44,13 +44,13 @@ class ShardManifest(BaseModel):
     format: Literal["cfl_ray shards"] = "cfl_ray shards"
     version: Literal[1] = 1
     view: Literal["cluster", "label", "holdout"]
-    input: list[_Size] = Field(min_length=1)  # shape of one sample
+    input: list[_Size] = Field(min_length=1)  # shape of a sample
     num_classes: _Size
     scale: float = Field(gt=0, allow_inf_nan=False)  # the pixel value that means 1.0
-    dtype: Literal["uint8", "float32", "int32"] = "uint8"  # of the stored inputs
-    vocabulary: _Size | None = None  # of token ids; None: the inputs are not tokens
+    dtype: Literal["uint8", "float32", "int32"] = "uint8"  # type of the stored inputs
+    vocabulary: _Size | None = None  # number of token ids; None: the inputs are not tokens
     targets: Literal["class", "real", "binary", "tokens"] = "class"  # kind of the targets (`core.tasks`)
-    target_shape: list[_Size] = []  # of one sample's target
+    target_shape: list[_Size] = []  # shape of a sample's target
     normalize: list[list[float]] | None
     index: ShardFile
     train: list[ShardFile] = Field(min_length=1)
@@ -98,10 +98,10 @@ def index_schema(num_classes: int, label_view: bool) -> pa.Schema:
 
 
 def open_shards(path: str | Path, verify: bool = False) -> "ShardFederation":
-    """Returns the federation in a folder: a path, or any URI that pyarrow knows.
+    """Returns the federation in a folder: a path, or any URI that pyarrow supports.
 
-    verify: read every file once and check its sha256; sizes are always checked. Files of another filesystem are fetched
-    on first use and kept in CFL_RAY_CACHE, named by their content.
+    verify: read every file and check its sha256; sizes are always checked. Remote files are fetched on first use and
+    kept in CFL_RAY_CACHE, named by their content.
     """
     return ShardFederation(str(path), verify)
 
@@ -115,14 +115,14 @@ def read_manifest(folder: Folder) -> ShardManifest | None:
         return ShardManifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "content"
+        field = ".".join(map(str, first["loc"])) or "content"
         raise DataError(
-            f"{folder.uri}/{MANIFEST} is damaged or of another version: {where}: {first['msg']}; {PREPARE_AGAIN}"
+            f"{folder.uri}/{MANIFEST} is damaged or of another version: {field}: {first['msg']}; {PREPARE_AGAIN}"
         ) from error
 
 
 class ShardFederation(IndexedFederation):
-    """A federation of shards. Pickles as its path; maps a file when a client in it is first read."""
+    """A federation of shards. Its pickle is its path; a file is mapped when one of its clients is first read."""
 
     def __init__(self, uri: str, verify: bool = False) -> None:
         local = Folder(uri).local
@@ -154,7 +154,7 @@ class ShardFederation(IndexedFederation):
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the manifest, which holds those of all files: equal in equal federations, in any folder."""
+        """The manifest's sha256. It is equal for equal federations, since the manifest has the sha256 of all files."""
         return hashlib.sha256(self._folder.read(MANIFEST) or b"").hexdigest()
 
     def client_name(self, client: int) -> str:
@@ -169,7 +169,7 @@ class ShardFederation(IndexedFederation):
             ) from error
 
     def _shift_of(self, group: int) -> GroupTransform:
-        """The transform of a group, as the recipe says; it may say anything."""
+        """The transform of a group from the recipe, which is not validated: a damaged recipe raises any error."""
         shift = self.recipe.get("data", {}).get("shift", {})
         if shift.get("kind") == "rotated":
             return _rotation(0, 1, shift["angles"], group)
@@ -198,21 +198,21 @@ class ShardFederation(IndexedFederation):
         return self._samples(self.manifest.test[number])
 
     def _check_files(self, verify: bool) -> None:
-        """Checks local files now, so that a missing file is an error before the run; others when they are fetched."""
+        """Checks local files, so that a missing file is an error before the run; remote files only if `verify`."""
         if verify or self._folder.local is not None:
             for file in (self.manifest.index, *self.manifest.train, *self.manifest.test):
                 self._folder.get(file.name, file.bytes, file.sha256, verify)
 
 
 def _rotation(family: int, families: int, angles: list[float], group: int) -> GroupTransform:
-    """Returns the transform of a rotated group: groups of one family differ by whole quarter turns."""
+    """Returns the transform of a rotated group. Groups of the same family differ by whole quarter turns."""
     rests = sorted({angle % 90 for angle in angles} | {0})
     turns = int(angles[group] // 90 % 4)
     return GroupTransform(family + families * rests.index(angles[group] % 90), turns=turns)
 
 
 def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
-    """Returns the record batch of a mapped file; the pages of the file stay mapped as long as the batch exists."""
+    """Returns the record batch of a file mapped into memory. The file stays mapped as long as the batch exists."""
     path = folder.get(file.name, file.bytes, file.sha256, verify=False)
     try:
         with pa.memory_map(str(path)) as source:
@@ -227,7 +227,7 @@ def _map(folder: Folder, file: ShardFile, schema: pa.Schema) -> pa.RecordBatch:
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is damaged: {error}; {PREPARE_AGAIN}") from error
     if batch.num_rows != file.rows:
-        raise DataError(f"{path} is damaged: expected {file.rows} rows, found {batch.num_rows}; {PREPARE_AGAIN}")
+        raise DataError(f"{path} is damaged: expected {file.rows} rows, got {batch.num_rows}; {PREPARE_AGAIN}")
     return batch
 
 
@@ -242,7 +242,7 @@ def _map_samples(folder: Folder, manifest: ShardManifest, file: ShardFile) -> St
 
 
 def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index]:
-    """Returns the names of the clients, and their rows."""
+    """Returns the names of the clients, and the index of their rows."""
     label_view = manifest.view == "label"
     batch = _map(folder, manifest.index, index_schema(manifest.num_classes, label_view))
     labels_NC = None
@@ -266,7 +266,7 @@ def _map_index(folder: Folder, manifest: ShardManifest) -> tuple[pa.Array, Index
 
 def _is_valid(index: Index, manifest: ShardManifest) -> bool:
     """Whether all rows, files and test sets of the index exist."""
-    rows = np.array([file.rows for file in manifest.train])  # of each file
+    rows = np.array([file.rows for file in manifest.train])  # number of rows of each file
     least = 0 if manifest.test else -1
     return bool(
         ((index.file_N >= 0) & (index.file_N < len(rows))).all()

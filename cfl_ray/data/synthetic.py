@@ -1,4 +1,4 @@
-"""A federation of any size that is generated while it is read: a client's samples follow from its id and the seed."""
+"""A federation of any size whose data are generated when they are read, from the client's id and the seed."""
 
 import functools
 from typing import Any
@@ -9,8 +9,8 @@ import torch
 from cfl_ray.core.rng import stream
 from cfl_ray.data.federation import DataShape, Federation, GroupTransform, TensorSamples
 
-TEST_SAMPLES = 1000  # of each group's test set
-SPREAD = 0.25  # standard deviation of the prototypes, and of the noise: inputs of the size of scaled images
+TEST_SAMPLES = 1000  # samples in each group's test set
+SPREAD = 0.25  # standard deviation of the prototypes and of the noise, so that inputs are as large as scaled pixels
 
 
 class SyntheticFederation(Federation):
@@ -20,8 +20,8 @@ class SyntheticFederation(Federation):
 
         x = prototype[g div C, (y + g) mod C] + noise
 
-    Up to C groups see the same inputs under different labels, so one model cannot serve them all; each further C groups
-    have prototypes of their own.
+    C groups have the same inputs with different labels, so a single model cannot fit them all. Each further C groups
+    have other prototypes.
     """
 
     view = "cluster"
@@ -52,7 +52,7 @@ class SyntheticFederation(Federation):
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {name: value for name, value in self.recipe.items() if name != "source"}
-        return _make, (options,)
+        return functools.partial(SyntheticFederation, **options), ()
 
     @functools.cached_property
     def group_N(self) -> np.ndarray:  # type: ignore[override]  # computed on first use, never assigned
@@ -71,7 +71,7 @@ class SyntheticFederation(Federation):
     def test_set(self, index: int) -> TensorSamples:
         if not 0 <= index < self._groups:
             raise IndexError(f"test set {index} of {self._groups}")
-        if index not in self._test_sets:  # kept, as every client of the group is tested on it
+        if index not in self._test_sets:  # kept, because every client of the group is tested on it
             rng = stream(self._seed, -1, -1, index, "synthetic/test")
             self._test_sets[index] = self._draw(index, TEST_SAMPLES, rng)
         return self._test_sets[index]
@@ -83,11 +83,11 @@ class SyntheticFederation(Federation):
         return None
 
     def holdout(self, client: int) -> TensorSamples:
-        raise ValueError(f"client {client} has no held-out samples: a synthetic federation has one test set per group")
+        raise ValueError(f"client {client} has no held-out samples: a synthetic federation has a test set per group")
 
     @functools.cached_property
     def _prototypes(self) -> list[np.ndarray]:
-        """One array (C, *input) for each C groups."""
+        """The prototypes, an array (C, *input) for every C groups."""
         shape = (self.shape.num_classes, *self.shape.input)
         blocks = range(-(-self._groups // self.shape.num_classes))
         return [
@@ -102,7 +102,3 @@ class SyntheticFederation(Federation):
         block, offset = divmod(group, self.shape.num_classes)
         x += self._prototypes[block][(y + offset) % self.shape.num_classes]
         return torch.from_numpy(x), torch.from_numpy(y)
-
-
-def _make(options: dict[str, Any]) -> SyntheticFederation:
-    return SyntheticFederation(**options)

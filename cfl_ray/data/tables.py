@@ -1,4 +1,4 @@
-"""Tables: CSV files with a column per number, and Hugging Face data sets saved to disk as Arrow files."""
+"""Tables: CSV files with a column for each feature, and Hugging Face data sets saved to disk as Arrow files."""
 
 import io
 from pathlib import Path
@@ -15,11 +15,11 @@ from cfl_ray.data.images import Images
 from cfl_ray.errors import DataError, did_you_mean
 
 MAX_LABEL = np.iinfo(np.int16).max
-Named = tuple[str, pa.Table]  # the name of a part for messages, and its rows
+Named = tuple[str, pa.Table]  # the rows of the training or test part, with a name for messages
 
 
 def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, targets: str = "class") -> Images:
-    """Returns the samples of CSV files: inputs float32 (n, F), one number per feature column."""
+    """Returns the samples of CSV files. Inputs are float32 (n, F), a number for each feature column."""
     parts = [_concatenated(files, [_csv(file) for file in files]) for files in (train, test) if files]
     for part in parts:
         for name in _names(columns.label):
@@ -30,7 +30,7 @@ def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, target
     special = {*_names(columns.label), columns.client, columns.group}
     features = columns.features or [name for name in parts[0][1].column_names if name not in special]
     if not features:
-        raise DataError(f"{parts[0][0]} has no column beside {columns.label!r}; set data.columns.features")
+        raise DataError(f"{parts[0][0]} has no column except {columns.label!r}; set data.columns.features")
     inputs = [np.stack([_numbers(part, name) for name in features], 1) for part in parts]
     return images_of(parts, inputs, columns, None, targets)
 
@@ -38,9 +38,9 @@ def read_csv(train: list[Path], test: list[Path], columns: ColumnsConfig, target
 def read_hf(
     train: Path, test: Path | None, columns: ColumnsConfig, vocabulary: int | None, targets: str = "class"
 ) -> Images:
-    """Returns the samples of the folders of `Dataset.save_to_disk`.
+    """Returns the samples of data sets that `Dataset.save_to_disk` wrote into these folders.
 
-    The input column holds images, or lists of one length: of numbers, or of token ids if there is a vocabulary.
+    The input column contains images, or lists of equal length: of numbers, or of token ids if there is a vocabulary.
     """
     parts = [_saved(folder) for folder in (train, test) if folder is not None]
     inputs = [_lists_or_images(part, columns.image, vocabulary) for part in parts]
@@ -79,10 +79,10 @@ def images_of(
         values, group = np.unique(_ids(parts[0], columns.group), return_inverse=True)
         group = group.astype(np.int32)
         if len(parts) == 2 and columns.group in parts[1][1].column_names:
-            found = _ids(parts[1], columns.group)
-            if unknown := sorted(set(found.tolist()) - set(values.tolist())):
+            test_values = _ids(parts[1], columns.group)
+            if unknown := sorted(set(test_values.tolist()) - set(values.tolist())):
                 raise DataError(f"{parts[1][0]}: group {unknown[0]!r} of column {columns.group!r} has no training row")
-            test_group = np.searchsorted(values, found).astype(np.int32)
+            test_group = np.searchsorted(values, test_values).astype(np.int32)
     return Images(
         inputs[0],
         labels[0],
@@ -157,17 +157,17 @@ def _numbers(part: Named, column: str) -> np.ndarray:
 
 
 def _check_numbers(part: Named, column: str, what: str, advice: str) -> None:
-    """Raises DataError, with the first row that holds something else, for a column that does not hold numbers."""
+    """Raises DataError, with the first row without a number, if a column does not hold numbers."""
     values = _column(part, column)
     kind = values.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return
-    found = ""
+    example = ""
     if _is_text(kind):
         cells = values.to_pylist()
         row = next((row for row, cell in enumerate(cells) if not _is_number(cell)), 0)
-        found = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
-    raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{found}; {advice}")
+        example = f", e.g. {cells[row]!r} in row {row} (the first is row 0)"
+    raise DataError(f"{part[0]}: {what} {column!r} must hold numbers, it holds {kind}{example}; {advice}")
 
 
 def _is_number(cell: str) -> bool:
@@ -186,27 +186,27 @@ def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
 
 
 def _labels(parts: list[Named], column: str) -> list[np.ndarray]:
-    """Returns int16 labels of each part. Words are numbered in the sorted order of those of the training part."""
-    values = [_column(part, column) for part in parts]
-    if all(pa.types.is_integer(one.type) for one in values):
-        labels = [one.to_numpy() for one in values]
+    """Returns the labels of each part, int16 (n,). Words are numbered in the sorted order of the training words."""
+    columns = [_column(part, column) for part in parts]
+    if all(pa.types.is_integer(values.type) for values in columns):
+        labels = [values.to_numpy() for values in columns]
         for part, y in zip(parts, labels, strict=True):
             if not 0 <= y.min() <= y.max() <= MAX_LABEL:
                 raise DataError(
-                    f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, found {y.min()}..{y.max()}"
+                    f"{part[0]}: labels in column {column!r} must lie in 0..{MAX_LABEL}, got {y.min()}..{y.max()}"
                 )
         return [y.astype(np.int16) for y in labels]
-    if not all(_is_text(one.type) for one in values):
+    if not all(_is_text(values.type) for values in columns):
         raise DataError(
-            f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {values[0].type}; "
-            + ("set task: regression to learn numbers, or " if pa.types.is_floating(values[0].type) else "")
+            f"{parts[0][0]}: label column {column!r} must hold integers or words, it holds {columns[0].type}; "
+            + ("set task: regression to learn numbers, or " if pa.types.is_floating(columns[0].type) else "")
             + "set data.columns.label"
         )
-    words = [np.asarray(one.to_pylist(), np.str_) for one in values]
+    words = [np.asarray(values.to_pylist(), np.str_) for values in columns]
     known = np.unique(words[0])
     if unknown := sorted(set(np.concatenate(words).tolist()) - set(known.tolist())):
         raise DataError(f"{parts[1][0]}: label {unknown[0]!r} of column {column!r} has no training row")
-    return [np.searchsorted(known, one).astype(np.int16) for one in words]
+    return [np.searchsorted(known, part_words).astype(np.int16) for part_words in words]
 
 
 def _names(columns: str | list[str]) -> list[str]:
@@ -214,8 +214,8 @@ def _names(columns: str | list[str]) -> list[str]:
 
 
 def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
-    """Returns targets that are no classes: one number per column, or the lists of one column."""
-    where = f"{part[0]}: data.columns.label {columns!r}"
+    """Returns targets that are not classes: a number from each label column, or the lists in a single column."""
+    place = f"{part[0]}: data.columns.label {columns!r}"
     try:
         if isinstance(columns, str) and pa.types.is_nested(_column(part, columns).type):
             y = np.asarray(_column(part, columns).to_pylist())
@@ -224,9 +224,9 @@ def _targets(part: Named, columns: str | list[str], targets: str) -> np.ndarray:
                 _check_numbers(part, name, "label column", "correct the cell, or set data.columns.label")
             parts = [_column(part, name).to_numpy() for name in _names(columns)]
             y = parts[0] if isinstance(columns, str) and targets == "real" else np.stack(parts, 1)
-        return targets_of(where, y, targets).astype(TARGETS[targets].stored)
+        return targets_of(place, y, targets).astype(TARGETS[targets].stored)
     except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{place}: {error}") from error
 
 
 def _ids(part: Named, column: str) -> np.ndarray:
@@ -258,7 +258,7 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
         row = int((lengths != lengths[0]).argmax())
         raise DataError(
             f"{part[0]}: column {column!r} has {lengths[row]} values in row {row}, {lengths[0]} in row 0; "
-            "fill or cut them to one length"
+            "fill or cut them to equal lengths"
         )
     try:
         x = np.asarray(rows)
@@ -269,7 +269,7 @@ def _lists_or_images(part: Named, column: str, vocabulary: int | None) -> np.nda
     if not np.issubdtype(x.dtype, np.integer) or x.min() < 0 or x.max() >= vocabulary:
         raise DataError(
             f"{part[0]}: column {column!r} must hold token ids 0 .. {vocabulary - 1} (data.vocabulary), "
-            f"found {x.dtype} {x.min()} .. {x.max()}"
+            f"got {x.dtype} {x.min()} .. {x.max()}"
         )
     return x.astype(np.int32)
 
@@ -282,14 +282,14 @@ def _decoded(part: Named, column: str, values: pa.ChunkedArray) -> np.ndarray:
         images.append(decode(io.BytesIO(value["bytes"]), f"{part[0]}: the image in row {row}"))
         if images[-1].shape != images[0].shape:
             raise DataError(
-                f"{part[0]}: the image in row {row} has shape {images[-1].shape}, the first one {images[0].shape}; "
+                f"{part[0]}: the image in row {row} has shape {images[-1].shape}, the first image {images[0].shape}; "
                 "resize them to one size"
             )
     return np.stack(images)
 
 
 def decode(content: io.BytesIO | Path, name: str) -> np.ndarray:
-    """Returns an image as uint8 (C, H, W), with one channel for a grey image and three otherwise."""
+    """Returns an image as uint8 (C, H, W); C is 1 for a grey image and 3 for other images."""
     try:
         with Image.open(content, formats=("PNG", "JPEG")) as image:
             grey = image.mode in ("1", "L", "LA")

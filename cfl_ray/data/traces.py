@@ -1,4 +1,4 @@
-"""Availability traces: files with the intervals in which each client can be reached."""
+"""Availability traces: files with the intervals in which each client is available."""
 
 from collections.abc import Callable
 from pathlib import Path

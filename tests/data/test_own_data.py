@@ -149,7 +149,7 @@ class TestCsv:
     @pytest.mark.parametrize(
         "text, columns, message",
         [
-            ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, found -1..-1"),
+            ("a,kind,shop\n1,-1,x\n", {}, r"labels in column 'kind' must lie in 0..32767, got -1..-1"),
             (
                 "a,kind,shop\n1,0.5,x\n",
                 {},
@@ -256,7 +256,7 @@ class TestHfDisk:
         self.save(tmp_path / "train", input_ids=[[1, 2, 3], [4, 0, 0]], label=[0, 1])
         images = self.read(tmp_path, "input_ids", train_files="train", vocabulary=5)
         assert images.train_x.dtype == np.int32 and images.train_x.tolist() == [[1, 2, 3], [4, 0, 0]]
-        with pytest.raises(DataError, match=r"must hold token ids 0 .. 3 \(data.vocabulary\), found int64 0 .. 4"):
+        with pytest.raises(DataError, match=r"must hold token ids 0 .. 3 \(data.vocabulary\), got int64 0 .. 4"):
             self.read(tmp_path, "input_ids", train_files="train", vocabulary=4)
 
     def test_numbers_and_images(self, tmp_path):
@@ -347,10 +347,10 @@ class TestLeafTexts:
     @pytest.mark.parametrize(
         "name, user, message",
         [
-            ("shakespeare_leaf", {"x": ["short"], "y": ["a"]}, "needs texts of 80 characters, found 5 characters"),
-            ("shakespeare_leaf", {"x": ["a" * 80], "y": ["ab"]}, "needs texts of 1 characters, found 2 characters"),
+            ("shakespeare_leaf", {"x": ["short"], "y": ["a"]}, "needs texts of 80 characters, got 5 characters"),
+            ("shakespeare_leaf", {"x": ["a" * 80], "y": ["ab"]}, "needs texts of 1 characters, got 2 characters"),
             ("shakespeare_leaf", {"x": [], "y": ["a"]}, "needs lists x and y of 1 entries, got 0 and 1"),
-            ("sent140_leaf", {"x": ["hm"], "y": [3]}, r"must lie in 0..1 \(or be 4\), found 3..3"),
+            ("sent140_leaf", {"x": ["hm"], "y": [3]}, r"must lie in 0..1 \(or be 4\), got 3..3"),
         ],
     )
     def test_errors_name_the_user(self, tmp_path, name, user, message):

@@ -67,7 +67,7 @@ def test_clients_and_groups(tmp_path):
     [
         ({"label": [0, 1, 2, 3, 4, None]}, "column 'label' is empty in row 5"),
         ({"label": list("abcdef")}, "label column 'label' must hold integers, it holds string"),
-        ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, found -1..4"),
+        ({"label": [0, 1, 2, 3, 4, -1]}, "must lie in 0..32767, got -1..4"),
         ({"label": [0, 1, 2, 3, 4, 62]}, "hold label 62 in column 'label'; labels run from 0 to 61"),
     ],
 )
@@ -83,7 +83,7 @@ def test_labels_that_do_not_fit(tmp_path, columns, message):
         (None, "row 1 has no image bytes"),
         (b"GIF89a", "row 1 is neither PNG nor JPEG"),
         (encoded(PIXELS[0])[:60], "row 1 is damaged|row 1 is neither"),
-        (encoded(PIXELS[0][:4]), "row 1 is 4x7, the first one is 5x7"),
+        (encoded(PIXELS[0][:4]), "row 1 is 4x7, the first image is 5x7"),
     ],
 )
 def test_images_that_do_not_fit(tmp_path, bad, message):

@@ -181,7 +181,7 @@ class TestDamage:
         with open(folder / name, "r+b") as file:
             file.truncate(size - 9)
         with pytest.raises(
-            DataError, match=f"{name} is damaged: expected bytes {size}, found {size - 9}; delete the folder"
+            DataError, match=f"{name} is damaged: expected bytes {size}, got {size - 9}; delete the folder"
         ):
             open_shards(folder)
 
@@ -192,7 +192,7 @@ class TestDamage:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         with pytest.raises(
-            DataError, match="train-00000.arrow is damaged: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}; delete"
+            DataError, match="train-00000.arrow is damaged: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}; delete"
         ):
             open_shards(folder, verify=True)
 
