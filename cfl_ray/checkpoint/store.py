@@ -176,8 +176,9 @@ class CheckpointStore:
             written.add(key)
             self.largest_client_state = max(self.largest_client_state, value.nbytes)
         changed = {name: self._changed(name, tensor) for name, tensor in tensors.items()}
-        shrunk = (max(0, old.nbytes - _bytes(tensors.get(name))) for name, (old, _) in self._saved.items())
-        ended = len(dropped) * self.largest_client_state + sum(shrunk)
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        shrunk = sum(max(0, old.nbytes - sizes.get(name, 0)) for name, (old, _) in self._saved.items())
+        ended = len(dropped) * self.largest_client_state + shrunk
         rows = sum(cost(tensors[name], rows_to_write(changed_R, tensors[name])) for name, changed_R in changed.items())
         stay, merged = self._stay_and_merge(writer.bytes + rows + 2 * ended)
         for file in reversed(merged):  # newest first, so `written` and `dropped` have the entries of later files
@@ -299,7 +300,3 @@ class CheckpointStore:
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     """Memory address, shape, strides and type."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return tensor.nbytes if tensor is not None else 0

@@ -3,6 +3,8 @@
 Each is computed for a sample of the clients, and only if it is recorded.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -16,35 +18,34 @@ COMPONENTS = 8  # most principal components of a signature that are reported
 
 def record_signatures(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
     """Reports `signatures` (clients, components): the leading principal components of the signatures."""
-    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
-    clients.record(
-        "signatures", lambda: principal_components(signature_SF[at]), ("clients", "components"), ids=ids_S[at]
-    )
+    _record(clients, "signatures", ids_S, "components", lambda at: principal_components(signature_SF[at]))
 
 
 def record_similarity(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
     """Reports `similarity` (clients, clients): the cosines of the signatures."""
-    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
-    clients.record("similarity", lambda: cosines(signature_SF[at]), ("clients", "clients"), ids=ids_S[at])
+    _record(clients, "similarity", ids_S, "clients", lambda at: cosines(signature_SF[at]))
 
 
 def record_distance(clients: Clients, ids_S: np.ndarray, signature_SF: Tensor) -> None:
     """Reports `distance` (clients, clients): the Euclidean distances of the signatures."""
-    at = sample_of(ids_S, MOST_PAIRED, clients.seed)
-    clients.record("distance", lambda: distances(signature_SF[at], "l2"), ("clients", "clients"), ids=ids_S[at])
+    _record(clients, "distance", ids_S, "clients", lambda at: distances(signature_SF[at], "l2"))
 
 
 def record_centre_distances(
     clients: Clients, ids_M: np.ndarray, feature_MF: Tensor, centre_KF: Tensor, metric: str
 ) -> None:
     """Reports `centre_distance` (clients, clusters): the distances of the clients' features to the centres."""
-    at = sample_of(ids_M, MOST_PAIRED, clients.seed)
-    clients.record(
-        "centre_distance",
-        lambda: centre_distances(feature_MF[at], centre_KF, metric),
-        ("clients", "clusters"),
-        ids=ids_M[at],
+    _record(
+        clients, "centre_distance", ids_M, "clusters", lambda at: centre_distances(feature_MF[at], centre_KF, metric)
     )
+
+
+def _record(
+    clients: Clients, name: str, ids: np.ndarray, axis: str, value_of: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    """Reports the array (clients, `axis`) that `value_of` returns for the positions of a sample of these clients."""
+    at = sample_of(ids, MOST_PAIRED, clients.seed)
+    clients.record(name, lambda: value_of(at), ("clients", axis), ids=ids[at])
 
 
 def principal_components(signature_SF: Tensor) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Curves over rounds and over traffic: means over the seeds, with bands of one standard deviation."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -104,13 +105,12 @@ def _bands(experiment: ReportedExperiment) -> list[Plot]:
     ]
 
 
-def _metric(name: str) -> Callable[[RoundRecord], float]:
-    return lambda record: record.metrics.get(name, math.nan)
-
-
 def _all(experiment: ReportedExperiment, name: str) -> dict[str, Series]:
     """The series of a metric, by the label of each method that has recorded it."""
-    series_of = {label: series(runs, _metric(name)) for label, runs in experiment.methods.items()}
+    series_of = {
+        label: series(runs, lambda record: record.metrics.get(name, math.nan))
+        for label, runs in experiment.methods.items()
+    }
     return {label: values for label, values in series_of.items() if values is not None}
 
 
@@ -309,13 +309,9 @@ def _largest(experiment: ReportedExperiment) -> PageFigure | None:
     caption += f"in round {last}"
     if len(order) > 1:
         caption += f"; {order[-1]}: {percent(float(shares[order[-1]].mean_E[-1]))}"
-    if experiment.num_groups > 1 and (largest := _largest_group(experiment)):
-        caption += f". The largest true group holds {percent(largest)}"
+    if experiment.num_groups > 1:
+        largest = max(Counter(experiment.group_of.values()).values())
+        caption += f". The largest true group holds {percent(largest / len(experiment.group_of))}"
     yaxis: Plot = {"tickformat": ".0%", "range": [0, 1.03]}
     figure = _over_rounds(experiment, shares, "share of the clients", "%{y:.0%}", yaxis)
     return PageFigure("Share of the largest cluster: do clusters collapse into one?", f"{caption}.", figure)
-
-
-def _largest_group(experiment: ReportedExperiment) -> float:
-    groups = list(experiment.group_of.values())
-    return max(groups.count(group) for group in set(groups)) / len(groups)

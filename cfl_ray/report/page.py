@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
@@ -88,10 +88,10 @@ def write_page(report: Report, path: str | Path, mode: int = PRIVATE) -> None:
 
 def render(report: Report) -> str:
     """The page as HTML."""
-    placed = _PlacedFigures()
-    against = placed.of(against_figures(report.comparisons))
-    chapters = [_chapter(experiment, placed) for experiment in report.experiments]
-    library, script, style = _library(), _text("report.js"), _text("report.css")
+    numbers = itertools.count(1)  # of the figures on the page
+    against = [_placed(figure, next(numbers)) for figure in against_figures(report.comparisons)]
+    chapters = [_chapter(experiment, numbers) for experiment in report.experiments]
+    (library, packed_library), script, style = _library(), _text("report.js"), _text("report.css")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(_text("report.html")).render(
         report=report,
@@ -103,8 +103,8 @@ def render(report: Report) -> str:
         chapters=chapters,
         style=style,
         script=script,
-        library=library.packed,
-        hashes=" ".join(_hash(text) for text in (library.source, script)),
+        library=packed_library,
+        hashes=" ".join(_hash(text) for text in (library, script)),
         version=metadata.version("cfl-ray"),
         plotly=metadata.version("plotly"),
     )
@@ -113,35 +113,33 @@ def render(report: Report) -> str:
 # ---- figures
 
 
-class _PlacedFigures:
-    """Prepares figures for the template and numbers them through the page."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def of(self, figures: Sequence[PageFigure]) -> list[PlacedFigure]:
-        return [self._placed(figure) for figure in figures]
-
-    def _placed(self, figure: PageFigure) -> PlacedFigure:
-        self.count += 1
-        traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
-        names = [trace["name"] for trace in traces if "name" in trace]
-        if len(names) < 2:  # a legend with a single entry is not shown
-            figure.plot["layout"]["showlegend"] = False
-            names = []
-        # the JSON stands in a script element, which "</" would end and "<!--" would turn into a comment
-        json = as_json(figure.plot).replace("<", "\\u003c")
-        return PlacedFigure(f"figure-{self.count}", figure, json, [len(name) for name in names])
+def _placed(figure: PageFigure, number: int) -> PlacedFigure:
+    """A figure prepared for the template, with its number on the page."""
+    traces = [trace for trace in figure.plot["data"] if trace.get("showlegend", True)]
+    names = [trace["name"] for trace in traces if "name" in trace]
+    if len(names) < 2:  # a legend with a single entry is not shown
+        figure.plot["layout"]["showlegend"] = False
+        names = []
+    # the JSON stands in a script element, which "</" would end and "<!--" would turn into a comment
+    json = as_json(figure.plot).replace("<", "\\u003c")
+    return PlacedFigure(f"figure-{number}", figure, json, [len(name) for name in names])
 
 
-def _chapter(experiment: ReportedExperiment, placed: _PlacedFigures) -> Chapter:
+def _chapter(experiment: ReportedExperiment, numbers: Iterator[int]) -> Chapter:
     parts = {
         "Learning": curves(experiment),
         "Clients": client_figures(experiment),
         "Clusters": cluster_figures(experiment),
         "Similarity and signatures": matrix_figures(experiment),
     }
-    return Chapter(experiment, [(title, placed.of(figures)) for title, figures in parts.items() if figures])
+    return Chapter(
+        experiment,
+        [
+            (title, [_placed(figure, next(numbers)) for figure in figures])
+            for title, figures in parts.items()
+            if figures
+        ],
+    )
 
 
 # ---- tables
@@ -218,18 +216,11 @@ def _published_row(row: Comparison) -> list[TableCell]:
 # ---- embedded files
 
 
-@dataclass(frozen=True)
-class _Library:
-    """Plotly's library as source text, and compressed by zlib and encoded in base64."""
-
-    source: str
-    packed: str
-
-
 @cache
-def _library() -> _Library:
+def _library() -> tuple[str, str]:
+    """Plotly's library as source text, and compressed by zlib and encoded in base64."""
     source = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return _Library(source, base64.b64encode(zlib.compress(source.encode(), 6)).decode())
+    return source, base64.b64encode(zlib.compress(source.encode(), 6)).decode()
 
 
 def _text(name: str) -> str:
