@@ -127,7 +127,7 @@ class CheckpointStore:
         except Damaged as error:
             self.files, self._saved = [], {}
             self._save(round, tensors, values, states, everything=True)
-            return f"everything was saved anew, for earlier checkpoints are damaged: {error}"
+            return f"everything was saved again, because earlier checkpoints are damaged: {error}"
         return None
 
     def _save(

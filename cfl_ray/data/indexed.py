@@ -37,7 +37,9 @@ class Scaling:
     def check(self, shape: tuple[int, ...]) -> "Scaling":
         """Returns this object. Raises DataError if means and deviations do not fit inputs of this shape."""
         if self.normalize is not None and self.tokens:
-            raise DataError(f"data.normalize: token ids cannot be normalised; set it to null, not {self.normalize}")
+            raise DataError(
+                f"data.normalize: token ids are not numbers to normalise; set it to null, not {self.normalize}"
+            )
         if self.normalize is not None:
             lengths = [len(part) for part in self.normalize]
             fit = len(lengths) == 2 and all(length in (1, shape[0]) for length in lengths)

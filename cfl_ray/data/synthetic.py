@@ -83,7 +83,7 @@ class SyntheticFederation(Federation):
         return None
 
     def holdout(self, client: int) -> TensorSamples:
-        raise ValueError(f"client {client} has no held-out samples: a synthetic federation has a test set per group")
+        raise ValueError(f"client {client} has no held-out samples: a synthetic federation has one test set per group")
 
     @functools.cached_property
     def _prototypes(self) -> list[np.ndarray]:

@@ -153,8 +153,8 @@ class ModelRecipe:
                 raise ConfigError(f"model.weights: {self._place} has no tensor {name!r}{did_you_mean(name, own)}")
             if tensor.shape != own[name].shape:
                 raise ConfigError(
-                    f"model.weights: {name} has shape {tuple(tensor.shape)}, that of {self._place} has "
-                    f"{tuple(own[name].shape)}; leave it out of the file to begin it at random"
+                    f"model.weights: {name} has shape {tuple(tensor.shape)}, but {tuple(own[name].shape)} in "
+                    f"{self._place}; remove it from the file to initialise it at random"
                 )
         module.load_state_dict(self.weights, strict=False)
 

@@ -1,4 +1,4 @@
-"""CPUs and memory that this process may use: those of the machine, or of its container, cgroup or Slurm job."""
+"""CPUs and memory that this process may use, within the limits of the machine, container, cgroup or Slurm job."""
 
 import math
 import os
@@ -11,7 +11,7 @@ _MEMBERSHIP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
-    """Number of CPUs by affinity and by the quotas of all cgroups of this process, rounded up."""
+    """Number of CPUs within the affinity of this process and the quotas of all its cgroups, rounded up."""
     groups = _cgroups("cpu", _MEMBERSHIP, _CGROUPS)
     quotas = [math.ceil(quota) for group in groups if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
@@ -24,9 +24,10 @@ def available_memory() -> int:
 
 
 def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
-    """The cgroups that the process is in, from its own up to the root, of version 2 and of a controller of version 1.
+    """Yields the folders of this process's cgroups, from the innermost up to the root.
 
-    A container may see its own cgroup as the root, whatever `membership` says.
+    They are those of version 2 and of the given controller of version 1. membership: /proc/self/cgroup; in a container
+    its paths may lie above the root that the container has.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -41,7 +42,7 @@ def _cgroups(controller: str, membership: Path, root: Path) -> Iterator[Path]:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """CPUs that one cgroup may use; None where it has no limit."""
+    """Number of CPUs that a cgroup may use; None if it has no limit."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -53,7 +54,7 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def _left(cgroup: Path) -> int | None:
-    """Bytes between use and limit of one cgroup, not counting reclaimable page cache; None where it has no limit."""
+    """Bytes that a cgroup may still use; reclaimable page cache counts as free. None if it has no limit."""
     try:
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         if (cgroup / "memory.max").exists():

@@ -69,7 +69,7 @@ def test_one_real_number_per_sample():
 def test_a_dataset():
     pairs = list(zip(torch.from_numpy(X), torch.from_numpy(Y["real"])))
     assert_all_samples(federation_from_dataset(pairs, OWNER, targets="real"), "real")
-    with pytest.raises(DataError, match=r"the target of dataset\[1\] has shape \(1,\), that of dataset\[0\] \(2,\)"):
+    with pytest.raises(DataError, match=r"the target of dataset\[1\] has shape \(1,\), but dataset\[0\] has \(2,\)"):
         federation_from_dataset([pairs[0], (pairs[1][0], pairs[1][1][:1])], [0, 1], targets="real")
 
 

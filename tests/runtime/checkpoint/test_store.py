@@ -310,7 +310,7 @@ class TestVanished:
     def test_a_folder_that_is_gone_is_made_anew(self, saver):
         saver.save(1, range(30))
         shutil.rmtree(saver.folder)
-        assert "everything was saved anew" in saver.save(2, [0])
+        assert "everything was saved again" in saver.save(2, [0])
         assert_round(reopened(saver).load(), 2, {0: 2} | dict.fromkeys(range(1, 30), 1))
 
     def test_a_run_that_is_gone_is_not_made_anew(self, saver):
