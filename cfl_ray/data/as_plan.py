@@ -1,4 +1,4 @@
-"""A federation of arrays, of a function or of the user's own class as a plan, so that its shards can be written."""
+"""The plan of a federation that was not made from a plan, e.g. of arrays, so that its shards can be written."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from cfl_ray.errors import DataError
 
 
 def plan_of(federation: Federation) -> FederationPlan:
-    """The plan whose shards hold this federation, with its samples as they are stored. Raises DataError."""
+    """The plan for shards with the samples of this federation. Raises DataError if its samples are normalised."""
     count = federation.num_clients
     rows = _stored(federation) if isinstance(federation, ArrayFederation) else _read(federation)
     (x, y), start_N, train_N, held_out_N, tests, scale = rows
@@ -50,8 +50,8 @@ def plan_of(federation: Federation) -> FederationPlan:
     return FederationPlan(federation.view, clients, test_sets, federation.labels_of(np.arange(count)))
 
 
+# samples; each client's first row, number of training rows and of held-out rows; test sets; the value that means 1.0
 _Rows = tuple[StoredSamples, np.ndarray, np.ndarray, np.ndarray, list[StoredSamples], int]
-# samples; the first row, training rows and held-out rows of each client; test sets; the value that means 1.0
 
 
 def _stored(federation: ArrayFederation) -> _Rows:
@@ -61,7 +61,7 @@ def _stored(federation: ArrayFederation) -> _Rows:
 
 
 def _read(federation: Federation) -> _Rows:
-    """By the methods of any federation, which return normalised samples."""
+    """The rows of any federation, read by its methods. Raises DataError if these normalise the samples."""
     if federation.normalize is not None:
         raise DataError(
             f"a {type(federation).__name__} normalises its samples itself, so its shards cannot be written; "
@@ -84,7 +84,7 @@ def _joined(parts: list[StoredSamples]) -> StoredSamples:
 
 
 def _storable(x: np.ndarray, federation: Federation) -> np.ndarray:
-    """Samples in a type of shards: uint8, float32, or int32 for token ids."""
+    """The samples in a type that shards have: uint8, float32, or int32 for token ids."""
     if federation.shape.vocabulary is not None:
         return x.astype(np.int32)
     return x if x.dtype == np.uint8 else x.astype(np.float32)

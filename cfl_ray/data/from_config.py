@@ -1,4 +1,4 @@
-"""From an experiment's `data` section to a federation; shards are written once and reused by runs with equal data."""
+"""Builds the federation of an experiment's `data` section. Shards are written once; runs with equal data reuse them."""
 
 import hashlib
 import inspect
@@ -39,11 +39,11 @@ class FederationSummary:
 
     clients: int
     samples: tuple[int, float, int]  # training samples of a client: fewest, median, most
-    groups: int  # true groups; 0 if none are known
+    groups: int  # true groups; 0 if they are unknown
     shape: DataShape
-    test_sets: int  # shared test sets; 0 under hold-out
-    view: str  # what clients are tested on (`data.test.view`)
-    bytes: int  # of the shards; 0 for data that are generated or kept in memory
+    test_sets: int  # shared test sets; 0 if the view is hold-out
+    view: str  # the data on which clients are tested (`data.test.view`)
+    bytes: int  # bytes of the shards; 0 for data that are generated or kept in memory
     num_samples_N: np.ndarray = field(repr=False, compare=False)  # training samples of each client
 
     @property
@@ -52,7 +52,7 @@ class FederationSummary:
 
     @property
     def input(self) -> tuple[int, ...]:
-        """Shape of one sample."""
+        """Shape of a sample."""
         return self.shape.input
 
     @property
@@ -64,10 +64,10 @@ class FederationSummary:
 def build(
     data: DataConfig, seed: int, shards: str | Path, progress: Progress | None = None, targets: str = "class"
 ) -> Federation:
-    """Returns the federation that `data` and `seed` describe, with its shards below `data.shards`.
+    """Returns the federation that `data` and `seed` describe, with its shards in a folder below `data.shards`.
 
-    shards: the folder for shards if `data.shards` is null. `data.shards` may also be the folder of one federation,
-    as `cfl-ray prepare` wrote it; then the raw data are not needed. targets: those of the task (`core.tasks`).
+    shards: the folder for shards if `data.shards` is null. `data.shards` may also be a federation's folder that
+    `cfl-ray prepare` wrote; then the raw data are not needed. targets: kind of the task's targets (`core.tasks`).
     """
     federation, source = _undivided(data, seed, targets)
     if federation is not None:
@@ -94,7 +94,7 @@ def with_shards(federation: Federation, name: str, shards: str | Path) -> ShardF
 
 
 def describe(data: DataConfig, seed: int, targets: str = "class") -> FederationSummary:
-    """Returns the sizes of the federation that `build` would return; reads labels, not pixels, and writes nothing."""
+    """Returns the sizes of the federation that `build` would return. Reads labels but no pixels, and writes nothing."""
     federation, source = _undivided(data, seed, targets)
     if federation is not None:
         return FederationSummary(
@@ -126,9 +126,8 @@ def _min_median_max(sizes: np.ndarray) -> tuple[int, float, int]:
 
 
 def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | None, Source | None]:
-    """Returns the federation if the source's samples belong to clients, or a function's samples without clients.
-
-    Two None for the sources that `locate` finds.
+    """Returns (federation, None) if the source's samples have clients, (None, source) for samples of a function
+    without clients, and (None, None) for the sources that `locate` returns.
     """
     if isinstance(data, SyntheticConfig):
         return _synthetic(data, seed), None
@@ -141,7 +140,7 @@ def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | 
 
 
 def _sources(data: DataConfig, first: Source | None, targets: str) -> list[Source]:
-    """Returns the data set and, for a hybrid, the second data set. first: the data set, if it is loaded already."""
+    """Returns the data set and, for a hybrid shift, the second data set. first: the data set if it is loaded."""
     names = [data.source, data.shift.other] if isinstance(data.shift, HybridConfig) else [data.source]
     return [first if first is not None and name == data.source else locate(name, data, targets) for name in names]
 
@@ -155,7 +154,7 @@ def _plan(
 
 
 def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: str) -> dict[str, Any]:
-    """Returns everything that decides the content of the shards, as JSON; `sources` None leaves the raw files out."""
+    """Returns all settings that decide the content of the shards, as JSON. sources None: without the raw files."""
     recipe: dict[str, Any] = {"data": data.to_recipe(), "seed": seed}
     if targets != "class":
         recipe["targets"] = targets
@@ -170,7 +169,7 @@ def _recipe(data: DataConfig, seed: int, sources: list[Source] | None, targets: 
 
 
 def _code_of(registry: Registry[Any], kind: Any) -> str:
-    """Returns the sha256 of the file that defines a plugin; of its name if there is no file."""
+    """Returns the sha256 of the file that defines a plugin; if there is no file, the plugin's name."""
     part = registry.resolve(kind)
     try:
         source = inspect.unwrap(part.func if isinstance(part, partial) else part)
@@ -184,30 +183,30 @@ def _hash(recipe: dict[str, Any]) -> str:
 
 
 def _reuse(folder: Folder, data: DataConfig, recipe: dict[str, Any]) -> ShardFederation:
-    """Returns the existing shards of `folder`. Raises DataError if they do not follow the recipe."""
+    """Returns the existing shards in `folder`. Raises DataError if they were written with another recipe."""
     federation = open_shards(folder.uri, verify=folder.local is not None)
     given = recipe | {"data": data.to_recipe(exclude_defaults=True)}
     if difference := _difference(federation.recipe, recipe, given):
-        key, found, wanted = difference
+        key, written, wanted = difference
         is_raw_data = key.startswith(("files", "digests"))
         advice = f"the raw data changed: {PREPARE_AGAIN}" if is_raw_data else "name another folder in data.shards"
-        raise DataError(f"{folder.uri} holds another federation: its {key} is {found}, wanted is {wanted}; {advice}")
+        raise DataError(f"{folder.uri} holds another federation: its {key} is {written}, wanted is {wanted}; {advice}")
     return federation
 
 
-def _difference(found: Any, wanted: Any, given: Any, key: str = "") -> tuple[str, object, object] | None:
-    """Returns the first key of `wanted` that is different in `found`, with both values; None if there is none.
+def _difference(written: Any, wanted: Any, given: Any, key: str = "") -> tuple[str, object, object] | None:
+    """Returns the first key of `wanted` whose value differs in `written`, with both values; None if none differs.
 
-    given: `wanted` without defaults; an earlier version may have written `found` without a key that has its default.
+    given: `wanted` without defaults; an earlier version may have written no value for a key that has its default.
     """
-    if isinstance(found, dict) and isinstance(wanted, dict):
+    if isinstance(written, dict) and isinstance(wanted, dict):
         parts = (
-            _difference(found.get(name), value, given.get(name, {}), f"{key}.{name}".lstrip("."))
+            _difference(written.get(name), value, given.get(name, {}), f"{key}.{name}".lstrip("."))
             for name, value in wanted.items()
-            if name in found or name in given
+            if name in written or name in given
         )
         return next(filter(None, parts), None)
-    return None if found == wanted else (key, found, wanted)
+    return None if written == wanted else (key, written, wanted)
 
 
 def _synthetic(data: SyntheticConfig, seed: int) -> SyntheticFederation:
@@ -215,7 +214,7 @@ def _synthetic(data: SyntheticConfig, seed: int) -> SyntheticFederation:
         raise DataError("data.partition.clients: null is for kind writer; source synthetic needs a number")
     if data.test.view != "cluster":
         raise DataError(
-            f"data.test.view: source synthetic has one test set per group, so the view is cluster, not {data.test.view}"
+            f"data.test.view: source synthetic has a test set per group, so the view is cluster, not {data.test.view}"
         )
     return SyntheticFederation(
         data.partition.clients,
@@ -230,7 +229,7 @@ def _synthetic(data: SyntheticConfig, seed: int) -> SyntheticFederation:
 def _arrays(data: ArraysConfig, seed: int, targets: str) -> Federation:
     """Returns the federation of the .npz file `data.root`; `data.partition` has no effect.
 
-    The file holds x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (one number).
+    The file has the arrays x, y, clients, and optionally groups, x_test, y_test, test_clients, vocabulary (a number).
     """
     if data.shift.kind != "none":
         raise DataError(f"data.shift.kind: source arrays is taken as it is, so none, not {data.shift.kind}")

@@ -1,4 +1,4 @@
-"""The division of one group's samples among its clients, or first among true groups that the division itself makes."""
+"""The division of a group's samples among its clients, or first among true groups that the partition makes."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
 MAX_REDRAWS = 1000
-ARGUMENTS = ("labels", "clients", "draw")  # of a partition function
+ARGUMENTS = ("labels", "clients", "draw")  # positional arguments of a partition function
 
 
 def even_shares(clients: int, groups: int) -> list[int]:
@@ -57,31 +57,31 @@ def divide(
 
 
 def _own(y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the parts of a user's function f(labels, clients, draw). Raises DataError if they are no division."""
+    """Returns the parts that a user's function (labels, clients, draw) makes. Raises DataError for a wrong result."""
     function = with_options(PARTITION_KINDS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
-    where = f"data.partition {place_of(function)} returned"
+    returned = f"data.partition {place_of(function)} returned"
     if not isinstance(result, list | tuple) or len(result) != clients:
         raise DataError(
-            f"{where} {described(result)}, expected a list of {clients} arrays of positions, one per client"
+            f"{returned} {described(result)}, expected a list of {clients} arrays of positions, one per client"
         )
     parts = []
     for client, part in enumerate(map(np.asarray, result)):
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
-            raise DataError(f"{where} {described(part)} for client {client}, expected integers of shape (n,)")
+            raise DataError(f"{returned} {described(part)} for client {client}, expected integers of shape (n,)")
         parts.append(part.astype(np.int64))
     positions = np.concatenate(parts)
     owner = np.repeat(np.arange(clients), [len(part) for part in parts])
     if len(bad := np.flatnonzero((positions < 0) | (positions >= len(y)))):
         raise DataError(
-            f"{where} position {positions[bad[0]]} for client {owner[bad[0]]}; there are {len(y)} samples, "
+            f"{returned} position {positions[bad[0]]} for client {owner[bad[0]]}; there are {len(y)} samples, "
             f"0..{len(y) - 1}"
         )
     order = np.argsort(positions, kind="stable")
     if len(twice := np.flatnonzero(np.diff(positions[order]) == 0)):
         first, second = owner[order[twice[0]]], owner[order[twice[0] + 1]]
         raise DataError(
-            f"{where} position {positions[order[twice[0]]]} for client {first} and for client {second}; "
+            f"{returned} position {positions[order[twice[0]]]} for client {first} and for client {second}; "
             f"a sample belongs to one client, {len(twice)} of {len(positions)} positions are repeated"
         )
     return parts
@@ -92,8 +92,8 @@ def writers(
 ) -> list[tuple[str, np.ndarray]]:
     """Returns (name, ascending positions) of every writer with at least `min_samples` samples, sorted by name.
 
-    client: writer of each sample, None if not known. `partition.clients` draws that many writers; None: all.
-    Raises DataError if too few writers are left.
+    client: writer of each sample, None if not known. If `partition.clients` is a number, so many writers are drawn.
+    Raises DataError if there are too few writers.
     """
     if client is None:
         raise DataError(
@@ -116,7 +116,7 @@ def writers(
 
 
 def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns parts whose sizes differ by one at most, or are those of `partition.sizes`."""
+    """Returns parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most one."""
     rows = rng.permutation(len(y))
     if partition.sizes is None:
         return np.array_split(rows, clients)
@@ -131,7 +131,7 @@ def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Gener
 def _dirichlet(
     y: np.ndarray, clients: int, partition: DirichletConfig, min_samples: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Returns the first draw in which the smallest client has `min_samples`."""
+    """Returns the parts of the first draw in which every client has at least `min_samples` samples."""
     rows_C = [rng.permutation(np.flatnonzero(y == label)) for label in np.unique(y)]
     for _ in range(MAX_REDRAWS):
         counts_CN = _counts(np.array([len(rows) for rows in rows_C]), clients, partition, rng)
@@ -143,14 +143,14 @@ def _dirichlet(
     if partition.groups is not None:
         alphas += f" or group_alpha (now {partition.group_alpha:g})"
     raise DataError(
-        f"dirichlet: in {MAX_REDRAWS} draws some client always got too few samples; in the last one client "
+        f"dirichlet: in each of {MAX_REDRAWS} draws a client got too few samples; in the last draw client "
         f"{sizes.argmin()} of {clients} got {sizes.min()} of {len(y)}, each needs {min_samples}. "
         f"Raise {alphas}, lower clients, or lower min_samples"
     )
 
 
 def _counts(sizes_C: np.ndarray, clients: int, partition: DirichletConfig, rng: np.random.Generator) -> np.ndarray:
-    """Returns int64 (C, N): samples of each class for each client in one draw, directly or by way of its group."""
+    """Draws the number of samples of each class for each client, int64 (C, N), directly or first for each group."""
     if partition.groups is None:
         return _dirichlet_counts(sizes_C, clients, partition.alpha, partition.capped, rng)
     counts_CG = _dirichlet_counts(sizes_C, partition.groups, partition.group_alpha, partition.capped, rng)
@@ -165,9 +165,10 @@ def _counts(sizes_C: np.ndarray, clients: int, partition: DirichletConfig, rng: 
 def _dirichlet_counts(
     sizes_C: np.ndarray, clients: int, alpha: float, capped: bool, rng: np.random.Generator
 ) -> np.ndarray:
-    """Returns int64 (C, N), each row with the sum of its class size. Per class p ~ Dir(alpha) over the clients.
+    """Draws the number of samples of each class for each client, int64 (C, N); row c has the sum sizes_C[c].
 
-    capped: NIID-Bench's rule, a client that has n / N samples gets none of the remaining classes.
+    The shares of each class follow Dir(alpha) over the clients. capped: NIID-Bench's rule, by which a client that has
+    n / N samples gets no samples of the remaining classes.
     """
     even_share = sizes_C.sum() / clients
     counts_CN = np.zeros((len(sizes_C), clients), np.int64)
@@ -176,10 +177,10 @@ def _dirichlet_counts(
             continue
         still_open = counts_CN.sum(0) < even_share if capped else np.ones(clients, bool)
         p = rng.dirichlet(np.full(clients, alpha)) * still_open
-        if p.sum() == 0:  # a tiny alpha gave the whole class to clients that are full
+        if p.sum() == 0:  # with a tiny alpha, all shares can belong to clients that are full
             p = still_open / still_open.sum()
         ends = np.floor(np.cumsum(p / p.sum()) * size).astype(np.int64)
-        ends[np.flatnonzero(p)[-1] :] = size  # rounding must not lose a sample, nor give one to a full client
+        ends[np.flatnonzero(p)[-1] :] = size  # so that rounding neither loses samples nor gives them to a full client
         counts_CN[label] = np.diff(ends, prepend=0)
     return counts_CN
 
@@ -188,7 +189,7 @@ def _dirichlet_counts(
 
 
 def _classes(y: np.ndarray, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns parts in which each class is split evenly among its owners: its sizes differ by one at most."""
+    """Returns parts in which each class is split evenly among its owners; their shares differ by at most one sample."""
     labels = np.unique(y)
     owners = _owners(len(labels), clients, partition, rng)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
@@ -203,7 +204,7 @@ def _classes(y: np.ndarray, clients: int, partition: ClassesConfig, rng: np.rand
 def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[list[int]]:
     """Returns the clients that own each class.
 
-    NIID-Bench's rule: client i of a group owns class i mod C of the group's C classes, and n - 1 distinct others.
+    NIID-Bench's rule: client i of a group owns class i mod C of the group's C classes, and n - 1 other classes.
     """
     n, per_group = partition.classes_per_client, partition.classes_per_group
     key, wanted = ("classes_per_client", n) if partition.groups is None else ("classes_per_group", per_group)
@@ -215,19 +216,19 @@ def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random
         classes_of_group = _deal_classes(classes, partition.groups, per_group, rng)
     owners: list[list[int]] = [[] for _ in range(classes)]
     client = 0
-    for of_group, share in zip(classes_of_group, even_shares(clients, len(classes_of_group)), strict=True):
+    for labels, share in zip(classes_of_group, even_shares(clients, len(classes_of_group)), strict=True):
         for position in range(share):
-            first = position % len(of_group)
-            for label in (of_group[first], *rng.choice(np.delete(of_group, first), n - 1, replace=False)):
+            first = position % len(labels)
+            for label in (labels[first], *rng.choice(np.delete(labels, first), n - 1, replace=False)):
                 owners[label].append(client)
             client += 1
     return owners
 
 
 def _deal_classes(classes: int, groups: int, per_group: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the distinct classes of each group, dealt like cards from shuffled decks of all classes.
+    """Returns the classes of each group, dealt like cards from shuffled decks of all classes.
 
-    The numbers of groups of any two classes differ by one at most.
+    A group's classes are distinct. The numbers of groups that two classes belong to differ by at most one.
     """
     deck: list[int] = []
     classes_of_group = []

@@ -1,6 +1,6 @@
-"""Shifts: each true group sees the data set under its own transformation, or only its own labels.
+"""Shifts: each true group has the data set under another transformation, or only some of its labels.
 
-A shift consists of rows and a transformation; pixels are computed only when a client's samples are written.
+A group consists of row numbers and a transformation; pixels are computed only when a client's samples are written.
 """
 
 from collections.abc import Callable
@@ -30,39 +30,39 @@ from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
 
 T = TypeVar("T")
-ARGUMENTS = ("x", "y", "group", "draw")  # of a shift function
+ARGUMENTS = ("x", "y", "group", "draw")  # positional arguments of a shift function
 
 
 @dataclass(frozen=True)
 class Change:
-    """A function f(x, y, group, draw) of the samples of one true group, which returns as many samples."""
+    """A function (x, y, group, draw) -> (x, y) that changes samples of a true group and returns equally many."""
 
     function: Callable[..., Any]
     group: int
     seed: int
-    keeps_labels: bool = False  # True: known of this package's own functions
+    keeps_labels: bool = False  # whether the function is known not to change y
 
     def __call__(self, images: Images, x: np.ndarray, y: np.ndarray, draw_of: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the changed samples. Raises DataError, naming the function and its line, if they are no samples.
+        """Returns the changed samples. Raises DataError, naming the function and its line, for a wrong result.
 
-        draw_of: the samples, in words; a part of the random key.
+        draw_of: a name of these samples, which is part of the random key.
         """
         draw = stream(self.seed, -1, -1, self.group, f"data/shift of {draw_of}")
-        found = call_plugin("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
-        where = f"data.shift {place_of(self.function)}"
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise DataError(f"{where} returned {described(found)}, expected a pair (x, y)")
-        new_x, new_y = np.asarray(found[0]), np.asarray(found[1])
+        result = call_plugin("data.shift", self.function, x, y.astype(np.int64), self.group, draw, error=DataError)
+        name = f"data.shift {place_of(self.function)}"
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise DataError(f"{name} returned {described(result)}, expected a pair (x, y)")
+        new_x, new_y = np.asarray(result[0]), np.asarray(result[1])
         if new_x.shape != x.shape or new_x.dtype != x.dtype:
             raise DataError(
-                f"{where} returned x as {described(new_x)}, expected {x.dtype} of shape {x.shape} as it was passed; "
+                f"{name} returned x as {described(new_x)}, expected {x.dtype} of shape {x.shape} as it was passed; "
                 "round and clip values before they are converted"
             )
         if new_y.shape != y.shape or new_y.dtype.kind not in "iu":
-            raise DataError(f"{where} returned y as {described(new_y)}, expected integers of shape {y.shape}")
+            raise DataError(f"{name} returned y as {described(new_y)}, expected integers of shape {y.shape}")
         if len(bad := np.flatnonzero((new_y < 0) | (new_y >= images.num_classes))):
             raise DataError(
-                f"{where} returned label {new_y[bad[0]]}; the data set has {images.num_classes} classes, "
+                f"{name} returned label {new_y[bad[0]]}; the data set has {images.num_classes} classes, "
                 f"0..{images.num_classes - 1}"
             )
         return new_x, new_y.astype(np.int16)
@@ -70,32 +70,32 @@ class Change:
 
 @dataclass(frozen=True)
 class Variant:
-    """A data set under one transformation of its pixels and labels."""
+    """A data set with a transformation of its pixels and labels."""
 
     images: Images
-    turns: int = 0  # quarter turns counter-clockwise, 0..3, as np.rot90 and torchvision's rotate turn
+    turns: int = 0  # quarter turns counter-clockwise, 0..3, as in np.rot90 and torchvision's rotate
     offset: int = 0  # s in y -> (y + s) mod C
     change: Change | None = None
 
     def train_labels(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the int16 labels of training samples as the group sees them."""
+        """Returns the transformed labels of training samples, int16 (n,)."""
         if self.change is None or self.change.keeps_labels:
             return self._labels(self.images.train_y[rows])
         return self.train(rows)[1]
 
     def test_labels(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the int16 labels of test samples as the group sees them."""
+        """Returns the transformed labels of test samples, int16 (n,)."""
         assert self.images.test_y is not None  # test rows exist only with a test part
         if self.change is None or self.change.keeps_labels:
             return self._labels(self.images.test_y[rows])
         return self.test(rows)[1]
 
     def train(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns training samples: uint8 (n, C, H, W) and int16 (n,)."""
+        """Returns the transformed training samples, e.g. uint8 (n, C, H, W) and int16 (n,)."""
         return self._samples(self.images.train_x, self.images.train_y, rows, "training")
 
     def test(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns test samples, likewise."""
+        """Returns the transformed test samples, in the types of `train`."""
         # test rows exist only with a test part
         assert self.images.test_x is not None and self.images.test_y is not None
         return self._samples(self.images.test_x, self.images.test_y, rows, "test")
@@ -103,7 +103,7 @@ class Variant:
     def _samples(self, x: np.ndarray, y: np.ndarray, rows: np.ndarray, part: str) -> tuple[np.ndarray, np.ndarray]:
         x, y = x[rows], self._labels(y[rows])
         x = np.rot90(x, self.turns, axes=(-2, -1)) if self.turns else x
-        # the first row is an address of the samples: no other client of the group has it
+        # the first row is part of the random key, since no other client of the group has this row
         return self.change(self.images, x, y, f"{part} {rows[0]}") if self.change is not None and len(rows) else (x, y)
 
     def _labels(self, y: np.ndarray) -> np.ndarray:
@@ -112,7 +112,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Group:
-    """One true group: the training rows divided among its clients and, in cluster view, the test rows for them."""
+    """A true group: the training rows that are divided among its clients, and the test rows for its clients."""
 
     variant: Variant
     rows: np.ndarray  # int64, ascending
@@ -120,10 +120,10 @@ class Group:
 
 
 def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natural: bool, seed: int = 0) -> list[Group]:
-    """Returns the true groups under `shift`. Groups whose label sets overlap share images.
+    """Returns the true groups of `shift`. Groups whose label sets overlap share images.
 
-    other: the second data set of a hybrid. natural: whether an unshifted data set keeps the groups that it came with.
-    seed: of the draws of the shift.
+    other: the second data set of a hybrid shift. natural: whether a data set without a shift keeps its own groups.
+    seed: seed for the random draws of the shift.
     """
     if isinstance(shift, PluginShiftConfig):
         function = with_options(SHIFT_KINDS.resolve(shift.kind), shift.options, "data.shift", ARGUMENTS)
@@ -155,7 +155,7 @@ def make_groups(images: Images, other: Images | None, shift: ShiftConfig, natura
 
 
 def _group(variant: Variant, labels: list[int] | None = None) -> Group:
-    """Returns the group of all samples with these labels; None: of all samples."""
+    """Returns the group with all samples that have these labels. labels None: with all samples."""
 
     def rows(y: np.ndarray) -> np.ndarray:
         return np.arange(len(y)) if labels is None else np.flatnonzero(np.isin(y, labels))
@@ -165,7 +165,7 @@ def _group(variant: Variant, labels: list[int] | None = None) -> Group:
 
 
 def _natural(images: Images, group: int) -> Group:
-    """Returns a group that the data came with; test images without a group measure every group."""
+    """Returns a group that the data set itself names. Test images without a group are tested by every group."""
     if images.test_y is None:
         test_rows = None
     elif images.test_group is None:
@@ -176,10 +176,10 @@ def _natural(images: Images, group: int) -> Group:
 
 
 def _hybrid(images: Images, other: Images, name: str) -> list[Group]:
-    first, second = ((*one.shape, one.num_classes, one.scale) for one in (images, other))
+    first, second = ((*part.shape, part.num_classes, part.scale) for part in (images, other))
     if first != second:
         raise DataError(
-            "a hybrid needs two data sets of one (channels, height, width, classes, pixel scale): "
+            "a hybrid needs two data sets of equal (channels, height, width, classes, pixel scale): "
             f"data.source is {first}, data.shift.other {name!r} is {second}"
         )
     return [_group(Variant(images)), _group(Variant(other))]
@@ -191,8 +191,8 @@ def _of_pixels(
     """Returns the groups of a shift of pixel values."""
     if images.vocabulary is not None or (shift.kind == "blur" and len(images.shape) != 3):
         needed = "images" if shift.kind == "blur" else "real numbers"
-        found = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
-        raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {found}; use another kind")
+        actual = "token ids" if images.vocabulary is not None else f"of shape {images.shape}"
+        raise DataError(f"data.shift.kind: {shift.kind} needs {needed}, these samples are {actual}; use another kind")
     changes = [
         Change(partial(function, amount=amount, scale=images.scale), group, seed, keeps_labels=True)
         for group, amount in enumerate(amounts)
@@ -201,7 +201,7 @@ def _of_pixels(
 
 
 def _rotated(images: Images, angle: float, seed: int) -> Variant:
-    """Returns the data set rotated: exactly by quarter turns, otherwise with bilinear interpolation."""
+    """Returns the data set rotated by `angle` degrees: exactly for quarter turns, else with bilinear interpolation."""
     if angle % 90 == 0:
         return Variant(images, _turns(int(angle), images))
     _turns(0, images)

@@ -1,4 +1,4 @@
-"""The base data sets by name: where their files are looked for, and how they are read."""
+"""The data sets by name: in which folders their files are searched, and how they are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from cfl_ray.errors import DataError, did_you_mean
 
 
 def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
-    """Returns the named data set, found on disk. Raises DataError with the places looked at and how to obtain it."""
+    """Returns the named data set with its files. Raises DataError with the folders searched and how to obtain it."""
     if name not in SOURCES:
         raise DataError(f"data set {name!r} has no samples to divide{did_you_mean(name, SOURCES)}")
     data = data.of_source(name)
@@ -42,7 +42,7 @@ def locate(name: str, data: DataConfig, targets: str = "class") -> Source:
 
 
 def digits(data: DataConfig) -> Source:
-    """Returns the data set of this name."""
+    """Returns scikit-learn's digits, with a fifth of the images of each digit as the test part."""
     return Source("digits", (), _read_digits)
 
 
@@ -51,7 +51,7 @@ def _read_digits(pixels: bool, progress: Progress | None) -> Images:
 
     loaded = load_digits()
     x, y = loaded.images.astype(np.uint8)[:, None], loaded.target.astype(np.int16)
-    # Seed 0 for every experiment: the test set belongs to the data set.
+    # seed 0 for every experiment, since the test set belongs to the data set
     rng = stream(0, -1, -1, -1, "data/digits-split")
     per_class = [rng.permutation(np.flatnonzero(y == label)) for label in range(10)]
     test = np.sort(np.concatenate([rows[: round(0.2 * len(rows))] for rows in per_class]))
@@ -63,7 +63,7 @@ def _read_digits(pixels: bool, progress: Progress | None) -> Images:
 
 
 def mnist_by_writer(data: DataConfig) -> Source:
-    """Returns the data set of this name."""
+    """Returns MNIST with the writer of each image."""
     base = image_sets.SETS["mnist"](data)
     _, files = find(
         data,
@@ -80,7 +80,7 @@ def mnist_by_writer(data: DataConfig) -> Source:
 
 
 def _join_writers(images: Images, file: Path) -> Images:
-    """Returns MNIST with the writer of each image as its client and the writer's NIST partition (hsf) as its group."""
+    """Returns MNIST with the writer of each image as its client, and the writer's NIST partition (hsf) as its group."""
     try:
         table = pq.read_table(file, columns=["split", "row", "writer", "hsf"])
     except (pa.ArrowException, OSError) as error:
@@ -118,7 +118,7 @@ def _join_writers(images: Images, file: Path) -> Images:
 
 
 def images(data: ColumnsDataConfig) -> Source:
-    """Returns the data set of this name."""
+    """Returns images in the user's Parquet files."""
     get = "set data.root and data.train_files (a glob below root), e.g. train_files: 'data/train-*.parquet'"
     data = with_file_as_root(data)
     patterns = (
@@ -130,7 +130,7 @@ def images(data: ColumnsDataConfig) -> Source:
 
 
 def femnist(data: ColumnsDataConfig) -> Source:
-    """Returns the data set of this name."""
+    """Returns FEMNIST in the Parquet files of flwrlabs/femnist."""
     get = (
         "download the data set flwrlabs/femnist from Hugging Face and point data.root at it, "
         "or use source femnist_leaf for LEAF's JSON"
@@ -174,7 +174,7 @@ def _without_test(data: PartsDataConfig, folder: Path, train: list[Path]) -> tup
 
 
 def femnist_leaf(data: FilesDataConfig) -> Source:
-    """Returns the data set of this name."""
+    """Returns FEMNIST in LEAF's JSON files."""
     get = (
         "run LEAF's data/femnist/preprocess.sh and point data.root at LEAF's data/femnist/data (the folder that holds "
         "train/*.json), or use source femnist for the parquet files of flwrlabs/femnist"
@@ -190,18 +190,18 @@ def femnist_leaf(data: FilesDataConfig) -> Source:
 def _text_leaf(name: str, folder: str, data: FilesDataConfig, kind: leaf.TextKind) -> Source:
     get = f"run LEAF's data/{folder}/preprocess.sh and point data.root at LEAF's data/{folder}/data"
     usual = ["", f"{folder}/data", f"data/{folder}/data", f"leaf/data/{folder}/data"]
-    found, train = find(data, [data.train_files] if data.train_files else usual, ["train/*.json"], name, get)
-    test = sorted(found.glob("test/*.json"))
+    root, train = find(data, [data.train_files] if data.train_files else usual, ["train/*.json"], name, get)
+    test = sorted(root.glob("test/*.json"))
     return Source(name, (*train, *test), lambda pixels, progress: leaf.read_text(train, test, kind, progress))
 
 
 def shakespeare_leaf(data: FilesDataConfig) -> Source:
-    """Returns LEAF's Shakespeare: the next of 80 characters, one client per role."""
+    """Returns LEAF's Shakespeare: the character after 80 characters; each role of a play is a client."""
     return _text_leaf("shakespeare_leaf", "shakespeare", data, leaf.Characters())
 
 
 def sent140_leaf(data: Sent140LeafConfig) -> Source:
-    """Returns LEAF's Sentiment140: two classes of tweets, one client per user."""
+    """Returns LEAF's Sentiment140: two classes of tweets; each user is a client."""
     return _text_leaf("sent140_leaf", "sent140", data, leaf.Words(data.vocabulary or leaf.VOCABULARY))
 
 
@@ -218,12 +218,12 @@ def csv(data: ColumnsDataConfig, targets: str = "class") -> Source:
 
 
 def image_folder(data: PartsDataConfig) -> Source:
-    """Returns images in a folder per class."""
+    """Returns images in a folder for each class."""
     root = roots(data)[0]
     train, test = root / (data.train_files or ""), None if data.test_files is None else root / data.test_files
     files = image_folder_files.files_of(train) + ([] if test is None else image_folder_files.files_of(test))
-    listed = train / image_folder_files.CLIENTS_FILE
-    files += [listed] if listed.is_file() else []
+    clients_file = train / image_folder_files.CLIENTS_FILE
+    files += [clients_file] if clients_file.is_file() else []
 
     def read(pixels: bool, progress: Progress | None) -> Images:
         inside = test is not None and test.is_relative_to(train)
