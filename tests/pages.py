@@ -32,7 +32,7 @@ def clustered(seed: int, end: float) -> MethodRun:
     return MethodRun(
         seed=seed,
         records=records(end, clusters=2),
-        moves=[(1, first), (3, [[0, 7], [1, 7], [2, 7]])],
+        reassignments=[(1, first), (3, [[0, 7], [1, 7], [2, 7]])],
         scores={"client": ids, "accuracy": np.linspace(end - 0.1, end + 0.1, CLIENTS)},
         matrices={
             "similarity": RecordedMatrix(4, ids, signatures @ signatures.T, of_pairs=True, label_counts_SC=labels),
