@@ -143,7 +143,7 @@ def _dirichlet(
     if partition.groups is not None:
         alphas += f" or group_alpha (now {partition.group_alpha:g})"
     raise DataError(
-        f"dirichlet: in each of {MAX_REDRAWS} draws a client got too few samples; in the last draw client "
+        f"dirichlet: in {MAX_REDRAWS} draws a client always got too few samples; in the last draw client "
         f"{sizes.argmin()} of {clients} got {sizes.min()} of {len(y)}, each needs {min_samples}. "
         f"Raise {alphas}, lower clients, or lower min_samples"
     )
