@@ -120,7 +120,7 @@ class Display(Watcher):
             self.preparation = self.progress.add_task("", total=None, metrics="")
         self.progress.update(self.preparation, description=f"preparing {what}", completed=done, total=total or None)
 
-    def started(self, setup: Setup, run_dir: Path | None, facts: dict[str, str]) -> None:
+    def started(self, setup: Setup, run_dir: Path | None, run_info: dict[str, str]) -> None:
         if self.preparation is not None:
             self.progress.remove_task(self.preparation)
             self.preparation = None
@@ -129,7 +129,7 @@ class Display(Watcher):
         groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
         self._line(
             f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters; "
-            f"hosts: {facts['hosts']} ({facts['device']})"
+            f"hosts: {run_info['hosts']} ({run_info['device']})"
         )
         self.tested_on = federation.tested_on
         self._line(self.tested_on)
@@ -139,7 +139,7 @@ class Display(Watcher):
             self._line(f"note: {ignored}")
         if line := statistics_line(network.batch_statistics):
             self._line(f"note: {line}")
-        self._line(f"engine {facts['engine']}")
+        self._line(f"engine {run_info['engine']}")
         limit = setup.experiment.evaluation.choice_samples
         if line := choice_line(setup.methods, limit, int(federation.num_samples_N.max())):
             self._line(line)

@@ -147,7 +147,7 @@ class Results:
     methods: dict[str, MethodResult]
     run_dir: Path | None  # None: nothing was kept
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
-    facts: dict[str, str] | None = None  # hosts, device and engine
+    run_info: dict[str, str] | None = None  # hosts, device, engine, CPU and PyTorch; None: read from files
 
     def __getitem__(self, label: str) -> MethodResult:
         return self.method(label)

@@ -18,10 +18,10 @@ from cfl_ray.results.trust import load_record, sign_record
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
+from cfl_ray.runtime.environment import Environment, read_environment, write_environment
 from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import opener
-from cfl_ray.runtime.numerics import Numerics, read_numerics, write_numerics
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.run_record import (
     check_hash_of_cell,
@@ -221,17 +221,17 @@ class _Launch:
             lock.enter_context(RunDirectory(self.directory).starting())  # before Ray, which takes long to start
         self.watcher.preparing("Ray and the client hosts" if self.on_ray else "the engine")
         self.session = self._session(setup)
-        facts = self.session.facts()
+        run_info, environment = self.session.about()
         if self.extend is not None:
-            facts["extends"] = str(self.extend.absolute())
+            run_info["extends"] = str(self.extend.absolute())
         if self.directory is not None:
-            self._keep_numerics(self.directory, self.session.numerics())
+            self._keep_environment(self.directory, environment)
             if not self.resumed:
                 self._begin_directory(self.directory, setup)
                 lock.enter_context(RunDirectory(self.directory).hold())
                 withdraw_server(self.directory)
-        self.watcher.started(setup, self.directory, facts)
-        return Driver(setup, self.session, self.directory, self.watcher, facts, self.study).all_methods()
+        self.watcher.started(setup, self.directory, run_info)
+        return Driver(setup, self.session, self.directory, self.watcher, run_info, self.study).all_methods()
 
     def _say_what_moved(self) -> None:
         for old, new in self.experiment.moved.items():
@@ -269,14 +269,14 @@ class _Launch:
             "or choose another folder"
         )
 
-    def _keep_numerics(self, directory: Path, now: Numerics) -> None:
-        """Writes what figures depend on when a run begins; says what has changed when it goes on."""
-        if self.resumed and (before := read_numerics(directory)) is not None:
+    def _keep_environment(self, directory: Path, now: Environment) -> None:
+        """Writes the environment in which a run begins; warns of changes if it goes on."""
+        if self.resumed and (before := read_environment(directory)) is not None:
             for line in before.changes(now):
                 self.watcher.warn(line)
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_numerics(directory, now)
+        write_environment(directory, now)
 
     def _begin_directory(self, directory: Path, setup: Setup) -> None:
         """Copies the replayed events, and writes config.yaml last: it makes the folder a run."""

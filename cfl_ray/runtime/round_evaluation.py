@@ -1,5 +1,6 @@
 """The evaluation of a round: metrics by every protocol, agreement of the clusters, diagnostics."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,8 @@ from cfl_ray.runtime.evaluation import (
     score_metrics,
 )
 from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
+from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_clients import RoundClients
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
@@ -39,12 +40,13 @@ class RoundEvaluation:
         label: str,
         steps: CheckedMethod,
         backend: Backend,
-        clients_of: RoundClients,
+        membership: Membership,
+        clients_of: Callable[[np.ndarray, int, RoundStats], Clients],
         initial_P: Tensor,
     ):
         experiment, self.task = setup.experiment, setup.task
         self.settings, self.seed, self.label = experiment.evaluation, experiment.seed, label
-        self.steps, self.clients_of, self.membership = steps, clients_of, clients_of.membership
+        self.steps, self.clients_of, self.membership = steps, clients_of, membership
         self.evaluator = Evaluator(self.settings, setup.federation, backend, self.seed, self.task)
         self.initial_P, self.primary = initial_P, self.task.metrics[0].name
         self.attackers = np.array(sorted(setup.attack.clients), np.int64)

@@ -16,7 +16,7 @@ import numpy as np
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import RoundStats, Traffic
+from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths, phase_change
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
@@ -33,12 +33,13 @@ from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.requests import Requests
-from cfl_ray.runtime.round_clients import RoundClients
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.tracking import read_records
+
+_NO_LIMIT = 2**62  # test samples of a client that has its own
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ class RoundLoop:
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
-        self.clients_of = RoundClients(setup, label, network.spec, self.backend, self.membership, self.server)
         self.num_scores = len(setup.task.score_names)  # of one client
 
         self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
@@ -97,7 +97,9 @@ class RoundLoop:
         self.membership.restore(self.saved)
         self.backend.use(self.membership.federation)
         initial_P = network.new_model(experiment.seed, 0)
-        self.evaluation = RoundEvaluation(setup, label, self.steps, self.backend, self.clients_of, initial_P)
+        self.evaluation = RoundEvaluation(
+            setup, label, self.steps, self.backend, self.membership, self.clients_of, initial_P
+        )
         snapshot = self._decoded(checkpoint) if checkpoint else self._first()
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
         self.restored = self._restored(snapshot, checkpoint)
@@ -287,6 +289,29 @@ class RoundLoop:
         self.saved = draft.round
 
     # ---- parts of the steps
+
+    def clients_of(self, ids: np.ndarray, round: int, stats: RoundStats, *, test_locally: bool = False) -> Clients:
+        """These clients in this round, as a method works with them. test_locally: whether each tests its model after
+        training (P-local).
+        """
+        experiment, present = self.experiment, self.membership.present
+        own_tests = present.view == "holdout"
+        test_samples = _NO_LIMIT if own_tests else experiment.evaluation.local_images
+        return Clients(
+            np.asarray(ids, np.int64),
+            present.num_samples_N[ids],
+            self.network.spec,
+            self.setup.local_of(self.label).in_round(round, experiment.rounds),
+            self.backend,
+            experiment.seed,
+            round,
+            stats,
+            local_test_samples=test_samples if test_locally else 0,
+            reachable=lambda: self.membership.reachable(round),
+            aggregation=self.method.aggregation_rule,
+            server=self.server,
+            num_scores=self.num_scores,
+        )
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Makes a new array if any score changes: a checkpoint compares with the array saved last."""

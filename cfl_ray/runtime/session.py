@@ -18,7 +18,7 @@ from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.numerics import HostNumerics, Numerics, read_numerics
+from cfl_ray.runtime.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
@@ -42,14 +42,11 @@ class Session(Protocol):
     def rounds(self, label: str) -> Iterator[RoundReport]:
         """One method, as `RoundLoop.rounds`: the round that is restored, then each round when it is complete."""
 
-    def facts(self) -> dict[str, str]:
-        """Hosts, device, engine, CPU and PyTorch of this session, in words."""
-
-    def numerics(self) -> Numerics:
-        """The values that figures depend on to the last bit, beside the config hash."""
+    def about(self) -> tuple[dict[str, str], Environment]:
+        """Hosts, device, engine, CPU and PyTorch of this session, in words; and its environment."""
 
     def trained(self) -> Callable[[], TrainedMethod] | None:
-        """Opens what the present method has learned, where it is in this process; None: it is in checkpoints only."""
+        """Opens what the present method has learned if it is in this process; None: it is in checkpoints only."""
 
     def close(self) -> None:
         """Frees what the session holds; it cannot be used afterwards."""
@@ -89,7 +86,7 @@ class InProcessSession:
             lambda: autotune.measure(
                 self.worker.network, setup.federation, setup.local, setup.experiment.seed, setup.division
             ),
-            kept.engine if (kept := read_numerics(run_dir)) else None,
+            kept.engine if (kept := read_environment(run_dir)) else None,
         )
         self.worker.engine = self.choice.engine
         self._backend()  # built anew for each method; built here once to reject an invalid backend
@@ -123,19 +120,9 @@ class InProcessSession:
         method = self.loop.trained(self.backend)
         return lambda: method
 
-    def facts(self) -> dict[str, str]:
-        here = HostNumerics.here()
-        return {
-            "hosts": "this process",
-            "device": autotune.device_name(self.device),
-            "engine": self.choice.reason,
-            "cpu": str(here),
-            "torch": here.torch,
-        }
-
-    def numerics(self) -> Numerics:
-        device, runtime = autotune.device_name(self.device), self.setup.experiment.runtime
-        return Numerics.of(runtime, self.choice.engine, device, [HostNumerics.here()])
+    def about(self) -> tuple[dict[str, str], Environment]:
+        device, hosts = autotune.device_name(self.device), [HostEnvironment.here()]
+        return described(self.setup.experiment.runtime, self.choice, device, hosts, "this process")
 
     def close(self) -> None:
         self.settings.close()

@@ -25,7 +25,7 @@ class OnRay:
         self.session = RaySession(prepare(experiment), None)
         self.rounds = self.session.rounds("fedavg")
         next(self.rounds)
-        self.engine = self.session.facts()["engine"]
+        self.engine = self.session.about()[0]["engine"]
         self.peak: dict[str, float] = {}  # MB of private memory, by kind of process
         self.closing = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()

@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "WorkerPool", InlinePool)
     monkeypatch.setattr(InlinePool, "done", [])
-    monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *_: None)
+    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *_: None)
     for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
 

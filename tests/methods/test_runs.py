@@ -33,7 +33,7 @@ WITH_CLIENT_STATE = {"ditto", "local", "fedper", "lg_fedavg", "cgpfl", "fedac"}
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
     """Drawing takes longer than these runs, and has tests of its own."""
-    monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *arguments: None)
+    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *arguments: None)
 
 
 def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> cfl_ray.Experiment:

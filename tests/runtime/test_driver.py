@@ -8,7 +8,7 @@ import pytest
 
 from cfl_ray import simulate
 from cfl_ray.errors import RunError
-from cfl_ray.runtime import driver, launch
+from cfl_ray.runtime import launch, recorder
 from cfl_ray.tracking import read_end, read_info
 
 
@@ -18,7 +18,7 @@ def status(folder) -> str:
 
 def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp_path, monkeypatch):
     """The figures of fedavg are drawn when ditto has done a round."""
-    write, began = driver.write_figures, threading.Event()
+    write, began = recorder.write_figures, threading.Event()
 
     def drawn(directory, records):
         assert list(records) != ["fedavg"] or began.wait(60)
@@ -28,7 +28,7 @@ def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp
         if number == 1 and (tmp_path / "run/ditto").exists():
             began.set()
 
-    monkeypatch.setattr(driver, "write_figures", drawn)
+    monkeypatch.setattr(recorder, "write_figures", drawn)
     simulate(experiment(methods=["fedavg", "ditto"], rounds=2), tmp_path / "run", notes(after_round))
     assert began.is_set() and [status(tmp_path / "run" / one) for one in ("fedavg", "ditto")] == ["FINISHED"] * 2
     assert (tmp_path / "run/fedavg/artifacts/accuracy_by_round.png").exists()
@@ -39,7 +39,7 @@ def test_an_error_in_the_end_of_a_method_ends_the_run(methods, experiment, tmp_p
     def fail(directory, records):
         raise OSError(28, "No space left on device", str(directory))
 
-    monkeypatch.setattr(driver, "write_figures", fail)
+    monkeypatch.setattr(recorder, "write_figures", fail)
     with pytest.raises(RunError, match="No space left on device"):
         simulate(experiment(methods=methods, rounds=3), tmp_path / "run")
     assert status(tmp_path / "run/fedavg") == "FAILED" and status(tmp_path / "run") == "FAILED"

@@ -35,7 +35,7 @@ CFL = {"cfl": {"eps1": 0.6, "eps2": 0.95, "min_rounds": 5}}
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    monkeypatch.setattr("cfl_ray.runtime.driver.write_figures", lambda *arguments: None)
+    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *arguments: None)
 
 
 def planted(**changes) -> Experiment:

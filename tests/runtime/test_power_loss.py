@@ -3,21 +3,17 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
 from cfl_ray import resume, simulate
 from cfl_ray.checkpoint.manifest import CheckpointManifest
-from cfl_ray.core.tasks import CLASSIFICATION
 from cfl_ray.errors import Interrupted
 from cfl_ray.results.arrow_log import whole_batches
-from cfl_ray.results.client_metrics import ClientMetrics
-from cfl_ray.results.diagnostics_log import DiagnosticsLog
-from cfl_ray.results.reassignments import Reassignments
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.driver import Driver
-from cfl_ray.tracking import RunLog, read_info, read_records
+from cfl_ray.runtime.prepare import prepare
+from cfl_ray.runtime.recorder import MethodRecorder
+from cfl_ray.tracking import RunLog, read_info
 
 CLIENT_METRICS = RunDirectory.client_metrics.name
 DIAGNOSTICS = RunDirectory.diagnostics.name
@@ -86,23 +82,22 @@ def synced(file):
 
 
 @pytest.mark.parametrize("name", RECORD_FILES)
-def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, tmp_path):
+def test_a_file_cut_at_any_byte_is_made_whole_again(name, stopped, changing, tmp_path):
     """The run goes on from round 4 and does round 5 again: the file is as before, whichever others were cut."""
     folder, reports = stopped
+    setup = prepare(changing)
     whole = (folder / name).read_bytes()
     first = synced(folder / name)
     assert len(whole) - first > 20
     for cut in range(first, len(whole)):
         os.truncate(folder / name, cut)
-        moves, clients, run_log = Reassignments(folder), ClientMetrics(folder), RunLog(folder)
-        diagnostics = DiagnosticsLog(folder)
-        records = list(read_records(folder))
+        run_log = RunLog(folder)
         run_log.start(read_info(folder))
-        driver = SimpleNamespace(primary=CLASSIFICATION.metrics[0], of_task=frozenset())
+        recorder = MethodRecorder(setup, "fesem", folder, run_log)
         for report in reports[SAVED - 1 :]:
-            Driver._record(driver, report, records, moves, clients, diagnostics, run_log)
+            recorder.add(report)
         run_log.close()
-        assert [record.round for record in records] == list(range(1, LAST)), cut
+        assert [record.round for record in recorder.records] == list(range(1, LAST)), cut
         assert (folder / name).read_bytes() == whole, cut
 
 

@@ -20,7 +20,7 @@ from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
-from cfl_ray.runtime.numerics import HostNumerics
+from cfl_ray.runtime.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
 from cfl_ray.runtime.prepare import Setup, compute_device
@@ -51,9 +51,9 @@ class HostProcess:
         self.rows: dict[tuple[int, int], Tensor] = {}
 
     def about(self) -> dict[str, Any]:
-        """Node, process id, device and numerics of this host."""
+        """Node, process id, device and environment of this host."""
         node, device = ray.get_runtime_context().get_node_id(), autotune.device_name(self.device)
-        return {"node": node, "pid": os.getpid(), "device": device, "numerics": HostNumerics.here()}
+        return {"node": node, "pid": os.getpid(), "device": device, "environment": HostEnvironment.here()}
 
     def measure_engine(self) -> autotune.EngineChoice:
         """The fastest engine for this experiment on this host."""

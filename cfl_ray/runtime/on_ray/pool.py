@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import RunError, RunStopped
-from cfl_ray.runtime.numerics import HostNumerics
+from cfl_ray.runtime.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room
@@ -45,7 +45,7 @@ class Host:
     node: str = ""
     pid: int = 0
     added: bool = False  # after the run began
-    numerics: HostNumerics | None = None  # None until it is ready
+    environment: HostEnvironment | None = None  # None until it is ready
 
 
 @dataclass
@@ -216,8 +216,8 @@ class Pool:
             self.lost(host, error)
             return
         host.starting, host.node, host.pid, self.device = None, about["node"], about["pid"], about["device"]
-        host.numerics = about["numerics"]
-        self._note_other_numerics(host)
+        host.environment = about["environment"]
+        self._note_other_environment(host)
         self.had_hosts = True
         if host.added:
             ready = [other.node for other in self.hosts if other.starting is None]
@@ -225,19 +225,20 @@ class Pool:
             self.notes.append(f"host {host.number} was added: {len(ready)} on {nodes} node{'s' * (nodes > 1)}")
             host.added = False
 
-    def numerics(self) -> list[HostNumerics]:
+    def environments(self) -> list[HostEnvironment]:
         """Those of all hosts that are ready."""
-        return [host.numerics for host in self.hosts if host.numerics is not None]
+        return [host.environment for host in self.hosts if host.environment is not None]
 
-    def _note_other_numerics(self, host: Host) -> None:
+    def _note_other_environment(self, host: Host) -> None:
         """Notes, once for each kind, that a host computes other bits than the first one."""
-        assert host.numerics is not None
-        kind = (host.numerics.instructions, host.numerics.torch)
+        there = host.environment
+        assert there is not None
+        kind = (there.instructions, there.torch)
         if self.kinds and kind not in self.kinds:
             (instructions, torch), *_ = self.kinds
             self.notes.append(
-                f"host {host.number} ({host.numerics}, PyTorch {host.numerics.torch}) may compute other last bits than "
-                f"others ({instructions}, PyTorch {torch}): results depend on which host trains which client"
+                f"host {host.number} ({there}, PyTorch {there.torch}) may compute other last bits than others "
+                f"({instructions}, PyTorch {torch}): results depend on which host trains which client"
             )
         self.kinds[kind] = None
 

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.engine import cpu
 from cfl_ray.errors import DataError, RunError
+from cfl_ray.runtime.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
-from cfl_ray.runtime.numerics import Numerics, read_numerics
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost
@@ -55,10 +55,11 @@ class ServerProcess:
         self.setup: Setup = fetch(packed[0])
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
+        self.label = ""  # of the present method
         self.loop: RoundLoop | None = None
         self.rounds: Iterator[RoundReport] = iter(())  # of the loop
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
-        kept = read_numerics(run_dir)
+        kept = read_environment(run_dir)
         self.pool = Pool(
             self.setup,
             kept_engine=kept.engine if kept else None,
@@ -73,29 +74,31 @@ class ServerProcess:
 
     # ---- asked by the driver
 
-    def begin(self, label: str) -> RoundReport:
-        """Makes a method ready: before round 1, or after its newest checkpoint."""
-        self.label = label
-        self.going_back = RetryPolicy("the exchange", _GOING_BACK, forgiven_seconds=0)
-        return self._begin()
+    def report(self, label: str) -> RoundReport:
+        """The next report of a method: of the round that is restored (0: none is), then of each round.
 
-    def _begin(self) -> RoundReport:
+        After the loss of client states the newest checkpoint is restored again. Raises RunError if they are lost again
+        and again and no round is saved in between.
+        """
+        if self.label != label:
+            self.label = label
+            self.going_back = RetryPolicy("the exchange", _GOING_BACK, forgiven_seconds=0)
+            self._restore()
+        try:
+            report = next(self.rounds)
+        except ObjectLostError as error:
+            self._count_loss(error)
+            self._restore()
+            report = next(self.rounds)
+        notes, self.pool.notes = self.pool.notes, []
+        return replace(report, notes=(*notes, *report.notes))
+
+    def _restore(self) -> None:
+        """Makes the method ready: before round 1, or after its newest checkpoint."""
         with self.replacing:
             store = claimed_store(self.setup, self.run_dir, self.label)
             self.loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
             self.rounds = self.loop.rounds()
-        return self._with_notes(next(self.rounds))
-
-    def advance(self) -> RoundReport:
-        """The next round; after the loss of client states, the newest checkpoint.
-
-        Raises RunError where they are lost again and again and no round is saved in between.
-        """
-        try:
-            return self._with_notes(next(self.rounds))
-        except ObjectLostError as error:
-            self._count_loss(error)
-            return self._begin()
 
     def _count_loss(self, error: ObjectLostError) -> None:
         loop, reason = self._loop(), short_reason(error)
@@ -112,24 +115,13 @@ class ServerProcess:
         )
         time.sleep(decision.pause_seconds)
 
-    def facts(self) -> dict[str, str]:
-        """Where and how this run computes."""
+    def about(self) -> tuple[dict[str, str], Environment]:
+        """Hosts, device, engine, CPU and PyTorch of this run, in words; and its environment."""
         nodes, choice = self.pool.nodes(), self.pool.choice
         assert choice is not None
-        hosts = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
-        kinds = self.pool.numerics()
-        return {
-            "hosts": hosts,
-            "device": self.pool.device,
-            "engine": choice.reason,
-            "cpu": " and ".join(sorted({str(kind) for kind in kinds})),
-            "torch": " and ".join(sorted({kind.torch for kind in kinds})),
-        }
-
-    def numerics(self) -> Numerics:
-        choice, runtime = self.pool.choice, self.setup.experiment.runtime
-        assert choice is not None
-        return Numerics.of(runtime, choice.engine, self.pool.device, self.pool.numerics())
+        place = f"{len(self.pool.hosts)} on {nodes} node{'s' * (nodes > 1)}"
+        runtime = self.setup.experiment.runtime
+        return described(runtime, choice, self.pool.device, self.pool.environments(), place)
 
     def progress(self) -> Progress:
         """How far the run is; asked while a round may be at work."""
@@ -144,10 +136,6 @@ class ServerProcess:
     def _loop(self) -> RoundLoop:
         assert self.loop is not None, "the driver begins a method first"
         return self.loop
-
-    def _with_notes(self, report: RoundReport) -> RoundReport:
-        notes, self.pool.notes = self.pool.notes, []
-        return replace(report, notes=(*notes, *report.notes))
 
     # ---- asked by `cfl-ray status`, `join`, `leave` and `stop`, while a round may be at work
 

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.loading import sent_by_value
-from cfl_ray.runtime.numerics import Numerics
+from cfl_ray.runtime.environment import Environment
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
 from cfl_ray.runtime.on_ray.placement import host_count
@@ -24,7 +24,7 @@ from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 
@@ -93,19 +93,16 @@ class RaySession:
     def rounds(self, label: str) -> Iterator[RoundReport]:
         self.label = label
         self._publish()
-        report = self._with_faults(self._ask("begin", label))
-        yield report
-        while report.status == "running":
-            report = self._with_faults(self._ask("advance"))
-            yield report
+        status: Status = "running"
+        while status == "running":
+            report: RoundReport = self._ask("report", label)
+            faults, self.faults = self.faults, []
+            yield replace(report, notes=(*faults, *report.notes))
+            status = report.status
 
-    def facts(self) -> dict[str, str]:
-        facts: dict[str, str] = self._ask("facts")
-        return facts
-
-    def numerics(self) -> Numerics:
-        numerics: Numerics = self._ask("numerics")
-        return numerics
+    def about(self) -> tuple[dict[str, str], Environment]:
+        about: tuple[dict[str, str], Environment] = self._ask("about")
+        return about
 
     def trained(self) -> None:
         """No models are in this process; they are in the checkpoints."""
@@ -119,10 +116,6 @@ class RaySession:
             ray.shutdown()
         if self.on_sigterm is not None:
             signal.signal(signal.SIGTERM, self.on_sigterm)
-
-    def _with_faults(self, report: RoundReport) -> RoundReport:
-        faults, self.faults = self.faults, []
-        return replace(report, notes=(*faults, *report.notes))
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
@@ -140,8 +133,6 @@ class RaySession:
                 ) from error
             except (RayError, ServerStalled) as error:  # died, ended by Ray's memory monitor, out of reach, or hanging
                 self._recover(error)
-                if self.label:
-                    verb, arguments = "begin", (self.label,)  # the new server knows its checkpoint and nothing else
 
     def _answer(self, ref: ray.ObjectRef[Any]) -> Any:
         """The server's answer. Meanwhile the user is told what the server waits for.

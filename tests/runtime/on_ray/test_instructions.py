@@ -46,7 +46,7 @@ def test_an_old_and_a_new_machine_agree_where_the_instructions_are_set(losses, e
     new = experiment(rounds=2, runtime={"cpu_capability": "default"})
     results = run(new)
     assert [record.metrics["train_loss"] for record in results["ditto"].records] == old
-    assert results.facts["cpu"] == f"{cpu.model()}, DEFAULT"
+    assert results.run_info["cpu"] == f"{cpu.model()}, DEFAULT"
 
 
 @several

@@ -14,7 +14,7 @@ from cfl_ray import ConfigError, run, simulate
 def test_four_hosts_share_one_gpu(experiment, figures, cluster, notes, actors):
     shared, seen = experiment(runtime={"hosts": 4, "gpus_per_host": 0.25}), []
     results = run(shared, watcher=notes(lambda number: seen.append((len(actors("ClientHost")), free_gpus()))))
-    assert results.facts["hosts"] == "4 on 1 node" and seen[-1] == (4, 0.0)
+    assert results.run_info["hosts"] == "4 on 1 node" and seen[-1] == (4, 0.0)
     assert figures(results) == figures(simulate(shared))
 
 
@@ -55,7 +55,7 @@ def test_one_process_per_client(experiment, figures, cluster, logged):
     hosts_of = {client: {pid for pid, owner in logged.read() if owner == client} for client in range(5)}
     assert all(len(pids) == 1 for pids in hosts_of.values()) and len(set.union(*hosts_of.values())) == 5
     assert figures(results) == figures(simulate(literal))
-    assert results.facts["hosts"] == "5 on 1 node"
+    assert results.run_info["hosts"] == "5 on 1 node"
 
 
 NO_CLUSTER = """

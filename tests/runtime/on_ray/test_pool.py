@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
-from cfl_ray.runtime.numerics import HostNumerics
+from cfl_ray.runtime.environment import HostEnvironment
 from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
@@ -62,8 +62,8 @@ class FakeCluster:
         number = int(ref.split()[1])
         if number in self.errors:
             raise self.errors[number]
-        numerics = HostNumerics("a CPU", self.instructions.get(number, "AVX2"), "2.0")
-        return {"node": f"node {number}", "pid": number, "device": "cpu", "numerics": numerics}
+        environment = HostEnvironment("a CPU", self.instructions.get(number, "AVX2"), "2.0")
+        return {"node": f"node {number}", "pid": number, "device": "cpu", "environment": environment}
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_the_experiment_has_something_to_get_wrong(whole, expected, figures):
 @pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hosts_do_not_change_a_bit(whole, expected, figures, cluster, hosts):
     results = run(whole(runtime={"hosts": hosts}))
-    assert figures(results) == expected and results.facts["hosts"] == f"{hosts} on 1 node"
+    assert figures(results) == expected and results.run_info["hosts"] == f"{hosts} on 1 node"
     found = arrays(results)
     assert found.keys() == _EXPECTED[1].keys() and {label for label, _, _ in found} > {"stocfl", "ifca", "fesem"}
     for key, value in found.items():

@@ -35,19 +35,19 @@ def process(experiment, monkeypatch):
     monkeypatch.setattr(server_process, "time", SimpleNamespace(sleep=lambda seconds: None))
     LosingLoop.saved, LosingLoop.made = 3, 0
     made = ServerProcess([None], None, "session", None)
-    made.begin("ditto")
+    made.report("ditto")
     return made
 
 
 def test_going_back_to_the_same_checkpoint_has_an_end(process):
     for count in range(1, server_process._GOING_BACK + 1):
-        assert f"back to round 3, the last one saved ({count} of 5 times)" in process.advance().notes[0]
+        assert f"back to round 3, the last one saved ({count} of 5 times)" in process.report("ditto").notes[0]
     with pytest.raises(RunError, match=r"in round 4 .*after going back to round 3.* 5 times; .*checkpoint_every"):
-        process.advance()
+        process.report("ditto")
     assert LosingLoop.made == 6
 
 
 def test_a_round_saved_in_between_begins_the_count_anew(process):
     for saved in range(4, 20):
-        process.advance()
+        process.report("ditto")
         process.loop.saved = LosingLoop.saved = saved

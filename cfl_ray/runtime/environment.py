@@ -1,7 +1,7 @@
-"""The parts of a run's surroundings that its figures depend on to the last bit, kept in environment.json of the run.
+"""The environment of a run: what its results depend on to the last bit beside the config hash, in environment.json.
 
-They are not in the config hash, for they are known only when hosts have started, or may differ between runs of one
-experiment. A run that is resumed keeps its engine; what else has changed is said.
+It is not in the config hash, because it is known only when hosts have started, and may differ between runs of one
+experiment. A run that is resumed keeps its engine, and warns of other changes.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ import torch
 
 from cfl_ray.config import RuntimeConfig
 from cfl_ray.engine import cpu
+from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import DataError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import read_json, write_json
@@ -27,8 +28,8 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
-class Numerics:
-    """The values that figures depend on beside the config hash. Values of hosts that differ are joined by " and "."""
+class Environment:
+    """Engine, device and what else results depend on. Values of hosts that differ are joined by " and "."""
 
     engine: str  # a name, never auto
     device: str  # of the hosts
@@ -38,7 +39,7 @@ class Numerics:
     has_deadline: bool  # whether clients that take long are excluded
 
     @classmethod
-    def of(cls, runtime: RuntimeConfig, engine: str, device: str, hosts: Iterable["HostNumerics"]) -> "Numerics":
+    def of(cls, runtime: RuntimeConfig, engine: str, device: str, hosts: Iterable["HostEnvironment"]) -> "Environment":
         hosts = list(hosts)
         return cls(
             engine,
@@ -49,7 +50,7 @@ class Numerics:
             runtime.round_deadline is not None,
         )
 
-    def changes(self, now: "Numerics") -> list[str]:
+    def changes(self, now: "Environment") -> list[str]:
         """The changes since this, one line each."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
         return [
@@ -61,36 +62,47 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class HostNumerics:
-    """The values that the figures of one process depend on."""
+class HostEnvironment:
+    """The environment of one process."""
 
     cpu: str  # model
     instructions: str
     torch: str
 
     @classmethod
-    def here(cls) -> "HostNumerics":
+    def here(cls) -> "HostEnvironment":
         return cls(cpu.model(), cpu.instruction_set(), torch.__version__)
 
     def __str__(self) -> str:
         return f"{self.cpu}, {self.instructions}"
 
 
-def read_numerics(run_dir: Path | None) -> Numerics | None:
-    """The numerics that a run began with; None where they are not known."""
+def described(
+    runtime: RuntimeConfig, choice: EngineChoice, device: str, hosts: Iterable[HostEnvironment], place: str
+) -> tuple[dict[str, str], Environment]:
+    """(what the user reads of a session, its environment). place: number of hosts and nodes, in words."""
+    hosts = list(hosts)
+    environment = Environment.of(runtime, choice.engine, device, hosts)
+    cpus = " and ".join(sorted({str(host) for host in hosts}))
+    engine = choice.reason
+    return {"hosts": place, "device": device, "engine": engine, "cpu": cpus, "torch": environment.torch}, environment
+
+
+def read_environment(run_dir: Path | None) -> Environment | None:
+    """The environment that a run began with; None if it is not known."""
     if run_dir is None:
         return None
     try:
         values = read_json(RunDirectory(run_dir).environment)
     except (DataError, OSError):
         return None
-    names = {item.name for item in fields(Numerics)}
-    return Numerics(**values) if isinstance(values, dict) and values.keys() == names else None
+    names = {item.name for item in fields(Environment)}
+    return Environment(**values) if isinstance(values, dict) and values.keys() == names else None
 
 
-def write_numerics(run_dir: Path, numerics: Numerics) -> None:
-    """Writes the numerics that a run begins with."""
-    write_json(RunDirectory(run_dir).environment, asdict(numerics))
+def write_environment(run_dir: Path, environment: Environment) -> None:
+    """Writes the environment that a run begins with."""
+    write_json(RunDirectory(run_dir).environment, asdict(environment))
 
 
 def _in_words(value: object) -> str:

@@ -12,7 +12,7 @@ from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import Interrupted
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.numerics import Numerics
+from cfl_ray.runtime.environment import Environment
 
 NUMERICS = RunDirectory.environment.name
 
@@ -85,7 +85,7 @@ def test_a_run_without_them_begins_a_record(interrupted, content):
     file.unlink() if content is None else file.write_text(content)
     watcher = Interrupting()
     resume(interrupted, watcher, on_ray=False)
-    assert watcher.lines == [] and Numerics(**json.loads(file.read_text())).engine == "manual"
+    assert watcher.lines == [] and Environment(**json.loads(file.read_text())).engine == "manual"
 
 
 def test_facts_name_cpu_and_pytorch(experiment):

@@ -1,0 +1,119 @@
+"""The record of one method while it runs: its files, and the log that trackers are served from."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cfl_ray.errors import DataError
+from cfl_ray.results.client_metrics import ClientMetrics
+from cfl_ray.results.diagnostics_log import DiagnosticsLog
+from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.journal import Journal, grown_by
+from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.system.files import drafted, write_text
+from cfl_ray.tracking import RUN_METRICS, RoundRecord, RunLog, read_records, redact, summarise
+from cfl_ray.tracking.record import EndStatus, score_metrics_of
+
+
+class MethodRecorder:
+    """Receives the reports of a method, and at its end writes what follows from all of them.
+
+    directory: of the method; None: nothing is written. run_log: started; None without a directory.
+    """
+
+    def __init__(self, setup: Setup, label: str, directory: Path | None, run_log: RunLog | None):
+        self.setup, self.label, self.directory, self.run_log = setup, label, directory, run_log
+        self.primary = setup.task.metrics[0]
+        of_newcomers = (f"newcomer_{self.primary.name}", f"newcomer_{self.primary.name}_tuned")
+        self.of_newcomers = of_newcomers  # metrics of the whole run, as RUN_METRICS
+        self.records = list(read_records(directory)) if directory else []
+        self.reassignments = Reassignments(directory)
+        self.clients = ClientMetrics(directory, setup.task.score_names)
+        self.diagnostics = DiagnosticsLog(directory)
+        self.summary: dict[str, float] = {}
+
+    def add(self, report: RoundReport) -> None:
+        """Records a round in each file that does not have it.
+
+        A round that is replayed after a fault may be in all of them, or in some if a power failure has cut the others.
+        """
+        if not report.metrics:
+            return
+        numbers = {name: report.metrics[name] for name in report.numbers}
+        self.reassignments.add(report.round, report.moved)
+        if report.scores_MV is not None:
+            self.clients.add(report.round, report.scores_MV)
+        self.diagnostics.add(report.round, numbers, report.diagnostics)
+        if self.records and report.round <= self.records[-1].round:
+            return
+        run_only = {*RUN_METRICS, *self.of_newcomers}
+        metrics = {name: value for name, value in report.metrics.items() if name not in run_only}
+        of_task = of_task_in(self.setup).union(numbers)
+        record = RoundRecord(report.round, metrics, report.time_ms, of_task, report.phase, report.events)
+        self.records.append(record)
+        if self.run_log is not None:
+            self.run_log.log(record)
+
+    def summarise(self, last: RoundReport) -> None:
+        """Works out the metrics of the whole run, after its last round."""
+        clustered = any("num_clusters" in record.metrics for record in self.records)
+        self.summary = summarise(
+            self.records,
+            self.setup.experiment.evaluation.target,
+            self.reassignments.rounds if clustered else None,
+            self.primary.name,
+            self.primary.higher_is_better,
+        )
+        self.summary |= {name: last.metrics[name] for name in self.of_newcomers if name in last.metrics}
+
+    def finish(self, warn: Callable[[str], None]) -> None:
+        """Writes figures, tables and the end. A run that is killed before does so when it is resumed."""
+        status: EndStatus = "FAILED"
+        try:
+            if self.directory is not None:
+                self._write_artifacts(RunDirectory(self.directory))
+            status = "FINISHED"
+        finally:
+            finish(self.run_log, status, self.summary, warn)
+
+    def _write_artifacts(self, files: RunDirectory) -> None:
+        journal = Journal(files.path).until(self.setup.experiment.rounds)
+        self.reassignments.write(files.assignments, grown_by(self.setup.federation, journal))
+        write_figures(files.artifacts, {self.label: self.records})
+        if events := [event for record in self.records for event in record.events]:
+            write_text(files.cluster_events, "".join(json.dumps(event.to_fields()) + "\n" for event in events))
+        if files.diagnostics.exists():
+            with drafted(files.artifact(files.diagnostics)) as draft:
+                shutil.copyfile(files.diagnostics, draft)
+        if files.events.exists():  # who joined and left on request
+            write_text(files.artifact(files.events), redact(files.events.read_text()))
+        write_text(files.artifact(files.config), redact(self.setup.experiment.to_yaml()))
+
+
+def of_task_in(setup: Setup) -> frozenset[str]:
+    """Names of the metrics of the task."""
+    return frozenset(score_metrics_of([metric.name for metric in setup.task.metrics]))
+
+
+def finish(
+    run_log: RunLog | None, status: EndStatus, summary: Mapping[str, float], warn: Callable[[str], None]
+) -> None:
+    """Records the end. A failure to do so hides no other failure."""
+    if run_log is None:
+        return
+    try:
+        run_log.finish(status, summary)
+    except (OSError, DataError) as error:
+        if status == "FINISHED":
+            raise
+        warn(f"the end of {run_log.run_dir} was not recorded: {error}")
+
+
+def write_figures(directory: Path, records_by_method: Mapping[str, Sequence[RoundRecord]]) -> None:
+    """Writes the figures of these methods."""
+    from cfl_ray.report import figures  # imports matplotlib: half a second that no run waits for at its start
+
+    figures.write_figures(directory, records_by_method)
