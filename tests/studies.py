@@ -1,4 +1,4 @@
-"""Small studies, and a pool that runs their cells in this process."""
+"""Small studies, and a pool that runs their runs in this process."""
 
 from pathlib import Path
 
@@ -28,9 +28,9 @@ def small_study(output: Path, **changes) -> Study:
 
 
 class InlinePool:
-    """Runs the cells one after another in this process."""
+    """Runs the runs one after another in this process."""
 
-    done: list[str] = []  # names of the cells that were run
+    done: list[str] = []  # names of the runs that were run
 
     def __init__(self, root, extend=None):
         self.root, self.extend = root, extend
@@ -41,9 +41,9 @@ class InlinePool:
     def __exit__(self, *_):
         pass
 
-    def run(self, cells, resources, tick):
-        for cell in cells:
-            self.done.append(cell.name)
-            yield worker_pool.CellOutcome(
-                cell, *worker_pool._run(cell, self.root, resources.hosts, self.extend and cell.folder(self.extend))
+    def run(self, runs, resources, tick):
+        for run in runs:
+            self.done.append(run.name)
+            yield worker_pool.RunOutcome(
+                run, *worker_pool._run(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
             )

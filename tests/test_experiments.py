@@ -13,7 +13,7 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study, merged
 from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY, resolve
-from cfl_ray.study.cells import Cell, plan
+from cfl_ray.study.plan import StudyRun, plan
 from cfl_ray.study.sweep import trials_of
 from cfl_ray.tracking.record import METRICS
 
@@ -44,16 +44,16 @@ def study_of(name: str) -> Study:
 
 
 @cache
-def cells_of(name: str) -> list[Cell]:
+def runs_of(name: str) -> list[StudyRun]:
     study = study_of(name)
     return plan(study, trials=trials_of(study.sweep).first())
 
 
-def one_for_each_setting(name: str) -> dict[str, Cell]:
+def one_for_each_setting(name: str) -> dict[str, StudyRun]:
     """Cells of one seed and the first trial, by setting."""
-    found: dict[str, Cell] = {}
-    for cell in cells_of(name):
-        found.setdefault(cell.setting.removesuffix(cell.trial).removesuffix(",") or cell.setting, cell)
+    found: dict[str, StudyRun] = {}
+    for run in runs_of(name):
+        found.setdefault(run.setting.removesuffix(run.trial).removesuffix(",") or run.setting, run)
     return found
 
 
@@ -67,9 +67,9 @@ def test_experiment_is_valid(file):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_study_is_valid(name):
-    """All its cells, without data; its name is that of its file, and its head says what a reader must know."""
-    cells = cells_of(name)
-    assert len({(cell.setting, cell.method, cell.seed) for cell in cells}) == len(cells)
+    """All its runs, without data; its name is that of its file, and its head says what a reader must know."""
+    runs = runs_of(name)
+    assert len({(run.setting, run.method, run.seed) for run in runs}) == len(runs)
     assert study_of(name).name == name.replace("/", "-").replace("_", "-")
     head = (FOLDER / f"{name}.yaml").read_text().partition("name:")[0]
     assert all(line.startswith("#") for line in head.splitlines())
@@ -80,8 +80,8 @@ def test_study_is_valid(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_study_fits_its_data(name):
-    for cell in one_for_each_setting(name).values():
-        check_sizes(cell.experiment)
+    for run in one_for_each_setting(name).values():
+        check_sizes(run.experiment)
 
 
 def check_sizes(experiment):
@@ -124,19 +124,19 @@ DIGITS = ("autocfl/table1", "fedac/num_clusters", "fedclust/table1", "stocfl/fig
 def test_study_runs_on_the_digits(name, tmp_path):
     """Every method of the first setting, with its options; in `slow`, of all settings whose methods differ."""
     seen = set()
-    for cell in cells_of(name):
-        key = (cell.method, str(cell.experiment.methods), cell.experiment.local.model_dump_json())
-        if key in seen or (name in DIGITS and cell.setting != cells_of(name)[0].setting):
+    for run in runs_of(name):
+        key = (run.method, str(run.experiment.methods), run.experiment.local.model_dump_json())
+        if key in seen or (name in DIGITS and run.setting != runs_of(name)[0].setting):
             continue
         seen.add(key)
-        (result,) = simulate(on_digits(cell, tmp_path)).methods.values()
+        (result,) = simulate(on_digits(run, tmp_path)).methods.values()
         assert len(result.records) == 2 and 0 <= result.final["accuracy"] <= 1
     assert seen
 
 
-def on_digits(cell: Cell, output: Path) -> config.Experiment:
-    """The experiment of a cell on 8x8 digits among 16 clients for two rounds: its methods, shift and division."""
-    values = cell.experiment.to_dict()
+def on_digits(run: StudyRun, output: Path) -> config.Experiment:
+    """The experiment of a run on 8x8 digits among 16 clients for two rounds: its methods, shift and division."""
+    values = run.experiment.to_dict()
     part = values["data"]["partition"]
     kind = "dirichlet" if part["kind"] == "writer" else part["kind"]
     PARTITION_KINDS.drop_others(part, kind)
@@ -190,10 +190,10 @@ def test_published_numbers_have_the_names_of_their_study(file):
             assert key == NEEDS_CLUSTERING and not HAS_CLUSTERING
             continue
         assert name in study_of(key).tables and study_of(key).published == str(file)
-        assert {number.metric for _, _, number in table.cells()} <= set(METRICS) | OF_RUNS, name
+        assert {number.metric for _, _, number in table.runs()} <= set(METRICS) | OF_RUNS, name
         assert set(table.columns) <= set(study_of(key).setting_names)
-        methods = {(cell.setting, cell.method) for cell in cells_of(key)}
-        missing = [(row, column) for row, column, _ in table.cells() if (column, row) not in methods]
+        methods = {(run.setting, run.method) for run in runs_of(key)}
+        missing = [(row, column) for row, column, _ in table.runs() if (column, row) not in methods]
         assert not missing, (name, missing)
 
 

@@ -23,7 +23,7 @@ from cfl_ray.errors.redaction import redact
 if TYPE_CHECKING:  # the help text does not wait for torch
     from cfl_ray.config import Experiment
     from cfl_ray.config.study import Study
-    from cfl_ray.study.cells import Selection
+    from cfl_ray.study.plan import Selection
 
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 app = typer.Typer(
@@ -428,7 +428,7 @@ def _study(file: Path, overrides: list[str] | None) -> "Study":
 
 
 def _selection(only: Selected) -> "Selection":
-    from cfl_ray.study.cells import Selection
+    from cfl_ray.study.plan import Selection
 
     settings, methods, seeds = only
     return Selection(settings or (), methods or (), seeds or ())

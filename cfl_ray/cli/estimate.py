@@ -35,8 +35,8 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.runtime.session_file import cluster_address
-from cfl_ray.study.cells import Cell
 from cfl_ray.study.metrics import metric_warnings
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for
 from cfl_ray.system.machine import usable_cpus
 
@@ -202,21 +202,21 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     return Estimate(setup, sizes, {label: sizes.traffic(method) for label, method in setup.methods.items()})
 
 
-def estimate_study(cells: Sequence[Cell]) -> list[tuple[Cell, Estimate]]:
+def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
     """Returns the estimates of a study's runs with its first seed. Raises ConfigError for a run that cannot be made."""
     known: dict[str, FederationSummary] = {}
     found = []
-    for cell in cells:
-        experiment = cell.experiment
-        if cell.seed != cells[0].seed:
+    for run in runs:
+        experiment = run.experiment
+        if run.seed != runs[0].seed:
             continue
         try:
             key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets])
             if key not in known:
                 known[key] = data.describe(experiment.data, experiment.seed, experiment.targets)
-            found.append((cell, estimate(experiment, known[key])))
+            found.append((run, estimate(experiment, known[key])))
         except ConfigError as error:
-            raise type(error)(f"{cell.name}: {error}") from error
+            raise type(error)(f"{run.name}: {error}") from error
     return found
 
 
@@ -266,7 +266,9 @@ def show(found: Estimate, console: Console) -> None:
         _print(console, line)
 
 
-def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int, root: Path, console: Console) -> None:
+def show_study(
+    found: Sequence[tuple[StudyRun, Estimate]], study: Study, seeds: int, root: Path, console: Console
+) -> None:
     """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic.
 
     found: of the runs with the first of so many seeds.
@@ -274,13 +276,13 @@ def show_study(found: Sequence[tuple[Cell, Estimate]], study: Study, seeds: int,
     for setting, group in groupby(found, lambda one: one[0].setting):
         of_setting = list(group)
         sizes, rounds = of_setting[0][1].sizes, of_setting[0][0].experiment.rounds
-        by_method = {cell.method: next(iter(one.traffic.values())) for cell, one in of_setting}
+        by_method = {run.method: next(iter(one.traffic.values())) for run, one in of_setting}
         _print(console, f"setting {setting}:")
         _show_sizes(sizes, rounds, console)
         for warning in dict.fromkeys(text for _, one in of_setting for text in one.warnings):
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(sizes, by_method, rounds), console)
-    for warning in metric_warnings(study, [cell for cell, _ in found]):
+    for warning in metric_warnings(study, [run for run, _ in found]):
         _print(console, f"warning: {warning}")
     runs = len(found) * seeds
     if study.sweep is not None and study.sweep.sampler == "tpe":

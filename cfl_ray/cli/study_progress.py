@@ -17,11 +17,11 @@ from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.study.cells import Cell
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.ranking import RankedTrial
 from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import StudyResults, StudyWatcher
-from cfl_ray.study.worker_pool import CellOutcome
+from cfl_ray.study.worker_pool import RunOutcome
 from cfl_ray.tracking import RoundRecord
 
 if TYPE_CHECKING:
@@ -60,41 +60,41 @@ class StudyDisplay(StudyWatcher):
 
     # ---- reports of the study
 
-    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], resources: Resources, root: Path) -> None:
-        self.root, self.at_once, self.left = root, resources.at_once, len(cells)
+    def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
+        self.root, self.at_once, self.left = root, resources.at_once, len(runs)
         done = f", {len(finished)} finished before" if finished else ""
-        how = f", {resources}" if cells else ""
+        how = f", {resources}" if runs else ""
         folder = "" if self.whole is not None else f"; folder: {root}"
-        self._print(f"{_runs(len(cells) + len(finished))}{done}{how}{folder}")
+        self._print(f"{_runs(len(runs) + len(finished))}{done}{how}{folder}")
         if self.whole is None:
             self.whole = self.progress.add_task("runs", total=0, note="")
-        total = (self.progress.tasks[0].total or 0) + len(cells)
+        total = (self.progress.tasks[0].total or 0) + len(runs)
         self.progress.update(self.whole, total=total)
 
-    def live(self, cells: Sequence[Cell]) -> None:
+    def live(self, runs: Sequence[StudyRun]) -> None:
         if self.progress.disable:
             return
-        for name in [name for name in self.bars if name not in {cell.name for cell in cells}]:
+        for name in [name for name in self.bars if name not in {run.name for run in runs}]:
             self.progress.remove_task(self.bars.pop(name))
-        for cell in cells:
-            if cell.name not in self.bars and len(self.bars) < _MOST_BARS:
-                self.bars[cell.name] = self.progress.add_task(cell.name, total=cell.experiment.rounds, note="")
-            if cell.name in self.bars and (last := _last_record(cell, self.root)) is not None:
-                self.progress.update(self.bars[cell.name], completed=last.round)
+        for run in runs:
+            if run.name not in self.bars and len(self.bars) < _MOST_BARS:
+                self.bars[run.name] = self.progress.add_task(run.name, total=run.experiment.rounds, note="")
+            if run.name in self.bars and (last := _last_record(run, self.root)) is not None:
+                self.progress.update(self.bars[run.name], completed=last.round)
 
-    def ended(self, outcome: CellOutcome) -> None:
-        cell, took = outcome.cell, duration(outcome.seconds)
+    def ended(self, outcome: RunOutcome) -> None:
+        run, took = outcome.run, duration(outcome.seconds)
         self.left -= 1
         for warning in outcome.warnings:
-            self._print(f"{cell.name}: {warning}")
+            self._print(f"{run.name}: {warning}")
         if outcome.status != "finished":
-            self._print(f"{cell.name} {outcome.status} after {took}: {outcome.reason}")
+            self._print(f"{run.name} {outcome.status} after {took}: {outcome.reason}")
             return
         self.seconds.append(outcome.seconds)
         estimate = duration(fmean(self.seconds) * self.left / self.at_once)
         left = f"; about {estimate} left" if self.left and not self.learns else ""
-        last = _last_record(cell, self.root)
-        self._print(f"{cell.name}: {metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
+        last = _last_record(run, self.root)
+        self._print(f"{run.name}: {metrics_line(last.metrics) if last else 'no evaluation'}, {took}{left}")
         if self.whole is not None:
             self.progress.update(self.whole, advance=1, note=left.removeprefix("; "))
 
@@ -110,7 +110,7 @@ class StudyDisplay(StudyWatcher):
         elif results.figures.found:
             show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
-            self._print(f"{outcome.status}: {outcome.cell.name}: {outcome.reason}")
+            self._print(f"{outcome.status}: {outcome.run.name}: {outcome.reason}")
         files = sorted(path.name for path in RunDirectory(results.root).artifacts.glob("*"))
         self._print(f"results: {results.root} ({', '.join(files)} in {RunDirectory.artifacts.name})")
         if results.tracking:
@@ -122,9 +122,9 @@ class StudyDisplay(StudyWatcher):
         )
 
 
-def _last_record(cell: Cell, root: Path) -> RoundRecord | None:
+def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
     """The last round that is recorded of a run."""
-    for log in cell.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
+    for log in run.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LINE_BYTES))
             lines = file.read().split(b"\n")[:-1]  # without one that is being written

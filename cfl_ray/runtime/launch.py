@@ -24,7 +24,7 @@ from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import opener
 from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.run_record import (
-    check_hash_of_cell,
+    check_hash_of_run,
     check_not_edited,
     differences,
     recorded_hash,
@@ -123,7 +123,7 @@ def _on_cluster_of_now(experiment: Experiment, watcher: Watcher) -> Experiment:
     return experiment.model_copy(update={"runtime": experiment.runtime.model_copy(update={"address": now})})
 
 
-def run_cell(
+def run_of_study(
     experiment: Experiment,
     run_dir: Path,
     place: StudyPlace,
@@ -131,10 +131,10 @@ def run_cell(
     watcher: Watcher | None = None,
     extend: Path | None = None,
 ) -> Results:
-    """Runs one cell of a study, or goes on with it where it stopped.
+    """Runs one run of a study, or goes on with it where it stopped.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
-    extend: directory of the same cell with fewer rounds, with which a new one begins.
+    extend: directory of the same run with fewer rounds, with which a new one begins.
     """
     on_ray = hosts is not None
     if on_ray:
@@ -142,7 +142,7 @@ def run_cell(
         experiment = experiment.model_copy(update={"runtime": runtime})
     directory = RunDirectory(run_dir)
     if there := directory.is_run:
-        check_hash_of_cell(directory, experiment)
+        check_hash_of_run(directory, experiment)
         if (finished := finished_results(run_dir, experiment)) is not None:
             return finished
     return _Launch(
@@ -175,7 +175,7 @@ class _Launch:
     resumed: bool = False
     replay: Path | None = None
     extend: Path | None = None
-    study: StudyPlace | None = None  # that the run is a cell of
+    study: StudyPlace | None = None  # that the run belongs to
     directory: Path | None = field(default=None, init=False)  # the run directory, once it is known to be this run's
     session: Session | None = field(default=None, init=False)
 

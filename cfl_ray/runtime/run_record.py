@@ -91,8 +91,8 @@ def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
     )
 
 
-def check_hash_of_cell(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises ConfigError where the config.yaml of a cell is that of another experiment."""
+def check_hash_of_run(directory: RunDirectory, experiment: Experiment) -> None:
+    """Raises ConfigError where the config.yaml of a run is that of another experiment."""
     if (hash := recorded_hash(directory)) == experiment.config_hash:
         return
     rounds = config.load(directory.config).rounds

@@ -6,7 +6,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.tasks import resolve_task
 from cfl_ray.errors import did_you_mean
-from cfl_ray.study.cells import Cell
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking.record import METRICS, cluster_diagnostics_of, score_metrics_of
 
 _OF_TABLES = ("mbit", "seconds")
@@ -17,11 +17,11 @@ def scores_of(experiment: Experiment) -> set[str]:
     return score_metrics_of(_names_of(experiment))
 
 
-def metric_warnings(study: Study, cells: Sequence[Cell]) -> list[str]:
+def metric_warnings(study: Study, runs: Sequence[StudyRun]) -> list[str]:
     """A sentence for each metric of the study that is not known: it is misspelt, or a diagnostic of a method."""
     known = {*METRICS, *_OF_TABLES}
-    for cell in cells:
-        known |= {*scores_of(cell.experiment), *cluster_diagnostics_of(_names_of(cell.experiment)[0])}
+    for run in runs:
+        known |= {*scores_of(run.experiment), *cluster_diagnostics_of(_names_of(run.experiment)[0])}
     wanted = [("metrics", name) for name in study.metrics]
     if study.sweep is not None:
         wanted.append(("sweep.metric", study.sweep.metric))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.study import Study
 from cfl_ray.results.comparison import StudyFigures
-from cfl_ray.study.cells import Cell
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.sweep import goal_of
 
 if TYPE_CHECKING:
@@ -44,18 +44,18 @@ class RankedTrial:
         return shlex.join(f"{key}={as_yaml(value)}" for key, value in self.parameters.items())
 
 
-def rank(study: Study, cells: Sequence[Cell], figures: StudyFigures) -> list[RankedTrial]:
+def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[RankedTrial]:
     """The trials of a sweep, by setting and method in the order of the study, the best first; unfinished ones last."""
     assert study.sweep is not None  # it is a sweep
     metric, sign = study.sweep.metric, 1 if goal_of(study.sweep) == "minimize" else -1
-    groups: dict[tuple[str, str], dict[str, list[Cell]]] = {}
-    for cell in cells:
-        groups.setdefault((cell.base, cell.method), {}).setdefault(cell.trial, []).append(cell)
+    groups: dict[tuple[str, str], dict[str, list[StudyRun]]] = {}
+    for run in runs:
+        groups.setdefault((run.base, run.method), {}).setdefault(run.trial, []).append(run)
     ranked = []
     for (setting, method), trials in groups.items():
         of_group = []
         for of_trial in trials.values():
-            found = [figures.value(cell.setting, cell.method, cell.seed, metric) for cell in of_trial]
+            found = [figures.value(run.setting, run.method, run.seed, metric) for run in of_trial]
             values = [value for value in found if value is not None and not math.isnan(value)]
             of_group.append(RankedTrial(setting, method, of_trial[0].parameters, values))
         # those with fewer seeds than others last: their mean is not comparable

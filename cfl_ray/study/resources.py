@@ -1,4 +1,4 @@
-"""The resources of a study: how many cells run at once, and how many hosts each has."""
+"""The resources of a study: how many runs run at once, and how many hosts each has."""
 
 import os
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.system.machine import available_memory, usable_cpus
 
 _MOST_AT_ONCE = 64
-_CELL_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB for torch before any data
+_RUN_BYTES = 1e9  # of available memory for each process, which takes 0.5 GB for torch before any data
 
 
 @dataclass(frozen=True)
 class Resources:
-    """How many cells run at the same time, with how many hosts and which GPUs."""
+    """How many runs run at the same time, with how many hosts and which GPUs."""
 
     at_once: int
-    hosts: int | None  # of each cell on a Ray cluster; None: each cell in one process of this machine, without Ray
+    hosts: int | None  # of each run on a Ray cluster; None: each run in one process of this machine, without Ray
     gpus: tuple[str, ...] = ()  # of this machine, as CUDA_VISIBLE_DEVICES names them; the processes take turns
 
     def __str__(self) -> str:
@@ -29,18 +29,18 @@ class Resources:
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
-def resources_for(runtime: RuntimeConfig, cells: int, at_once: int | None = None) -> Resources:
-    """The resources for this number of cells: this machine, or the cluster of `runtime.address` or RAY_ADDRESS.
+def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None) -> Resources:
+    """The resources for this number of runs: this machine, or the cluster of `runtime.address` or RAY_ADDRESS.
 
-    A cell with one host is most efficient, as it exchanges nothing between processes. So as many cells run as there is
-    room for hosts; where there is room for more hosts than cells, the cells share it. The processes of the cells are on
-    this machine in any case, and its available memory limits their number.
+    A run with one host is most efficient, as it exchanges nothing between processes. So there are as many runs at once
+    as there is room for hosts; if there is room for more hosts than runs, the runs share it. The processes of the runs
+    are on this machine in any case, and its available memory limits their number.
 
     at_once: at most so many at a time; None: as many as there is room for.
     """
     address = cluster_address(runtime.address) if runtime.backend == "ray" else None
-    memory = int(available_memory() / _CELL_BYTES)
-    limit = max(1, min(at_once or _MOST_AT_ONCE, cells, memory))
+    memory = int(available_memory() / _RUN_BYTES)
+    limit = max(1, min(at_once or _MOST_AT_ONCE, runs, memory))
     if address is None:
         gpus = _gpus() if runtime.device != "cpu" else ()
         room = _room_here(runtime, len(gpus))
@@ -55,7 +55,7 @@ def resources_for(runtime: RuntimeConfig, cells: int, at_once: int | None = None
 
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
-    """Cells by the CPUs and GPUs of this machine; one on each GPU where `gpus_per_host` does not say how many."""
+    """Runs by the CPUs and GPUs of this machine; one on each GPU where `gpus_per_host` does not say how many."""
     by_cpus = usable_cpus() / runtime.cpus_per_host
     by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
     return int(min(by_cpus, by_gpus) + 1e-9)

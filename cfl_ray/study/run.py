@@ -29,14 +29,14 @@ from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
 from cfl_ray.runtime.extension import check_extension
-from cfl_ray.runtime.run_record import check_hash_of_cell
+from cfl_ray.runtime.run_record import check_hash_of_run
 from cfl_ray.security.credentials import remember_credentials
-from cfl_ray.study.cells import ALL, Cell, Selection, plan
 from cfl_ray.study.metrics import metric_warnings, scores_of
+from cfl_ray.study.plan import ALL, Selection, StudyRun, plan
 from cfl_ray.study.ranking import RankedTrial, best_of, rank, to_frame
 from cfl_ray.study.resources import Resources, resources_for
 from cfl_ray.study.sweep import Trials, trials_of
-from cfl_ray.study.worker_pool import END_SECONDS, CellOutcome, WorkerPool, check_main
+from cfl_ray.study.worker_pool import END_SECONDS, RunOutcome, WorkerPool, check_main
 from cfl_ray.system.files import write_text
 from cfl_ray.tracking import (
     Mlflow,
@@ -62,14 +62,14 @@ _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
 class StudyWatcher:
     """Receives what happens during a study; the default ignores it."""
 
-    def planned(self, cells: Sequence[Cell], finished: Sequence[Cell], resources: Resources, root: Path) -> None:
-        """Cells to run, and those that were finished before. A sweep that learns plans several times."""
+    def planned(self, runs: Sequence[StudyRun], finished: Sequence[StudyRun], resources: Resources, root: Path) -> None:
+        """Runs to run, and those that were finished before. A sweep that learns plans several times."""
 
-    def live(self, cells: Sequence[Cell]) -> None:
-        """The cells at work, about once a second."""
+    def live(self, runs: Sequence[StudyRun]) -> None:
+        """The runs at work, about once a second."""
 
-    def ended(self, outcome: CellOutcome) -> None:
-        """A cell has ended."""
+    def ended(self, outcome: RunOutcome) -> None:
+        """A run has ended."""
 
     def warn(self, text: str) -> None:
         """Something is wrong that does not end the study."""
@@ -81,7 +81,7 @@ class StudyResults:
 
     study: Study
     root: Path  # folder of the study
-    failed: list[CellOutcome] = field(default_factory=list)  # and those that were stopped on request
+    failed: list[RunOutcome] = field(default_factory=list)  # and those that were stopped on request
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
     trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
@@ -141,10 +141,10 @@ def run_study(
     return _Launch(given, only, at_once, watcher or StudyWatcher(), folder, extend).run()
 
 
-def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[Cell], Path]:
-    """The cells that `run_study` would run, and the folder of the study; of `tpe`, those at the ends of its ranges."""
+def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[StudyRun], Path]:
+    """The runs that `run_study` would run, and the folder of the study; of `tpe`, those at the ends of its ranges."""
     launch = _Launch(study, only, None, StudyWatcher(), folder)
-    return launch.cells, launch.root
+    return launch.runs, launch.root
 
 
 class _Launch:
@@ -162,14 +162,14 @@ class _Launch:
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
         # what is invalid is found before anything starts
-        self.cells = first = plan(self.study, only, self.trials.first())
+        self.runs = first = plan(self.study, only, self.trials.first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
         self.experiment: Experiment = first[0].experiment
         self.root = Path(folder or Path(self.experiment.output) / study.name).absolute()
         self.extend = None if extend is None else Path(extend).absolute()
-        self.of_task = frozenset(name for cell in first for name in scores_of(cell.experiment))
-        self.failed: list[CellOutcome] = []
+        self.of_task = frozenset(name for run in first for name in scores_of(run.experiment))
+        self.failed: list[RunOutcome] = []
         _check_runtime(first)
         self.uri = self._uri()
         if study.published is not None:
@@ -202,7 +202,7 @@ class _Launch:
         self._check_folder()
         if self.extend is not None:
             self._check_extension(self.extend)
-        for warning in metric_warnings(self.study, self.cells):
+        for warning in metric_warnings(self.study, self.runs):
             self.watcher.warn(warning)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = RunDirectory(self.root).study_lock
@@ -217,7 +217,7 @@ class _Launch:
             status: EndStatus = "FAILED"
             try:
                 self.trials.open(self.root)
-                self._all_cells()
+                self._all_runs()
                 status = "FAILED" if self.failed else "FINISHED"
             except KeyboardInterrupt:
                 status = "KILLED"
@@ -281,12 +281,12 @@ class _Launch:
             raise ConfigError(f"extend: {earlier} is this study's own folder; give the longer one another")
         if not RunDirectory(earlier).is_study:
             raise ConfigError(f"extend: {earlier} holds no study: there is no {RunDirectory(earlier).study}")
-        begun = [cell for cell in self.cells if RunDirectory(cell.folder(earlier)).is_run]
+        begun = [run for run in self.runs if RunDirectory(run.folder(earlier)).is_run]
         if not begun and not self._learns:
-            raise ConfigError(f"extend: {earlier} has none of the runs of this study, such as {self.cells[0].name}")
-        for cell in begun:
-            if not RunDirectory(cell.folder(self.root)).is_run:
-                check_extension(cell.folder(earlier), cell.experiment)
+            raise ConfigError(f"extend: {earlier} has none of the runs of this study, such as {self.runs[0].name}")
+        for run in begun:
+            if not RunDirectory(run.folder(self.root)).is_run:
+                check_extension(run.folder(earlier), run.experiment)
 
     def _check_runs(self) -> None:
         """Raises ConfigError where a run of a selected setting has another config than the study gives it now.
@@ -294,14 +294,14 @@ class _Launch:
         Also one that is not selected, and one of a seed that the study no longer has: a table would mix the two. Warns
         of runs whose setting, method or seed the study no longer has: they are in the tables, too.
         """
-        cells = {(cell.setting, cell.method): cell for cell in plan(self.study, ALL, self.trials.first())}
-        selected = {cell.setting for cell in self.cells}
+        runs = {(run.setting, run.method): run for run in plan(self.study, ALL, self.trials.first())}
+        selected = {run.setting for run in self.runs}
         others = []
         for setting, method, folder in run_folders(self.root):
-            cell, seed = cells.get((setting, method)), seed_of(folder)
-            if cell is not None and setting in selected:
-                check_hash_of_cell(RunDirectory(folder), cell.experiment.model_copy(update={"seed": seed}))
-            if (cell is None and not self._learns) or seed not in self.study.seeds:
+            run, seed = runs.get((setting, method)), seed_of(folder)
+            if run is not None and setting in selected:
+                check_hash_of_run(RunDirectory(folder), run.experiment.model_copy(update={"seed": seed}))
+            if (run is None and not self._learns) or seed not in self.study.seeds:
                 others.append(f"{setting}, {method}, seed {seed}")
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -314,15 +314,15 @@ class _Launch:
     def _learns(self) -> bool:
         return self.study.sweep is not None and self.study.sweep.sampler == "tpe"
 
-    def _all_cells(self) -> None:
+    def _all_runs(self) -> None:
         of_trial = len(plan(self.study, self.only, self.trials.first()[:1]))
         room = resources_for(self.experiment.runtime, of_trial * 10**6, self.at_once).at_once
         with WorkerPool(self.root, self.extend) as pool:
             while trials := self.trials.next(-(-room // of_trial)):
-                cells = plan(self.study, self.only, trials)
-                self._wait_for_others(cells)
-                done = [cell for cell in cells if cell.is_finished(self.root)]
-                left = [cell for cell in cells if cell not in done]
+                runs = plan(self.study, self.only, trials)
+                self._wait_for_others(runs)
+                done = [run for run in runs if run.is_finished(self.root)]
+                left = [run for run in runs if run not in done]
                 resources = resources_for(self.experiment.runtime, len(left), self.at_once)
                 self.watcher.planned(left, done, resources, self.root)
                 for outcome in pool.run(left, resources, self.watcher.live):
@@ -331,13 +331,13 @@ class _Launch:
                         self.failed.append(outcome)
                 self._tell(trials)
 
-    def _wait_for_others(self, cells: Sequence[Cell]) -> None:
+    def _wait_for_others(self, runs: Sequence[StudyRun]) -> None:
         """Waits for runs whose study was killed and which write what they have. Raises RunError for other live runs."""
         deadline = time.monotonic() + END_SECONDS + _MORE_SECONDS
-        for cell in cells:
-            while cell.is_live(self.root):
+        for run in runs:
+            while run.is_live(self.root):
                 if time.monotonic() > deadline:
-                    raise RunError(f"{cell.name} is live already: {cell.folder(self.root)}")
+                    raise RunError(f"{run.name} is live already: {run.folder(self.root)}")
                 time.sleep(0.2)
 
     def _tell(self, trials: Sequence[Mapping[str, Any]]) -> None:
@@ -350,7 +350,7 @@ class _Launch:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters in trials:
             of_trial = plan(self.study, self.only, [parameters])
-            values = [figures.value(cell.setting, cell.method, cell.seed, metric) for cell in of_trial]
+            values = [figures.value(run.setting, run.method, run.seed, metric) for run in of_trial]
             known = [value for value in values if value is not None and not isnan(value)]
             self.trials.tell(parameters, fmean(known) if len(known) == len(values) else None)
 
@@ -428,16 +428,16 @@ def _check_tables(study: Study, published: Collection[str]) -> None:
             raise ConfigError(f"tables: {study.published} has no table {name!r}{did_you_mean(name, published)}")
 
 
-def _check_runtime(cells: Sequence[Cell]) -> None:
+def _check_runtime(runs: Sequence[StudyRun]) -> None:
     """Raises ConfigError where settings differ in what decides how many runs there is room for."""
-    first = cells[0]
-    for cell in cells:
+    first = runs[0]
+    for run in runs:
         for key in _PACKED:
-            mine, others = getattr(cell.experiment.runtime, key), getattr(first.experiment.runtime, key)
+            mine, others = getattr(run.experiment.runtime, key), getattr(first.experiment.runtime, key)
             if mine != others:
                 raise ConfigError(
                     f"runtime.{key} is the same in all runs of a study, got {others!r} in {first.setting} and {mine!r} "
-                    f"in {cell.setting}"
+                    f"in {run.setting}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Processes that run the cells of a study, each one cell at a time."""
+"""Processes that work on the runs of a study, each on one run at a time."""
 
 import os
 import signal
@@ -17,25 +17,25 @@ from typing import Any, Literal
 from cfl_ray.errors import ConfigError, Interrupted, RunError, RunStopped, UserError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.launch import StudyPlace, run_cell
-from cfl_ray.study.cells import Cell
+from cfl_ray.runtime.launch import StudyPlace, run_of_study
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import Resources
 from cfl_ray.system.files import write_text
 
-_ATTEMPTS = 3  # to run a cell whose process dies
+_ATTEMPTS = 3  # at a run whose process dies
 _LOOK_SECONDS = 1.0
 _IDLE_SECONDS = 10.0  # in which an idle process ends
-END_SECONDS = 30.0  # in which a cell whose parent was killed writes what it has
-_at_work = threading.Event()  # a cell runs in this process
+END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has
+_at_work = threading.Event()  # on a run, in this process
 _context = get_context("spawn")
 Status = Literal["finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class CellOutcome:
-    """How the run of a cell ended."""
+class RunOutcome:
+    """How a run ended."""
 
-    cell: Cell
+    run: StudyRun
     status: Status
     seconds: float
     reason: str = ""
@@ -57,7 +57,7 @@ class _Worker:
 
     def __init__(self, number: int, resources: Resources):
         self.number, self.ready = number, False
-        self.cell: Cell | None = None  # at work
+        self.run: StudyRun | None = None  # at work
         self.began = time.monotonic()
         self.connection, other = _context.Pipe()
         self.process = _context.Process(
@@ -71,18 +71,14 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other.close()
 
-    @property
-    def is_free(self) -> bool:
-        return self.ready and self.cell is None
-
-    def begin(self, cell: Cell, root: Path, hosts: int | None, extend: Path | None) -> None:
-        """Gives it a cell, which begins with the rounds of `extend` where it is a run."""
-        self.cell, self.began = cell, time.monotonic()
+    def begin(self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None) -> None:
+        """Gives it a run, which begins with the rounds of `extend` if there are some."""
+        self.run, self.began = run, time.monotonic()
         with suppress(OSError):  # it has died, which the next `hear` finds out
-            self.connection.send((cell, root, hosts, extend))
+            self.connection.send((run, root, hosts, extend))
 
-    def hear(self) -> CellOutcome | None:
-        """The outcome of its cell; None: the process has become ready. Raises EOFError where it has died."""
+    def hear(self) -> RunOutcome | None:
+        """The outcome of its run; None: the process has become ready. Raises EOFError if it has died."""
         try:
             said = self.connection.recv()
         except OSError as error:
@@ -90,26 +86,25 @@ class _Worker:
         if said is None:
             self.ready = True
             return None
-        cell, self.cell = self.cell, None
-        assert cell is not None  # it speaks of the cell that it was given
-        status, seconds, reason, warnings = said
-        return CellOutcome(cell, status, seconds, reason, warnings)
+        run, self.run = self.run, None
+        assert run is not None  # it speaks of the run that it was given
+        return RunOutcome(run, *said)
 
     def end(self) -> None:
-        """Ends the process; a cell at work keeps what it has saved."""
+        """Ends the process; a run at work keeps what it has saved."""
         self.connection.close()
         if not self.ready:
             self.process.terminate()
-        elif self.cell is None:
+        elif self.run is None:
             self.process.join(_IDLE_SECONDS)
             self.process.kill()
         while self.process.is_alive():
-            self.interrupt()  # again: it may have been between two cells
+            self.interrupt()  # again: it may have been between two runs
             self.process.join(_LOOK_SECONDS)
 
     def interrupt(self) -> None:
-        """Stops the cell at work."""
-        if self.cell is not None and self.process.pid is not None and self.process.is_alive():
+        """Stops the run at work."""
+        if self.run is not None and self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGINT)
 
 
@@ -121,7 +116,7 @@ class WorkerPool:
 
     def __init__(self, root: Path, extend: Path | None = None):
         self.root, self.extend, self.workers = root, extend, list[_Worker]()
-        self.deaths = Counter[str]()  # of processes, by the name of the cell that they had
+        self.deaths = Counter[str]()  # of processes, by the name of the run that they had
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -134,24 +129,24 @@ class WorkerPool:
             worker.end()
 
     def run(
-        self, cells: Sequence[Cell], resources: Resources, tick: Callable[[list[Cell]], None] = lambda live: None
-    ) -> Iterator[CellOutcome]:
-        """Runs the cells, `resources.at_once` at a time, and yields the outcome of each as it ends.
+        self, runs: Sequence[StudyRun], resources: Resources, tick: Callable[[list[StudyRun]], None] = lambda live: None
+    ) -> Iterator[RunOutcome]:
+        """Runs the runs, `resources.at_once` at a time, and yields the outcome of each as it ends.
 
-        A cell whose process dies continues from its last checkpoint in another process; the others go on. Where the
-        pool is closed before the end, the cells at work keep what they have saved, and no others are started.
+        A run whose process dies continues from its last checkpoint in another process; the others go on. If the pool
+        is closed before the end, the runs at work keep what they have saved, and no others are started.
 
-        tick: called about once a second with the cells at work.
+        tick: called about once a second with the runs at work.
         """
-        waiting, looked = list(cells), 0.0
-        for number in range(len(self.workers), min(resources.at_once, len(cells))):
+        waiting, looked = list(runs), 0.0
+        for number in range(len(self.workers), min(resources.at_once, len(runs))):
             self.workers.append(_Worker(number, resources))
         workers = self.workers[: resources.at_once]
-        while waiting or any(worker.cell for worker in workers):
+        while waiting or any(worker.run for worker in workers):
             for worker in workers:
-                if worker.is_free and waiting:
-                    cell = waiting.pop(0)
-                    worker.begin(cell, self.root, resources.hosts, self.extend and cell.folder(self.extend))
+                if waiting and worker.ready and worker.run is None:
+                    run = waiting.pop(0)
+                    worker.begin(run, self.root, resources.hosts, self.extend and run.folder(self.extend))
             heard = wait([worker.connection for worker in workers], _LOOK_SECONDS)
             for place, worker in enumerate(workers):
                 if worker.connection not in heard:
@@ -166,26 +161,26 @@ class WorkerPool:
                     yield outcome
             if time.monotonic() - looked >= _LOOK_SECONDS:
                 looked = time.monotonic()
-                tick([worker.cell for worker in workers if worker.cell is not None])
+                tick([worker.run for worker in workers if worker.run is not None])
 
-    def _after_death(self, worker: _Worker, waiting: list[Cell]) -> CellOutcome | None:
-        """Puts the cell of a process that has died first in the queue; after the last attempt returns its outcome."""
+    def _after_death(self, worker: _Worker, waiting: list[StudyRun]) -> RunOutcome | None:
+        """Puts the run of a process that has died first in the queue; after the last attempt returns its outcome."""
         if not worker.ready:
             worker.process.join()
             raise RunError(
                 f"a process of the study ended before its first run (exit status {worker.process.exitcode}); "
                 "see its output above"
             )
-        if (cell := worker.cell) is None:
+        if (run := worker.run) is None:
             return None
-        worker.cell = None
-        self.deaths[cell.name] += 1
-        if self.deaths[cell.name] < _ATTEMPTS:
-            waiting.insert(0, cell)
+        worker.run = None
+        self.deaths[run.name] += 1
+        if self.deaths[run.name] < _ATTEMPTS:
+            waiting.insert(0, run)
             return None
         reason = f"its process died {_ATTEMPTS} times; is the memory too small?"
-        write_failure(cell.folder(self.root), reason)
-        return CellOutcome(cell, "failed", time.monotonic() - worker.began, reason)
+        write_failure(run.folder(self.root), reason)
+        return RunOutcome(run, "failed", time.monotonic() - worker.began, reason)
 
 
 def check_main() -> None:
@@ -201,7 +196,7 @@ def check_main() -> None:
 
 
 def _work(connection: Connection, parent: int, gpu: str | None) -> None:
-    """Runs cells until the parent closes the connection."""
+    """Runs runs until the parent closes the connection."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first use of a GPU
     _become_worker(parent)
@@ -212,17 +207,17 @@ def _work(connection: Connection, parent: int, gpu: str | None) -> None:
 
 
 def _run(
-    cell: Cell, root: Path, hosts: int | None, extend: Path | None = None
+    run: StudyRun, root: Path, hosts: int | None, extend: Path | None = None
 ) -> tuple[Status, float, str, tuple[str, ...]]:
-    """Runs or continues one cell, and returns its status, seconds, reason and warnings."""
-    began, folder, notes = time.monotonic(), cell.folder(root), _Notes()
+    """Begins a run or goes on with it, and returns its status, seconds, reason and warnings."""
+    began, folder, notes = time.monotonic(), run.folder(root), _Notes()
     status: Status = "finished"
     reason = details = ""
     try:
         _at_work.set()
         RunDirectory(folder).failure.unlink(missing_ok=True)
         earlier = extend if extend is not None and RunDirectory(extend).is_run else None
-        run_cell(cell.experiment, folder, StudyPlace(root, cell.setting, cell.method), hosts, notes, earlier)
+        run_of_study(run.experiment, folder, StudyPlace(root, run.setting, run.method), hosts, notes, earlier)
     except (Interrupted, RunStopped, KeyboardInterrupt) as error:
         status, reason = "stopped", str(error)
     except UserError as error:
@@ -244,7 +239,7 @@ def write_failure(folder: Path, reason: str, details: str = "") -> None:
 
 
 def _become_worker(parent: int) -> None:
-    """Makes this process end with its parent, and interrupts the cell at work when the parent says so."""
+    """Makes this process end with its parent, and interrupts the run at work when the parent says so."""
     os.setpgrp()  # Ctrl-C on the terminal reaches the parent, which tells its workers
     signal.signal(signal.SIGINT, _interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -252,7 +247,7 @@ def _become_worker(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_SECONDS)
-        os.kill(os.getpid(), signal.SIGINT)  # the cell at work keeps what it has saved
+        os.kill(os.getpid(), signal.SIGINT)  # the run at work keeps what it has saved
         time.sleep(END_SECONDS)
         os._exit(1)
 

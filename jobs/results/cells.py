@@ -9,7 +9,7 @@ import yaml
 
 from cfl_ray.config.published import PublishedNumber, PublishedTable, load_published
 from cfl_ray.config.study import Study
-from cfl_ray.study.cells import Cell, plan
+from cfl_ray.study.plan import StudyRun, plan
 
 ROOT = Path(__file__).parents[2]
 STUDIES, FIGURES = ROOT / "jobs" / "experiments", ROOT / "docs" / "results"
@@ -20,7 +20,7 @@ SEEDS = 3  # from which on a cell counts as repeated
 PERSONAL = ("local", "lg_fedavg", "ditto", "fedper", "fedac", "cgpfl")  # predict with models of single clients
 
 
-def cells_of(study: Study) -> list[Cell]:
+def cells_of(study: Study) -> list[StudyRun]:
     """All runs of a study; of a sweep, those that do not depend on results."""
     trials = study.sweep.drawn() if study.sweep is not None and study.sweep.sampler != "tpe" else [{}]
     return plan(study, trials=trials)

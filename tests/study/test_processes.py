@@ -106,7 +106,7 @@ def test_a_run_whose_process_always_dies_fails_alone(study, tmp_path):
         study(seeds=[0], experiment={"methods": ["fedavg"]}, settings={"deadly": deadly, "other": {}}), at_once=2
     )
     (failed,) = results.failed
-    assert failed.cell.setting == "deadly" and failed.reason.startswith("its process died 3 times")
+    assert failed.run.setting == "deadly" and failed.reason.startswith("its process died 3 times")
     assert study_status(results.root).failed == {"deadly, fedavg, seed 0": failed.reason}
     assert list(results.figures.found) == [("other", "fedavg")]
 
@@ -124,17 +124,17 @@ def test_a_script_without_a_guard_is_told_so(tmp_path, command):
     assert "put what the script does below" in done.stderr
 
 
-def test_a_pool_of_one_runs_cells_until_it_is_closed(study, tmp_path):
-    from cfl_ray.study.cells import plan
+def test_a_pool_of_one_runs_runs_until_it_is_closed(study, tmp_path):
+    from cfl_ray.study.plan import plan
 
-    cells = plan(study())
+    runs = plan(study())
     with worker_pool.WorkerPool(tmp_path / "root") as pool:
-        outcomes = pool.run(cells, Resources(1, None))
+        outcomes = pool.run(runs, Resources(1, None))
         first = next(outcomes)
         (worker,) = pool.workers
-        assert first.cell is cells[0] and first.status == "finished"
+        assert first.run is runs[0] and first.status == "finished"
         worker.process.kill()
-        assert [outcome.cell for outcome in outcomes] == cells[1:], "another one takes its place"
+        assert [outcome.run for outcome in outcomes] == runs[1:], "another one takes its place"
         (other,) = pool.workers
         assert other.process.pid != worker.process.pid
     assert not other.process.is_alive()

@@ -14,8 +14,8 @@ from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
-from cfl_ray.study.cells import Selection, plan
 from cfl_ray.study.metrics import metric_warnings
+from cfl_ray.study.plan import Selection, plan
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
 from cfl_ray.tracking import read_end, read_info, read_records
@@ -169,7 +169,7 @@ def test_a_run_that_fails_does_not_end_the_others(study, inline, tmp_path):
     results = run_study(study(experiment=changes, settings=five, seeds=[0]))
     assert inline == [f"{s}, {m}, seed 0" for s in ("five", "six") for m in ("fedavg", "local")]
     (failed,) = results.failed
-    assert failed.status == "failed" and failed.cell.name == "five, fedavg, seed 0" and "five clients" in failed.reason
+    assert failed.status == "failed" and failed.run.name == "five, fedavg, seed 0" and "five clients" in failed.reason
     found = study_status(results.root)
     assert found.finished == 3 and list(found.failed) == ["five, fedavg, seed 0"]
     assert "five clients" in found.failed["five, fedavg, seed 0"]
@@ -180,7 +180,7 @@ def test_an_unexpected_error_is_kept_with_its_traceback(study, inline, monkeypat
         raise KeyError("surprise")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_pool, "run_cell", broken)
+        patch.setattr(worker_pool, "run_of_study", broken)
         results = run_study(study(seeds=[0]))
     assert [outcome.reason for outcome in results.failed] == ["KeyError: 'surprise'"] * 2
     file = results.root / "all" / "fedavg" / "seed-0" / "failure.txt"

@@ -9,7 +9,7 @@ from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results.comparison import StudyFigures
 from cfl_ray.study import run
-from cfl_ray.study.cells import plan
+from cfl_ray.study.plan import plan
 from cfl_ray.study.ranking import best_of, rank, to_frame
 from cfl_ray.study.run import StudyWatcher, run_study
 from cfl_ray.study.status import study_status
@@ -127,12 +127,12 @@ def test_without_optuna(monkeypatch):
 
 def ranked_of(study, values: dict[tuple[float, int], float], **changes):
     made = study(experiment={"methods": ["fedavg"]}, sweep={"parameters": {"local.lr": [0.1, 0.2, 0.3]}} | changes)
-    cells = plan(made, trials=made.sweep.drawn())
+    runs = plan(made, trials=made.sweep.drawn())
     metric = made.sweep.metric
     found = {}
     for (lr, seed), value in values.items():
         found.setdefault((f"lr={lr}", "fedavg"), {})[seed] = {metric: value}
-    return rank(made, cells, StudyFigures(found))
+    return rank(made, runs, StudyFigures(found))
 
 
 def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
@@ -207,7 +207,7 @@ def test_a_trial_that_fails(study, inline):
     sweep = {"parameters": {"model.options.hidden": ["many", 8]}}
     results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
     (failed,) = results.failed
-    assert failed.cell.parameters == {"model.options.hidden": "many"}
+    assert failed.run.parameters == {"model.options.hidden": "many"}
     assert [(one.parameters["model.options.hidden"], len(one.values)) for one in results.trials] == [
         (8, 1),
         ("many", 0),
@@ -249,7 +249,7 @@ def test_trials_at_a_time_fill_the_room(study, monkeypatch, inline):
             asked.append(together)
             return []
 
-    monkeypatch.setattr(run, "resources_for", lambda runtime, cells, at_once: run.Resources(9, None))
+    monkeypatch.setattr(run, "resources_for", lambda runtime, runs, at_once: run.Resources(9, None))
     monkeypatch.setattr(run, "trials_of", lambda sweep: Counting([{"local.lr": 0.1}]))
     run_study(study(sweep={"parameters": {"local.lr": [0.1]}}))
     assert asked == [3]

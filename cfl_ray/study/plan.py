@@ -1,4 +1,4 @@
-"""The cells of a study: one run for each method, setting and seed."""
+"""The plan of a study: a run for each method, setting and seed."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -12,17 +12,17 @@ from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.results.load import finished_results
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.run_record import check_hash_of_cell
+from cfl_ray.runtime.run_record import check_hash_of_run
 
 LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyRun:
     """One method in one setting with one seed: a run of its own.
 
     The experiment has this method alone, without its label; keys of `local` that the method sets are in its section
-    `local`. So a cell is the same run in every study that has it.
+    `local`. So it is the same run in every study that has it.
     """
 
     setting: str
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The cell in words."""
+        """The run in words."""
         return f"{self.setting}, {self.method}, seed {self.seed}"
 
     def folder(self, root: Path) -> Path:
@@ -47,7 +47,7 @@ class Cell:
         directory = RunDirectory(self.folder(root))
         if not directory.is_run:
             return False
-        check_hash_of_cell(directory, self.experiment)
+        check_hash_of_run(directory, self.experiment)
         return finished_results(directory.path, self.experiment) is not None
 
     def is_live(self, root: Path) -> bool:
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Selection:
-    """A part of a study's cells; an empty field selects all."""
+    """A part of a study's runs; an empty field selects all."""
 
     settings: Collection[str] = ()
     methods: Collection[str] = ()
@@ -67,35 +67,35 @@ class Selection:
 ALL = Selection()
 
 
-def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[Cell]:
-    """The cells, all of the first seed before those of the second. Raises ConfigError for any that cannot be run.
+def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[StudyRun]:
+    """The runs, all of the first seed before those of the second. Raises ConfigError for any that cannot be run.
 
     trials: parameters of a sweep, each of which is tried in every setting; {}: those of the study itself.
     """
     _check(only.settings, study.setting_names, "setting")
     _check(only.seeds, study.seeds, "seed")
-    cells = [
-        cell
+    runs = [
+        run
         for seed in study.seeds
         if not only.seeds or seed in only.seeds
         for setting in study.setting_names
         if not only.settings or setting in only.settings
         for parameters in trials
-        for cell in _cells_of(study, setting, parameters, seed)
+        for run in _runs_of(study, setting, parameters, seed)
     ]
-    for cell in cells:
-        if len(cell.method) > LONGEST_LABEL:
+    for run in runs:
+        if len(run.method) > LONGEST_LABEL:
             raise ConfigError(
                 f"{study.name}: the label of a method names a folder of at most {LONGEST_LABEL} letters, got "
-                f"{len(cell.method)}; give the method a shorter `label` than {cell.method}"
+                f"{len(run.method)}; give the method a shorter `label` than {run.method}"
             )
-    folders: dict[Path, Cell] = {}
-    for cell in cells:
-        if (other := folders.setdefault(cell.folder(Path()), cell)) is not cell:
+    folders: dict[Path, StudyRun] = {}
+    for run in runs:
+        if (other := folders.setdefault(run.folder(Path()), run)) is not run:
             raise ConfigError(f"{study.name}: two runs are named {other.name}; rename a setting or a label")
-    labels = list(dict.fromkeys(cell.method for cell in cells))
+    labels = list(dict.fromkeys(run.method for run in runs))
     _check(only.methods, labels, "method")
-    return [cell for cell in cells if not only.methods or cell.method in only.methods]
+    return [run for run in runs if not only.methods or run.method in only.methods]
 
 
 def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
@@ -104,14 +104,14 @@ def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
             raise ConfigError(f"the study has no {what} {one!r}{did_you_mean(str(one), list(map(str, known)))}")
 
 
-def _cells_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[Cell]:
+def _runs_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[StudyRun]:
     trial = name_of(parameters) if parameters else ""
     place = place_of(study, setting, trial)
     try:
         values = study.values(setting, parameters)
         entries = _by_label(values.get("methods", ["fedavg"]))
         return [
-            Cell(place, label, seed, _experiment(study, values, entry, seed), trial, setting, parameters)
+            StudyRun(place, label, seed, _experiment(study, values, entry, seed), trial, setting, parameters)
             for label, entry in entries
         ]
     except UserError as error:
@@ -129,7 +129,7 @@ def _by_label(entries: Any) -> list[tuple[str, Any]]:
 
 
 def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> Experiment:
-    """The experiment of one cell."""
+    """The experiment of one run."""
     values = copy.deepcopy(values) | {"name": study.name, "seed": seed}
     if isinstance(entry, dict):
         (name, options), *_ = entry.items()

@@ -6,48 +6,48 @@ import cfl_ray
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.study import worker_pool
-from cfl_ray.study.cells import Selection, plan
+from cfl_ray.study.plan import Selection, plan
 
 
 def test_the_first_seed_of_everything_comes_first(study, tmp_path):
-    cells = plan(study(settings={"a": {}, "b": {"rounds": 3}}))
-    assert [(cell.seed, cell.setting, cell.method) for cell in cells] == [
+    runs = plan(study(settings={"a": {}, "b": {"rounds": 3}}))
+    assert [(run.seed, run.setting, run.method) for run in runs] == [
         (seed, setting, method) for seed in (0, 1) for setting in ("a", "b") for method in ("fedavg", "two")
     ]
-    assert cells[3].folder(tmp_path) == tmp_path / "b" / "two" / "seed-0" and cells[3].name == "b, two, seed 0"
-    assert [cell.experiment.rounds for cell in cells[:4]] == [2, 2, 3, 3]
+    assert runs[3].folder(tmp_path) == tmp_path / "b" / "two" / "seed-0" and runs[3].name == "b, two, seed 0"
+    assert [run.experiment.rounds for run in runs[:4]] == [2, 2, 3, 3]
 
 
 def test_a_run_has_one_method_without_its_label_and_its_own_local_training(study):
     """`local` of a method replaces keys of the section, as in a run of several methods: mappings in it as a whole."""
     own = {"epochs": 3, "optimizer": "adam", "optimizer_options": {"eps": 0.1}}
     shared = {"epochs": 1, "batch_size": 10, "optimizer": "adam", "optimizer_options": {"betas": [0.8, 0.9]}}
-    (cell,) = plan(
+    (run,) = plan(
         study(seeds=[4], experiment={"methods": [{"fedavg": {"label": "mine", "local": own}}], "local": shared})
     )
-    assert cell.method == "mine" and cell.experiment.methods == ["fedavg"] and cell.experiment.seed == 4
-    local = cell.experiment.local
+    assert run.method == "mine" and run.experiment.methods == ["fedavg"] and run.experiment.seed == 4
+    local = run.experiment.local
     assert (local.epochs, local.batch_size, local.optimizer_options) == (3, 10, {"eps": 0.1})
     (plain,) = plan(study(seeds=[4], experiment={"methods": ["fedavg"], "local": shared | own}))
-    assert plain.experiment.config_hash == cell.experiment.config_hash, "the same run in every study that has it"
+    assert plain.experiment.config_hash == run.experiment.config_hash, "the same run in every study that has it"
 
 
 def test_a_run_equals_one_of_the_same_experiment(study, tmp_path, figures):
     """To the last bit: of all methods together, and of this method alone."""
     made = study(seeds=[1])
-    cells = plan(made)
+    runs = plan(made)
     together = figures(cfl_ray.simulate(cfl_ray.Experiment(**made.experiment, seed=1)))
-    for cell in cells:
-        alone = figures(cfl_ray.simulate(cell.experiment))
-        assert worker_pool._run(cell, tmp_path / "study", None)[0] == "finished"
-        (found,) = figures(cfl_ray.load_run(cell.folder(tmp_path / "study"))).values()
-        assert [found] == list(alone.values()) and found == together[cell.method]
+    for run in runs:
+        alone = figures(cfl_ray.simulate(run.experiment))
+        assert worker_pool._run(run, tmp_path / "study", None)[0] == "finished"
+        (found,) = figures(cfl_ray.load_run(run.folder(tmp_path / "study"))).values()
+        assert [found] == list(alone.values()) and found == together[run.method]
 
 
 def test_selection(study):
     made = study(settings={"a": {}, "b": {}})
-    cells = plan(made, Selection(settings=["b"], methods=["two"], seeds=[1]))
-    assert [cell.name for cell in cells] == ["b, two, seed 1"]
+    runs = plan(made, Selection(settings=["b"], methods=["two"], seeds=[1]))
+    assert [run.name for run in runs] == ["b, two, seed 1"]
     for only, message in (
         (Selection(settings=["c"]), "the study has no setting 'c'"),
         (Selection(methods=["ifca"]), "the study has no method 'ifca'; valid: fedavg, two"),
@@ -58,19 +58,19 @@ def test_selection(study):
 
 
 def test_all_methods_at_once(study):
-    cells = plan(study(seeds=[0], experiment={"methods": ["all"]}))
-    assert {cell.method for cell in cells} == REGISTRY.keys()
+    runs = plan(study(seeds=[0], experiment={"methods": ["all"]}))
+    assert {run.method for run in runs} == REGISTRY.keys()
 
 
 def test_trials_are_settings(study):
     made = study(seeds=[0], experiment={"methods": ["fedavg"]}, settings={"a": {}})
     trials = [{"local.lr": 0.1}, {"local.lr": 0.2}]
-    cells = plan(made, trials=trials)
-    assert [(cell.setting, cell.base, cell.parameters) for cell in cells] == [
+    runs = plan(made, trials=trials)
+    assert [(run.setting, run.base, run.parameters) for run in runs] == [
         ("a,lr=0.1", "a", trials[0]),
         ("a,lr=0.2", "a", trials[1]),
     ]
-    assert [cell.setting for cell in plan(made.model_copy(update={"settings": {}}), trials=trials)] == [
+    assert [run.setting for run in plan(made.model_copy(update={"settings": {}}), trials=trials)] == [
         "lr=0.1",
         "lr=0.2",
     ]
