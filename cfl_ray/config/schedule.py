@@ -1,5 +1,6 @@
 """The section `schedule`: clients that join, leave or change."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
@@ -59,3 +60,31 @@ class EventConfig(ConfigSection):
     change: list[DataChangeConfig] = Field(
         [], description="changes of clients' data, in the order given, e.g. [{clients: 0-9, rotate: 90}]"
     )
+
+
+def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:
+    """Raises ConfigError for clients that do not exist, and for one that joins while online or leaves while offline."""
+    online: dict[int, int] = {}  # round of the last event of clients that joined
+    offline: dict[int, int] = {}  # the same, of those that left
+    for event in sorted(events, key=lambda event: event.round):
+        place = f"schedule, round {event.round}: client"
+        if absent := [client for client in (*event.join, *event.leave) if not 0 <= client < num_clients]:
+            raise ConfigError(f"{place} {absent[0]} does not exist; the federation has clients 0 .. {num_clients - 1}")
+        if both := sorted({*event.join} & {*event.leave}):
+            raise ConfigError(f"{place} {both[0]} joins and leaves; name it once")
+        for verb, past, clients, now, other in (
+            ("joins", "joined", event.join, online, offline),
+            ("leaves", "left", event.leave, offline, online),
+        ):
+            for client in clients:
+                if client in now:
+                    raise ConfigError(
+                        f"{place} {client} {verb}, but it {past} in round {now[client]} already; leave one of the two "
+                        "out"
+                    )
+                other.pop(client, None)
+                now[client] = event.round
+    if len({client for event in events for client in event.join}) >= num_clients:
+        raise ConfigError(
+            f"schedule: all {num_clients} clients join later, so round 1 has none; leave at least one out of `join`"
+        )

@@ -1,14 +1,12 @@
 """From an experiment to everything a process needs to work on it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 
 from cfl_ray import data, models
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
@@ -20,6 +18,7 @@ from cfl_ray.config.cohort import (
     PluginAvailabilityConfig,
     TraceConfig,
 )
+from cfl_ray.config.schedule import check_schedule
 from cfl_ray.core.availability import (
     ALWAYS,
     ARGUMENTS,
@@ -42,21 +41,19 @@ from cfl_ray.data.federation import Federation
 from cfl_ray.data.traces import read_trace
 from cfl_ray.engine import autotune
 from cfl_ray.engine.attack import UPLOAD, Attack, check_own
-from cfl_ray.engine.engines import ENGINES, SEQUENTIAL
+from cfl_ray.engine.engines import SEQUENTIAL
+from cfl_ray.engine.kept_choices import kept_choice
 from cfl_ray.engine.worker import Worker
-from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.runtime.first_models import start_of
-from cfl_ray.system.files import SHARED, read_json, write_json
 from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
-
-_MEASURE_SECONDS = 600.0  # of engines by another process; filelock's Timeout is an OSError
 
 
 def local_training(settings: LocalConfig) -> LocalSGD:
@@ -141,7 +138,10 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     new_trackers(experiment.tracking)  # made anew for every method; here, only what they refuse is found
     if experiment.tracking.log_models and experiment.tracking.enabled:
         check_mlflow()
-    _check_schedule(experiment, federation.num_clients)
+    check_schedule(experiment.schedule, federation.num_clients)
+    population = population_of(experiment, federation.num_clients)
+    for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
+        population.advance(round)  # raises ConfigError if no client would be left
     check_cohort(experiment.cohort.clients or 0, federation.num_clients)
     if changes := _data_changes(experiment):
         federation = ChangingFederation(federation, changes)
@@ -337,42 +337,6 @@ def ignored_events(experiment: Experiment) -> str | None:
     return None
 
 
-def _check_schedule(experiment: Experiment, count: int) -> None:
-    for event in experiment.schedule:
-        for client in (*event.join, *event.leave):
-            if not 0 <= client < count:
-                raise ConfigError(
-                    f"schedule, round {event.round}: client {client} does not exist; "
-                    f"the federation has clients 0 .. {count - 1}"
-                )
-    later = {client for event in experiment.schedule for client in event.join}
-    if len(later) >= count:
-        raise ConfigError(
-            f"schedule: all {count} clients join later, so round 1 has none; leave at least one out of `join`"
-        )
-    _check_order(experiment)
-    population = population_of(experiment, count)
-    for round in sorted({event.round for event in experiment.schedule if event.round <= experiment.rounds}):
-        population.advance(round)
-
-
-def _check_order(experiment: Experiment) -> None:
-    """Raises ConfigError where a client joins while it is online, or leaves while it is offline."""
-    last: dict[int, tuple[bool, int]] = {}  # (whether it joined, round) of the last event of each client
-    for event in sorted(experiment.schedule, key=lambda event: event.round):
-        if both := sorted({*event.join} & {*event.leave}):
-            raise ConfigError(f"schedule, round {event.round}: client {both[0]} joins and leaves; name it once")
-        for joins, clients in ((True, event.join), (False, event.leave)):
-            for client in clients:
-                if client in last and last[client][0] == joins:
-                    verb, past = ("joins", "joined") if joins else ("leaves", "left")
-                    raise ConfigError(
-                        f"schedule, round {event.round}: client {client} {verb}, but it {past} in round "
-                        f"{last[client][1]} already; leave one of the two out"
-                    )
-                last[client] = (joins, event.round)
-
-
 def _check_attack(attack: Attack, count: int) -> None:
     if attack.clients and max(attack.clients) >= count:
         raise ConfigError(
@@ -388,8 +352,6 @@ def engine_choice(
     """The configured engine, the one that the run began with, or the measured one.
 
     device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
-    A measurement is kept beside the runs, so that a repeated run chooses the same. If it cannot be written or read,
-    the run goes on with its own measurement.
     """
     wanted = setup.experiment.runtime.engine
     if wanted != "auto":
@@ -398,37 +360,7 @@ def engine_choice(
         return autotune.EngineChoice(kept, f"{kept}: as at the start of the run")
     file = Path(setup.experiment.output) / "engine-choices.json"
     key = autotune.cache_key(setup.network(), setup.local, setup.division, device)
-    with _alone(file):
-        known = {}
-        with suppress(DataError, OSError):
-            known = read_json(file, follow=True) or {}
-        engine, reason = _pair(known.get(key))
-        if engine in ENGINES:
-            return autotune.EngineChoice(engine, reason)
-        choice = measured()
-        with suppress(OSError):
-            write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
-        return choice
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Lets one process of this machine at a time measure engines: the runs of a study use the first one's choice."""
-    lock = FileLock(f"{file}.lock")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=_MEASURE_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _pair(value: object) -> tuple[str, str]:
-    """A pair of texts from a file that may hold anything; empty ones for anything else."""
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value):
-        return value[0], value[1]
-    return "", ""
+    return kept_choice(file, key, measured)
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:

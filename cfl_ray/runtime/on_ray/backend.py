@@ -185,7 +185,7 @@ class Exchange:
 
     @property
     def stays_on_hosts(self) -> bool:
-        """Whether sums or values of clients stay on the hosts that made them."""
+        """Whether sums or values of clients stay on hosts, so that a host that dies loses what it has done."""
         return self.collects or bool(self.left)
 
     def _returns_sums(self, chunks: int) -> bool:
@@ -238,6 +238,7 @@ class Exchange:
     # ---- calls
 
     def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]:
+        """Starts the call that does these chunks on a host. Returns its references; the first one is waited for."""
         for file in self._files(chunks):
             self.backend.node_of_file.setdefault(file, host.node)
         work, index_m = self.work, np.concatenate([chunk.index_m for chunk in chunks])
@@ -265,22 +266,24 @@ class Exchange:
         return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The limit of a call's time; a chain has that of all its clients."""
+        """The time after which a host at work on these chunks is ended; None: no limit. Of a chain, that of all clients."""
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
         return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 
     def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None:
+        """The time that such chunks took so far; None: not known."""
         seconds = self.backend.seconds_of_cost(self.work)
         if seconds is None and self.results:  # the first exchange of its kind: by its calls so far
             seconds = sum(result.seconds for result in self.results) / max(self.received_cost, 1e-9)
         return None if seconds is None else seconds * sum(chunk.cost for chunk in chunks)
 
     def clients(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Ids of the clients (or test sets) of these chunks."""
         ids: list[int] = self.work.ids_M[np.concatenate([chunk.index_m for chunk in chunks])].tolist()
         return ids
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
-        """The clients of a chunk that took too long one by one; for one that was cut so, none."""
+        """The chunks in the place of one that took too long: its clients one by one; none if it was cut so already."""
         work = self.work
         if not chunk.alone:
             parts = [chunk.index_m] if work.chained else chunk.index_m[:, None]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
@@ -18,36 +18,13 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, duration
 
+if TYPE_CHECKING:
+    from cfl_ray.runtime.on_ray.backend import Exchange
+
 _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
 _FAILED_HOSTS, _FAILED_TIMES = 3, 6
 _NAMED = 5  # clients in a message
-
-
-class Calls(Protocol):
-    """The calls of an exchange, as `Dispatch` makes them."""
-
-    @property
-    def stays_on_hosts(self) -> bool:
-        """Whether a host that dies loses what it has done."""
-
-    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]:
-        """Starts the call that does these chunks on a host. Returns its references; the first one is waited for."""
-
-    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None:
-        """Keeps the returns of a call; the first one is its value."""
-
-    def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The time after which a host that is at work on these chunks is ended; None: no limit."""
-
-    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The time that such chunks took so far; None: not known."""
-
-    def clients(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Ids of the clients (or test sets) of these chunks."""
-
-    def instead(self, chunk: Chunk) -> list[Chunk]:
-        """The chunks in the place of one that took too long: its parts, or none."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +41,7 @@ class Dispatch:
 
     pool: Pool
     schedule: Schedule
-    calls: Calls
+    calls: Exchange
     under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
     # by host number: the first returns of its calls, in their order; when it could begin its present one; the chunks
     # that hosts which are still alive have done

@@ -1,0 +1,45 @@
+"""Measurements of engines in a file, so that a repeated run, and the runs of a study, choose the same engine."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.engines import ENGINES
+from cfl_ray.errors import DataError
+from cfl_ray.system.files import SHARED, read_json, write_json
+
+_MEASURE_SECONDS = 600.0  # by another process; filelock's Timeout is an OSError
+
+
+def kept_choice(file: Path, key: str, measured: Callable[[], EngineChoice]) -> EngineChoice:
+    """The choice that the file has for this key; otherwise the measured one, which is kept there.
+
+    If the file cannot be written or read, the choice is the measured one.
+    """
+    with _alone(file):
+        known = {}
+        with suppress(DataError, OSError):
+            known = read_json(file, follow=True) or {}
+        match known.get(key):
+            case [str(engine), str(reason)] if engine in ENGINES:
+                return EngineChoice(engine, reason)
+        choice = measured()
+        with suppress(OSError):
+            write_json(file, known | {key: [choice.engine, choice.reason]}, SHARED)
+        return choice
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Lets one process of this machine at a time measure engines."""
+    lock = FileLock(f"{file}.lock")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=_MEASURE_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
