@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cfl_ray.checkpoint.lease import Lease
 from cfl_ray.checkpoint.manifest import FORMAT, CheckpointManifest, TensorShape
 from cfl_ray.checkpoint.segments import (
     Damaged,
@@ -42,7 +43,6 @@ from cfl_ray.checkpoint.segments import (
     system_reason,
     writing,
 )
-from cfl_ray.checkpoint.writer import Writer
 from cfl_ray.core.work import ClientStateKey, ClientStateSource, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.run_directory import RunDirectory
@@ -86,7 +86,7 @@ class CheckpointStore:
         self._saved: dict[str, tuple[Tensor, int]] = {}  # last saved state tensors, with their version counters
         self._kept: dict[int, list[EntryFile]] = {}  # files of the checkpoints that are kept, by round
         self._used = False  # whether a checkpoint was loaded or saved
-        self._writer = Writer(self.directory)
+        self._lease = Lease(self.directory)
         self._least_segment = 0  # no other process uses segment numbers from this on
 
     def rounds(self) -> list[int]:
@@ -97,14 +97,14 @@ class CheckpointStore:
 
     # ---- saving
 
-    def claim(self) -> None:
+    def take_lease(self) -> None:
         """Makes this store the only one that can save here; stores of other processes raise from now on.
 
         The first `save` calls it.
         """
-        self._writer.claim()
+        self._lease.take()
         # another process may still write the segment with the next number, but no later segment
-        self._least_segment = self._next_segment() + 1 if self.folder.is_dir() and self._writer.epoch > 1 else 0
+        self._least_segment = self._next_segment() + 1 if self.folder.is_dir() and self._lease.epoch > 1 else 0
 
     def save(
         self, round: int, tensors: dict[str, Tensor], values: dict[str, Any], states: ClientStateSource
@@ -112,14 +112,14 @@ class CheckpointStore:
         """Saves the state after `round`, and the client states that changed. Saved tensors must not change in place.
 
         Returns None, or, if files of the previous checkpoint are missing or altered, a message: then the whole state
-        was saved again. Raises RunError if a file cannot be written, or another process has claimed these checkpoints;
+        was saved again. Raises RunError if a file cannot be written, or another process has taken the lease;
         then nothing of this checkpoint remains, and earlier checkpoints stay valid.
         """
         if self._used and not self.directory.is_dir():
             raise RunError(f"{self.directory} is gone, so nothing more can be saved")
-        if not self._writer.epoch:
-            self.claim()
-        self._writer.check()
+        if not self._lease.epoch:
+            self.take_lease()
+        self._lease.check()
         try:
             for file in self.files:
                 file.check(self.folder, content=False)
@@ -156,7 +156,7 @@ class CheckpointStore:
                     largest_client_state=self.largest_client_state,
                     values=values,
                 )
-                lock.enter_context(self._writer.held())
+                lock.enter_context(self._lease.held())
                 manifest.write(target)
                 with writing(target):
                     sync(self.folder)

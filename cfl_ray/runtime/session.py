@@ -61,10 +61,10 @@ def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> Checkpoi
     return CheckpointStore(run.method(label).path, hash, setup.experiment.runtime.keep_last)
 
 
-def claimed_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
+def leased_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
     """The same, for the process that goes on with the run: a server that it replaces can no longer save."""
     if (store := checkpoint_store(setup, run_dir, label)) is not None:
-        store.claim()
+        store.take_lease()
     return store
 
 
@@ -93,7 +93,7 @@ class InProcessSession:
 
     def rounds(self, label: str) -> Iterator[RoundReport]:
         self.backend = self._backend()
-        store = claimed_store(self.setup, self.run_dir, label)
+        store = leased_store(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)
         return self.loop.rounds()
 

@@ -266,7 +266,7 @@ class Exchange:
         return {(table, row): self.backend.row(tables[table], row) for table, row in uses}
 
     def seconds(self, chunks: Sequence[Chunk]) -> float | None:
-        """The time after which a host at work on these chunks is ended; None: no limit. Of a chain, that of all clients."""
+        """The time after which a host at work on these chunks is ended; None: no limit. Of a chain: of all clients."""
         deadline = None if isinstance(self.work, CombineColumns) else self.setup.experiment.runtime.round_deadline
         return deadline and deadline * (len(chunks[0].index_m) if self.work.chained else len(chunks))
 
@@ -283,7 +283,7 @@ class Exchange:
         return ids
 
     def instead(self, chunk: Chunk) -> list[Chunk]:
-        """The chunks in the place of one that took too long: its clients one by one; none if it was cut so already."""
+        """The chunks in the place of one that took too long: of each client; none if it has one client."""
         work = self.work
         if not chunk.alone:
             parts = [chunk.index_m] if work.chained else chunk.index_m[:, None]

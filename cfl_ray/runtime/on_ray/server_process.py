@@ -29,7 +29,7 @@ from cfl_ray.runtime.on_ray.stall import Progress
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
-from cfl_ray.runtime.session import claimed_store
+from cfl_ray.runtime.session import leased_store
 from cfl_ray.system.threads import one_thread
 
 _OPEN_SECONDS = 120
@@ -96,7 +96,7 @@ class ServerProcess:
     def _restore(self) -> None:
         """Makes the method ready: before round 1, or after its newest checkpoint."""
         with self.replacing:
-            store = claimed_store(self.setup, self.run_dir, self.label)
+            store = leased_store(self.setup, self.run_dir, self.label)
             self.loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
             self.rounds = self.loop.rounds()
 

@@ -1,9 +1,9 @@
 """Only one process at a time may write the checkpoints of a method; a server that was replaced but still runs may not.
 
-    writer.json    {"epoch": 3}: how often processes have claimed the checkpoints; the last of them may write
+    writer.json    {"epoch": 3}: how often processes have taken the lease; the last of them may write
 
 A server that cannot be reached is replaced, but may still run. Its epoch is then lower than that of writer.json, so it
-writes nothing more. A lock, which the system releases when a process ends, separates claims and writes.
+writes nothing more. A lock, which the system releases when a process ends, keeps taking the lease and writing apart.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
 _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
 
-class Writer:
-    """The right of this process to write the checkpoints in a directory, which `claim` takes."""
+class Lease:
+    """The right of this process to write the checkpoints in a directory, once it has taken it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.epoch = 0  # 0: not claimed
+        self.epoch = 0  # 0: not taken
 
-    def claim(self) -> None:
-        """Takes the right from the process that has it. Raises RunError if writer.json cannot be written."""
+    def take(self) -> None:
+        """Takes the lease from the process that has it. Raises RunError if writer.json cannot be written."""
         with writing(self.directory):
             private_folder(self.directory)
             with self._lock():
@@ -36,7 +36,7 @@ class Writer:
                 write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch})
 
     def check(self) -> None:
-        """Raises RunError if another process has claimed these checkpoints after this one."""
+        """Raises RunError if another process has taken the lease after this one."""
         if (latest := self._latest()) != self.epoch:
             raise RunError(
                 f"another server has taken over {self.directory} (epoch {latest}; this server has {self.epoch}), so "
@@ -45,7 +45,7 @@ class Writer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context in which no other process can claim the right. Raises RunError if another process has it already."""
+        """Context in which no other process can take the lease. Raises RunError if another process has it already."""
         with self._lock():
             self.check()
             yield

@@ -1,4 +1,4 @@
-"""Fencing: of several processes that hold a store, the one that claimed it last writes; the others refuse."""
+"""Fencing: of several processes that hold a store, the one that took the lease last writes; the others refuse."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ MINE = Work(Address(0, 1, 0), np.zeros(0, np.int64), (), ClientState("mine"))
 def store(folder) -> CheckpointStore:
     """A store as a server opens it."""
     found = CheckpointStore(folder / "fedavg", "hash")
-    found.claim()
+    found.take_lease()
     found.load()
     return found
 
@@ -47,7 +47,7 @@ def test_the_older_of_two_servers_writes_nothing(tmp_path):
 
 
 def test_a_server_that_is_overtaken_while_it_saves(tmp_path, monkeypatch):
-    """The newer one claims and saves when the older one has written its segment: the checkpoint is the newer one's."""
+    """The newer one saves when the older one has written its segment: the checkpoint is the newer one's."""
     old = store(tmp_path)
     save(old, 1, 1)
     segment, newer = CheckpointStore._write_segment, []
@@ -68,7 +68,7 @@ def test_a_server_that_is_overtaken_while_it_saves(tmp_path, monkeypatch):
 
 
 def test_numbers_of_segments_are_used_by_one_server_only(tmp_path, monkeypatch):
-    """The older one has taken its number, and written nothing, when the newer one claims."""
+    """The older one has taken its number, and written nothing, when the newer one takes the lease."""
     old = store(tmp_path)
     save(old, 1, 1)
     number, newer = CheckpointStore._next_segment, []
@@ -87,17 +87,17 @@ def test_numbers_of_segments_are_used_by_one_server_only(tmp_path, monkeypatch):
     assert loaded.round == 2 and not loaded.refused and (loaded.tensors["models_KP"] == 2).all()
 
 
-def test_nobody_claims_while_a_manifest_is_written(tmp_path, monkeypatch):
+def test_the_lease_cannot_be_taken_while_a_manifest_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_LOCK_SECONDS", 0.1)
     old, write, refused = store(tmp_path), CheckpointManifest.write, []
 
-    def claimed(manifest, file):
+    def taken(manifest, file):
         with pytest.raises(RunError, match="held by another server"):
             store(tmp_path)
         refused.append(file)
         write(manifest, file)
 
-    monkeypatch.setattr(CheckpointManifest, "write", claimed)
+    monkeypatch.setattr(CheckpointManifest, "write", taken)
     save(old, 1, 1)
     assert refused
 
