@@ -34,7 +34,7 @@ class ArrowLog:
 
 
 def check_columns(file: Path, found: pa.Schema | None, expected: pa.Schema) -> None:
-    """Raises DataError where a file has other columns than expected; None: it has none yet."""
+    """Raises DataError if a file has other columns than expected; None: it has none yet."""
     if found not in (None, expected):
         raise DataError(f"{file} has columns {found.names}, expected {expected.names}")
 

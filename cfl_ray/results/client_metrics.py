@@ -49,7 +49,7 @@ class ClientMetrics:
 
 
 def read_client_metrics(path: Path) -> pa.Table:
-    """The whole batches of the file; an empty table where there is none. Raises DataError for a damaged one."""
+    """The whole batches of the file; an empty table if there is none. Raises DataError for a damaged one."""
     batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
     schema = schema or _schema(_SCORES)
     if schema != _schema(schema.names[2:]):

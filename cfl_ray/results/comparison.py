@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMATS = ("md", "csv", "latex", "html")
-# shown where a method has them, after the score of the task, which methods are compared by
+# shown if a method has them, after the score of the task, which methods are compared by
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
 _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
@@ -79,7 +79,7 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
 
 
 def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
-    """Each study with the name of its folder, or the path where two folders have one name. Raises ConfigError."""
+    """Each study with the name of its folder, or the path if two folders have one name. Raises ConfigError."""
     places = [study.resolve() for study in studies]
     if twice := [str(study) for study, place in zip(studies, places, strict=True) if places.count(place) > 1]:
         raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
@@ -120,7 +120,7 @@ class StudyFigures:
     found: Found
 
     def value(self, setting: str, method: str, seed: int, metric: str) -> float | None:
-        """A metric of one run; None where there is no such run, or it lacks the metric."""
+        """A metric of one run; None if there is no such run, or it lacks the metric."""
         return self.found.get((setting, method), {}).get(seed, {}).get(metric)
 
     def to_frame(self) -> pd.DataFrame:
@@ -201,7 +201,7 @@ def settings_of(experiment: Experiment) -> str:
 
 
 def free_name(name: str, taken: list[str]) -> str:
-    """The name, with a number where another experiment has it."""
+    """The name, with a number if another experiment has it."""
     return name if name not in taken else f"{name} ({sum(one.startswith(name) for one in taken) + 1})"
 
 

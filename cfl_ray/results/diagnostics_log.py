@@ -63,7 +63,7 @@ class DiagnosticsLog:
 
 
 def read_diagnostics(file: Path) -> list[ReportedDiagnostic]:
-    """The rows of the file, oldest first; none where there is no file. Raises DataError for one with other columns."""
+    """The rows of the file, oldest first; none if there is no file. Raises DataError for one with other columns."""
     batches, _, schema = whole_batches(file) if file.exists() else ([], 0, None)
     check_columns(file, schema, _SCHEMA)
     return [one for batch in batches for one in _rows_of(batch)]

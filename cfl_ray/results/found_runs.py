@@ -35,7 +35,7 @@ class FoundRun:
 def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
     """The runs among and below the paths, each once; those of a study in its order, others in that of their folders.
 
-    Raises ConfigError where a path has none.
+    Raises ConfigError if a path has none.
     """
     found: dict[Path, FoundRun] = {}
     for path in map(Path, paths):

@@ -46,7 +46,7 @@ def finished_results(
 def recorded_result(label: str, directory: Path, trained: Callable[[], TrainedMethod] | None = None) -> MethodResult:
     """The result of a method as its folder has it on record.
 
-    Raises DataError where the method is finished and the file of its metrics is missing, empty or too short.
+    Raises DataError if the method is finished and the file of its metrics is missing, empty or too short.
     """
     records, end = list(read_records(directory)), read_end(directory)
     if end is not None and end.status == "FINISHED" and (not records or records[-1].round < end.summary.round):

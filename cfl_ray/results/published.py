@@ -20,7 +20,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
     """Our numbers beside those of the tables, for each method that has a row there.
 
     A run of a study belongs to the column of its setting in the tables that the study repeats, another one to `column`,
-    or to the only one there is. Raises ConfigError where that is not known, where nothing of ours is in the tables, and
+    or to the only one there is. Raises ConfigError if that is not known, if nothing of ours is in the tables, and
     for a metric that is neither one of ours nor in a run.
     """
     if unknown := unknown_metric(runs, published):
@@ -55,7 +55,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
 
 
 def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
-    """A sentence on a metric of the tables that is neither one of ours nor in a run; empty where there is none."""
+    """A sentence on a metric of the tables that is neither one of ours nor in a run; empty if there is none."""
     present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
     for name in _tables_of(runs) or published.tables:
         for row, _, number in published.tables[name].cells() if name in published.tables else ():

@@ -66,7 +66,7 @@ class Reassignments:
     def rounds(self) -> list[int]:
         """Rounds in which a client changed from one cluster to another.
 
-        The first cluster of a client is no change, except where a method forms clusters after rounds without any.
+        The first cluster of a client is no change, except if a method forms clusters after rounds without any.
         """
         placed: set[int] = set()
         found = []
@@ -80,7 +80,7 @@ class Reassignments:
 
     def write(self, path: Path, federation: Federation) -> None:
         """assignments.parquet: a row for every change of a client's cluster."""
-        groups: list[int | None] = [None] * federation.num_clients  # true groups, None where they are not known
+        groups: list[int | None] = [None] * federation.num_clients  # true groups, None if they are not known
         if federation.group_N is not None:
             groups = [None if group < 0 else group for group in federation.group_N.tolist()]
         rows = (

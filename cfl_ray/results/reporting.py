@@ -1,7 +1,7 @@
 """The report of runs: reads their records and has the page drawn."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,12 @@ from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
 from cfl_ray.results.comparison import Found, free_name, settings_of, table_of, values_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
-from cfl_ray.results.published import compare_with
+from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.run_directory.lock import command
 from cfl_ray.system.files import PRIVATE, SHARED
 from cfl_ray.tracking.record import LABEL_COUNTS, primary_of
 
@@ -34,10 +35,10 @@ def write_report(
 ) -> Path:
     """Writes the page of these runs, and of all runs below these folders, and returns its path.
 
-    against: file of published tables; None: those that a study names, where its folder is the only path. column: that
+    against: file of published tables; None: those that a study names, if its folder is the only path. column: that
         of the tables which plain runs belong to; runs of a study belong to that of their setting. trust: as in
         `load_run`.
-    Raises ConfigError where a path holds no run, or nothing of ours is in the tables.
+    Raises ConfigError if a path holds no run, or nothing of ours is in the tables.
     """
     runs, comparisons, paper = _compared_runs(paths, against, column, trust)
     return write_report_of(runs, output, comparisons, paper, SHARED)
@@ -63,23 +64,39 @@ def _compared_runs(
         raise ConfigError(f"column {column!r} is one of published tables; name their file, too (--against)")
     runs = find_runs(paths, trust)
     if against is None:
-        return runs, *_of_study(paths, runs)
+        return runs, *(_published_beside(Path(paths[0]), runs) if len(paths) == 1 else ((), ""))
     published = load_published(against)
     return runs, compare_with(runs, published, column), published.paper.reference
 
 
-def _of_study(paths: Sequence[str | Path], runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
-    """The published numbers that a study names beside ours, and the paper; none for other paths or without the file."""
-    if len(paths) != 1 or not RunDirectory(paths[0]).is_study:
-        return (), ""
-    file = load_study(RunDirectory(paths[0]).study).published
+def _published_beside(
+    folder: Path, runs: Sequence[FoundRun], warn: Callable[[str], None] = lambda text: None
+) -> tuple[Sequence[Comparison], str]:
+    """The published numbers that a study names beside ours, and the paper; none of another folder.
+
+    None either without their file, or if nothing of ours is in the study's tables. warn: receives a line for numbers
+    that have no metric of ours.
+    """
+    file = load_study(RunDirectory(folder).study).published if RunDirectory(folder).is_study else None
     if file is None or not Path(file).is_file():
         return (), ""
     published = load_published(file)
+    if unknown := unknown_metric(runs, published):
+        warn(f"the report has no published numbers: {file}: {unknown}")
     try:
         return compare_with(runs, published), published.paper.reference
-    except ConfigError:  # nothing of ours is in the study's tables
+    except ConfigError:
         return (), ""
+
+
+def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn: Callable[[str], None]) -> None:
+    """Writes the page of a run or a study into its folder. A failure to draw it costs no results: it is a warning."""
+    try:
+        found = runs()
+        write_report_of(found, RunDirectory(folder).report, *_published_beside(folder, found, warn))
+    except Exception as error:
+        again = command("report", folder)
+        warn(f"the report was not written: {type(error).__name__}: {error}; `{again}` tries it again")
 
 
 def write_report_of(
@@ -207,7 +224,7 @@ def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
 
 
 def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.ndarray | None:
-    """The last label counts (S, C) of these clients; NaN for a client without any, None where no client has some."""
+    """The last label counts (S, C) of these clients; NaN for a client without any, None if no client has some."""
     of_client = {
         client: counts for one in recorded for client, counts in zip(one.labels[0].tolist(), one.value, strict=True)
     }
@@ -228,7 +245,7 @@ def _last_scores(path: Path) -> dict[str, np.ndarray]:
 
 
 def _groups(directory: Path) -> dict[int, int]:
-    """True groups of the clients that have been in a cluster, where they are known."""
+    """True groups of the clients that have been in a cluster, if they are known."""
     path = RunDirectory(directory).assignments
     if not path.exists():
         return {}

@@ -38,7 +38,7 @@ class MethodResult:
     directory: Path | None = None  # of its files; None: nothing was kept
     # opens what the method has learned; None: it has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
-    reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # where nothing was kept
+    reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # if nothing was kept
     clients: pa.Table | None = field(default=None, repr=False, compare=False)  # metrics of clients, likewise
 
     @property
@@ -57,7 +57,7 @@ class MethodResult:
         return dict(next((one.metrics for one in reversed(self.records) if is_evaluated(one.metrics)), {}))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per round: `round`, then a column for each metric (docs/metrics.md); NaN where it does not apply."""
+        """One row per round: `round`, then a column for each metric (docs/metrics.md); NaN if it does not apply."""
         import pandas as pd
 
         rows = [{"round": record.round, **record.metrics} for record in self.records]
@@ -85,7 +85,7 @@ class MethodResult:
         return by_name(reported, self.records)
 
     def diagnostics_frame(self) -> pd.DataFrame:
-        """One row per round: `round`, then a column for each diagnostic that is a number; NaN where it has none."""
+        """One row per round: `round`, then a column for each diagnostic that is a number; NaN if it has none."""
         return self.to_frame().reindex(columns=["round", *self.last_numbers])
 
     @property

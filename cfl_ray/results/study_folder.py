@@ -25,7 +25,7 @@ def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, 
 
 
 def seed_of(run: Path) -> int:
-    """The seed of a run by the name of its folder; -1 where it has none."""
+    """The seed of a run by the name of its folder; -1 if it has none."""
     number = run.name.removeprefix("seed-")
     return int(number) if number.isdigit() else -1
 

@@ -85,7 +85,7 @@ class TrainedMethod:
     def state_dict(self, cluster: int | None = None) -> dict[str, Tensor]:
         """Parameters and buffers of a cluster's model, for `load_state_dict` of the network.
 
-        cluster: None where the method has a single model. Raises ConfigError for a cluster that does not exist.
+        cluster: None if the method has a single model. Raises ConfigError for a cluster that does not exist.
         """
         return self._named(self.state.models_KP[self._row(cluster)])
 
@@ -125,7 +125,7 @@ class TrainedMethod:
     def personal_model(self, client: int) -> nn.Module:
         """The model that a client would predict with now, in evaluation mode.
 
-        That is the model of its cluster, with the columns that it keeps for itself, after its local training where the
+        That is the model of its cluster, with the columns that it keeps for itself, after its local training if the
         method prescribes some, or the vote of all models.
         Raises ConfigError for a client that does not exist or has no model yet.
         """

@@ -18,7 +18,7 @@ from cfl_ray.methods import full_label
 from cfl_ray.results.export import save_models
 from cfl_ray.results.found_runs import FoundRun
 from cfl_ray.results.load import recorded_result
-from cfl_ray.results.reporting import write_report_of
+from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
@@ -98,7 +98,9 @@ class Driver:
             if self.directory is not None:
                 records = {label: result.records for label, result in results.items()}
                 write_figures(RunDirectory(self.directory).artifacts, records)
-                self._write_report(self.directory, results)
+                if self.experiment.tracking.report and self.study is None:  # a study has one page for all its runs
+                    run = FoundRun(self.directory, self.experiment, Results(results, self.directory))
+                    report_at_the_end(self.directory, lambda: [run], self.watcher.warn)
             status = "FINISHED"
         except (KeyboardInterrupt, RunStopped):
             status = "KILLED"
@@ -160,17 +162,6 @@ class Driver:
         if self.ending is not None and (wait or self.ending.done()):
             ending, self.ending = self.ending, None
             ending.result()
-
-    def _write_report(self, directory: Path, results: dict[str, MethodResult]) -> None:
-        """Writes the page of the run. A failure to draw it ends no run."""
-        if not self.experiment.tracking.report or self.study is not None:  # a study has one page for all its runs
-            return
-        try:
-            run = FoundRun(directory, self.experiment, Results(results, directory))
-            write_report_of([run], RunDirectory(directory).report)
-        except Exception as error:
-            again = f"`cfl-ray report {directory} -o report.html` tries it again"
-            self.watcher.warn(f"the report was not written: {type(error).__name__}: {error}; {again}")
 
     # ---- tracking
 

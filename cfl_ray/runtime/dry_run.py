@@ -88,7 +88,7 @@ def _samples(shape: DataShape) -> tuple[Tensor, Tensor]:
 
 
 def _copy(part: Any) -> Any:
-    """A copy of the part; the part itself where it cannot be copied."""
+    """A copy of the part; the part itself if it cannot be copied."""
     try:
         return copy.deepcopy(part)
     except Exception:

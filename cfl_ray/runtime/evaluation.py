@@ -34,7 +34,7 @@ class Scores:
 
     @property
     def accuracy_M(self) -> np.ndarray:
-        """Accuracy, where clients learn classes."""
+        """Accuracy, if clients learn classes."""
         return self.table_MV[:, 0]
 
     @property
@@ -66,7 +66,7 @@ class Evaluator:
         return np.sort(found)
 
     def scores(self, serving: Serving, clients: Clients) -> Scores:
-        """P-server: each client with the model that it would predict with now; NaN where the method has none for it."""
+        """P-server: each client with the model that it would predict with now; NaN if the method has none for it."""
         known_M = serving.row_M >= 0
         found_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
@@ -156,7 +156,7 @@ def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) ->
 
 
 def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
-    """Means over the clients that were tested, and the spread of the first metric; NaN where none was.
+    """Means over the clients that were tested, and the spread of the first metric; NaN if none was.
 
     A client whose first metric is not defined counts as not tested; of other metrics, undefined values are left out.
     """
@@ -176,7 +176,7 @@ def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float
 
 
 def mean_of_defined(values_M: np.ndarray) -> float:
-    """Mean of the values that are defined; NaN where none is."""
+    """Mean of the values that are defined; NaN if none is."""
     defined = ~np.isnan(values_M)
     return float(np.nanmean(values_M)) if defined.any() else float("nan")
 

@@ -22,7 +22,7 @@ from cfl_ray.tracking import read_end
 
 
 def check_extension(earlier: Path, experiment: Experiment) -> None:
-    """Raises ConfigError unless `earlier` is a run of this experiment with fewer rounds; RunError where it is live."""
+    """Raises ConfigError unless `earlier` is a run of this experiment with fewer rounds; RunError if it is live."""
     directory = RunDirectory(earlier)
     try:
         directory.require_run()
@@ -58,7 +58,7 @@ def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None
 def begin_extended(earlier: Path, run_dir: Path, experiment: Experiment) -> None:
     """Makes a run directory in one step: a run that stopped after the last checkpoints of the earlier one.
 
-    Raises ConfigError where the folder is not empty, RunError where a method has no checkpoint that can be used.
+    Raises ConfigError if the folder is not empty, RunError if a method has no checkpoint that can be used.
     """
     run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}-", dir=run_dir.parent))

@@ -37,7 +37,7 @@ class JoinedShards:
     digest: str
 
     def open(self) -> Federation:
-        """The federation in the shards. Raises DataError where their content has changed."""
+        """The federation in the shards. Raises DataError if their content has changed."""
         federation = open_shards(self.uri)
         if federation.digest != self.digest:
             raise DataError(
@@ -68,7 +68,7 @@ class JournalEvent:
 
     @classmethod
     def from_line(cls, line: bytes) -> "JournalEvent":
-        """The event in a line. Raises ValueError where it holds none."""
+        """The event in a line. Raises ValueError if it holds none."""
         event: JournalEvent = _EVENT.validate_json(line, strict=True)
         if event.shards is None:
             return event
@@ -120,7 +120,7 @@ class Journal:
     def stop_after(self, session: str, saved: int = 0) -> int | None:
         """The round after which this session ends; None: it was not asked to.
 
-        saved: the last round saved. Where an earlier session was asked to end after a later one, it died before: what
+        saved: the last round saved. If an earlier session was asked to end after a later one, it died before: what
         was granted to it holds for this one.
         """
         last = next((event for event in reversed(self.events) if event.stop), None)

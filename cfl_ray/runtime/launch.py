@@ -1,4 +1,4 @@
-"""Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` where a run stopped."""
+"""Running an experiment from start to end: `run` on Ray, `simulate` in this process, `resume` for a stopped run."""
 
 import contextlib
 import itertools
@@ -49,8 +49,8 @@ def run(
     extend: directory of a run of this experiment with fewer `rounds`. This run begins with a copy of its rounds, and
         gives what it would have given without.
 
-    Raises ConfigError for bad input and for a folder that belongs to another config, RunError where the run cannot
-    continue (everything saved stays), RunStopped where a request ended it early.
+    Raises ConfigError for bad input and for a folder that belongs to another config, RunError if the run cannot
+    continue (everything saved stays), RunStopped if a request ended it early.
     """
     return _Launch(
         experiment or config.load(),
@@ -131,7 +131,7 @@ def run_of_study(
     watcher: Watcher | None = None,
     extend: Path | None = None,
 ) -> Results:
-    """Runs one run of a study, or goes on with it where it stopped.
+    """Begins a run of a study, or continues it.
 
     hosts: number of client hosts on the Ray cluster; None: in this process.
     extend: directory of the same run with fewer rounds, with which a new one begins.
@@ -253,7 +253,7 @@ class _Launch:
         return RaySession(setup, self.directory, self.watcher.warn)
 
     def _new_directory(self) -> Path:
-        """The run directory, not yet made. Raises ConfigError where it holds a run or a study."""
+        """The run directory, not yet made. Raises ConfigError if it holds a run or a study."""
         directory = (self.run_dir or new_run_dir(self.experiment)).absolute()
         if RunDirectory(directory).is_study:
             raise ConfigError(f"{directory} is the folder of a study; choose another folder for the run")
@@ -286,7 +286,7 @@ class _Launch:
         write_config(directory, self.experiment)
 
     def _check_replay(self, replay: Path) -> None:
-        """Raises ConfigError where `replay` is no run of this experiment."""
+        """Raises ConfigError if `replay` is no run of this experiment."""
         run = RunDirectory(replay)
         if not run.is_run:
             raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")

@@ -128,7 +128,7 @@ def prepare(experiment: Experiment, progress: Callable[[str, int, int], None] | 
 
 
 def setup_on(experiment: Experiment, federation: Federation) -> Setup:
-    """The setup of the experiment on this federation. Raises ConfigError or DataError where they do not fit.
+    """The setup of the experiment on this federation. Raises ConfigError or DataError if they do not fit.
 
     `cfl-ray check` calls it with a stand-in of the same sizes, so that it refuses what a run refuses.
     """
@@ -297,7 +297,7 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
 
 
 def _attack_kind(given: AttackConfig) -> Any:
-    """The name of an attack of this package, or the user's own. Raises ConfigError where that is no attack."""
+    """The name of an attack of this package, or the user's own. Raises ConfigError if that is no attack."""
     if not isinstance(given, PluginAttackConfig):
         return given.kind
     made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)
@@ -330,7 +330,7 @@ def population_of(experiment: Experiment, num_clients: int) -> Population:
 
 
 def ignored_events(experiment: Experiment) -> str | None:
-    """Which events of the schedule have no effect, in words; None where all take place."""
+    """Which events of the schedule have no effect, in words; None if all take place."""
     if late := sorted({event.round for event in experiment.schedule if event.round > experiment.rounds}):
         rounds = f"round{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         return f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"
@@ -364,7 +364,7 @@ def engine_choice(
 
 
 def compute_device(experiment: Experiment, has_gpu: bool) -> str:
-    """The device "cpu" or "cuda". Raises ConfigError where the config demands cuda and there is none."""
+    """The device "cpu" or "cuda". Raises ConfigError if the config demands cuda and there is none."""
     wanted, present = experiment.runtime.device, torch.cuda.is_available()
     if wanted == "cuda" and not present:
         raise ConfigError("runtime.device: cuda, but torch finds no GPU here; set runtime.device=cpu or auto")

@@ -22,7 +22,7 @@ from cfl_ray.runtime.round_report import Status
 class Requests:
     """Requests to one method of one run. Raises ConfigError for a request that is refused; it is not journaled.
 
-    recorded: the last round whose metrics are recorded; its population is fixed even where it is computed again.
+    recorded: the last round whose metrics are recorded; its population is fixed even if it is computed again.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Requests:
             return self._grant(event, "leave")
 
     def stop(self) -> str:
-        """Ends the run after the present round. Raises RunError where no round is running."""
+        """Ends the run after the present round. Raises RunError if no round is running."""
         with self.lock:
             if self.status not in ("running", "evaluating", "saving"):
                 raise RunError(f"{self.label} is not running just now; ask again in a moment")
@@ -126,7 +126,7 @@ class Requests:
         return round
 
     def _check(self, verb: str, ids: Sequence[int], round: int) -> None:
-        """Raises ConfigError where a client is unknown, named twice, requested already, or online (offline) already."""
+        """Raises ConfigError if a client is unknown, named twice, requested already, or online (offline) already."""
         count = self.federations[-1][1].num_clients
         if unknown := [client for client in ids if not 0 <= client < count]:
             raise ConfigError(
@@ -157,7 +157,7 @@ class Requests:
             raise ConfigError(f"{verb}: client {wrong[0]} is {found} in round {round}")
 
     def _check_never_empty(self, event: JournalEvent) -> None:
-        """Raises ConfigError where no client would be online after `event`, in its round or after a planned change."""
+        """Raises ConfigError if no client would be online after `event`, in its round or after a planned change."""
         trial = self._trial(event)
         for round in sorted({change.round for change in trial.changes if trial.round < change.round <= self.rounds}):
             try:

@@ -53,7 +53,7 @@ class Session(Protocol):
 
 
 def checkpoint_store(setup: Setup, run_dir: Path | None, label: str) -> CheckpointStore | None:
-    """The checkpoints of one method; None where no files are kept."""
+    """The checkpoints of one method; None if no files are kept."""
     if run_dir is None:
         return None
     run = RunDirectory(run_dir)

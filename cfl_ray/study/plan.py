@@ -43,7 +43,7 @@ class StudyRun:
         return root / self.setting / self.method / f"seed-{self.seed}"
 
     def is_finished(self, root: Path) -> bool:
-        """Whether its run has nothing left to do. Raises ConfigError where the folder has a run of another config."""
+        """Whether its run has nothing left to do. Raises ConfigError if the folder has a run of another config."""
         directory = RunDirectory(self.folder(root))
         if not directory.is_run:
             return False

@@ -30,12 +30,12 @@ class RankedTrial:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds; NaN where no run is finished."""
+        """Mean over the seeds; NaN if no run is finished."""
         return fmean(self.values) if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Standard deviation of a sample over the seeds; NaN of one, and where a value is infinite."""
+        """Standard deviation of a sample over the seeds; NaN of one, and if a value is infinite."""
         return stdev(self.values) if len(self.values) > 1 and math.isfinite(sum(self.values)) else math.nan
 
     @property

@@ -55,7 +55,7 @@ def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None)
 
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
-    """Runs by the CPUs and GPUs of this machine; one on each GPU where `gpus_per_host` does not say how many."""
+    """Runs by the CPUs and GPUs of this machine; one on each GPU if `gpus_per_host` does not say how many."""
     by_cpus = usable_cpus() / runtime.cpus_per_host
     by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
     return int(min(by_cpus, by_gpus) + 1e-9)

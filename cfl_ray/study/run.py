@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from pathlib import Path
@@ -21,9 +18,8 @@ from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
-from cfl_ray.results.found_runs import FoundRun, find_runs
-from cfl_ray.results.published import compare_with, unknown_metric
-from cfl_ray.results.reporting import write_report_of
+from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.study_folder import run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
@@ -38,6 +34,7 @@ from cfl_ray.study.resources import Resources, resources_for
 from cfl_ray.study.sweep import Trials, trials_of
 from cfl_ray.study.worker_pool import END_SECONDS, RunOutcome, WorkerPool, check_main
 from cfl_ray.system.files import write_text
+from cfl_ray.system.signals import sigterm_interrupts
 from cfl_ray.tracking import (
     Mlflow,
     RunInfo,
@@ -52,7 +49,6 @@ from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cfl_ray.report.report_data import Comparison
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
 _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
@@ -207,7 +203,7 @@ class _Launch:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = RunDirectory(self.root).study_lock
         lock.touch()
-        with hold(lock), _sigterm_interrupts():
+        with hold(lock), sigterm_interrupts():
             self._check_runs()
             remember_credentials(self.study.model_dump(mode="json", by_alias=True))
             sign_study(self.root, self.study)
@@ -231,7 +227,7 @@ class _Launch:
         )
 
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
-        """Writes the tables of what is finished, and in any case the end: FAILED where a table cannot be written."""
+        """Writes the tables of what is finished, and in any case the end: FAILED if a table cannot be written."""
         try:
             figures = self.results()
             count = sum(map(len, figures.found.values()))  # the step of the parent's metrics: a later start has others
@@ -266,7 +262,7 @@ class _Launch:
         return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
 
     def _check_folder(self) -> None:
-        """Raises ConfigError where the folder has something else."""
+        """Raises ConfigError if the folder has something else."""
         directory = RunDirectory(self.root)
         if directory.is_run:
             raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
@@ -289,7 +285,7 @@ class _Launch:
                 check_extension(run.folder(earlier), run.experiment)
 
     def _check_runs(self) -> None:
-        """Raises ConfigError where a run of a selected setting has another config than the study gives it now.
+        """Raises ConfigError if a run of a selected setting has another config than the study gives it now.
 
         Also one that is not selected, and one of a seed that the study no longer has: a table would mix the two. Warns
         of runs whose setting, method or seed the study no longer has: they are in the tables, too.
@@ -341,7 +337,7 @@ class _Launch:
                 time.sleep(0.2)
 
     def _tell(self, trials: Sequence[Mapping[str, Any]]) -> None:
-        """Tells the sampler of a sweep the results of its trials. Raises ConfigError where no run has its metric."""
+        """Tells the sampler of a sweep the results of its trials. Raises ConfigError if no run has its metric."""
         if self.study.sweep is None:
             return
         metric, figures = self.study.sweep.metric, self.results()
@@ -377,7 +373,8 @@ class _Launch:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.found, known)
         write_text(directory.table, format_table(table, "md") + "\n")
-        self._write_report(directory.report)
+        if self.experiment.tracking.report:
+            report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)  # runs of ours
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
         names = [name for name in means if name in METRICS or name in self.of_task]
         return {
@@ -386,29 +383,6 @@ class _Launch:
             for name in names
             if row[name] == row[name]
         }
-
-    def _write_report(self, path: Path) -> None:
-        """Writes the page of all runs, beside the published numbers where the study names their file."""
-        if not self.experiment.tracking.report:
-            return
-        try:
-            runs = find_runs([self.root], trust=True)  # they are of this process
-            write_report_of(runs, path, *self._published(runs))
-        except Exception as error:  # a page must not cost the results of hours
-            again = command("report", self.root)
-            self.watcher.warn(f"the report was not written: {type(error).__name__}: {error}; {again} tries it again")
-
-    def _published(self, runs: Sequence[FoundRun]) -> tuple[Sequence[Comparison], str]:
-        """The published numbers beside ours, and the paper; none where nothing of ours is in the study's tables."""
-        if self.study.published is None:
-            return (), ""
-        published = load_published(self.study.published)
-        if unknown := unknown_metric(runs, published):
-            self.watcher.warn(f"the report has no published numbers: {self.study.published}: {unknown}")
-        try:
-            return compare_with(runs, published), published.paper.reference
-        except ConfigError:  # a part of the study that no table has
-            return (), ""
 
     def _run_log(self) -> RunLog:
         """The log of the parent run."""
@@ -429,7 +403,7 @@ def _check_tables(study: Study, published: Collection[str]) -> None:
 
 
 def _check_runtime(runs: Sequence[StudyRun]) -> None:
-    """Raises ConfigError where settings differ in what decides how many runs there is room for."""
+    """Raises ConfigError if settings differ in what decides how many runs there is room for."""
     first = runs[0]
     for run in runs:
         for key in _PACKED:
@@ -443,16 +417,3 @@ def _check_runtime(runs: Sequence[StudyRun]) -> None:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Lets SIGTERM, which stops a submitted job, end the study as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -34,7 +34,7 @@ class StudyStatus:
 
 
 def study_status(folder: str | Path) -> StudyStatus:
-    """The progress of a study, read from its folder. Raises ConfigError where it holds none."""
+    """The progress of a study, read from its folder. Raises ConfigError if it holds none."""
     root = Path(folder)
     if not RunDirectory(root).is_study:
         raise ConfigError(f"{folder} holds no study: there is no {RunDirectory(root).study}")
@@ -113,7 +113,7 @@ def _num_methods(values: dict[str, Any]) -> int:
 
 
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:
-    """The labels of the methods that an experiment lists; None where they follow from options or from files."""
+    """The labels of the methods that an experiment lists; None if they follow from options or from files."""
     names = _method_names()
     labels: list[str] = []
     for entry in methods_in(values) if "methods" in values else ["fedavg"]:

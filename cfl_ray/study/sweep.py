@@ -80,7 +80,7 @@ class LearningTrials(Trials):
         return list({name_of(one): one for one in ends}.values())  # of lists with one value each, they are the same
 
     def open(self, root: Path) -> None:
-        """Raises ConfigError where the folder has the trials of another sweep."""
+        """Raises ConfigError if the folder has the trials of another sweep."""
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
@@ -100,7 +100,7 @@ class LearningTrials(Trials):
         self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
 
     def _check_search(self, root: Path) -> None:
-        """Raises ConfigError where the trials of the journal are of another search."""
+        """Raises ConfigError if the trials of the journal are of another search."""
         mine = self.sweep.model_dump(mode="json", include={"parameters", "metric"}) | {"goal": goal_of(self.sweep)}
         search = json.dumps(mine, sort_keys=True)
         if (there := self.study.user_attrs.get(_SEARCH)) is None:

@@ -13,13 +13,13 @@ import cfl_ray
 from cfl_ray.cli import main
 from cfl_ray.config.published import load_published
 from cfl_ray.errors import ConfigError, DataError
+from cfl_ray.results import reporting
 from cfl_ray.results.comparison import compare_runs
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
 from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.published import compare_with
 from cfl_ray.results.reporting import report_of, write_report
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime import driver
 from cfl_ray.runtime.driver import Watcher
 
 DIAGNOSTICS = RunDirectory.diagnostics.name
@@ -134,7 +134,7 @@ def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
     def fails(*arguments):
         raise ZeroDivisionError("of the page")
 
-    monkeypatch.setattr(driver, "write_report_of", fails)
+    monkeypatch.setattr(reporting, "write_report_of", fails)
     warnings = []
     watcher = Watcher()
     watcher.warn = warnings.append

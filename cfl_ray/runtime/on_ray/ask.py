@@ -13,7 +13,7 @@ _ANSWER_SECONDS = 120
 
 
 def ask_server(server: ServerAddress, verb: str, *arguments: Any) -> Any:
-    """The server's answer to a request. Raises RunError where it cannot be reached, ConfigError where it refuses."""
+    """The server's answer to a request. Raises RunError if it cannot be reached, ConfigError if it refuses."""
     joined = not ray.is_initialized()
     try:
         if joined:

@@ -220,7 +220,7 @@ class Exchange:
         return int(self.work.ids_M[chunk.index_m[0]]) // per_host if per_host and self.work.is_per_client else None
 
     def _files(self, chunks: Sequence[Chunk]) -> list[int]:
-        """The file that holds the first client of each chunk; empty where hosts fetch no files."""
+        """The file that holds the first client of each chunk; empty if hosts fetch no files."""
         federation = self.setup.federation
         if not self.work.is_per_client or federation.files_of(np.zeros(0, np.int64)) is None:
             return []
@@ -229,7 +229,7 @@ class Exchange:
         return [] if files is None or len(firsts) < len(chunks) else files.tolist()
 
     def _nodes(self, chunks: Sequence[Chunk]) -> list[str]:
-        """The node that has fetched the data of each chunk; "" where none of those with hosts has."""
+        """The node that has fetched the data of each chunk; "" if none of those with hosts has."""
         nodes = {host.node for host in self.backend.pool.hosts}
         of_file = {file: node for file, node in self.backend.node_of_file.items() if node in nodes}
         self.backend.node_of_file = of_file

@@ -1,4 +1,4 @@
-"""The totals of all hosts in one: added up by the server or, where they are large, by the hosts in a tree.
+"""The totals of all hosts in one: added up by the server or, if they are large, by the hosts in a tree.
 
 Totals are exact (`engine.exact`), so any tree gives the same bits. Hosts of a node combine theirs in its object store,
 then nodes combine in groups; the server receives one float32 row for each output row, however many hosts there are.
@@ -47,19 +47,19 @@ class Collected:
 
     @property
     def use_tree(self) -> bool:
-        """Whether the hosts combine them: where they are large and there are more than two, or hosts elsewhere."""
+        """Whether the hosts combine them: if they are large and there are more than two, or hosts elsewhere."""
         here = ray.get_runtime_context().get_node_id()
         elsewhere = any(host.node != here for host, _ in self.rows_of)
         return self.bytes > _SMALL_BYTES and (len(self.rows_of) > 2 or elsewhere)
 
     def of_host(self, position: int) -> dict[int, Any]:
-        """Totals float64 (2, P) by output row of one host. Raises what `ray.get` raises where the host is lost."""
+        """Totals float64 (2, P) by output row of one host. Raises what `ray.get` raises if the host is lost."""
         _, rows = self.rows_of[position]
         totals = ray.get(self.refs[position], timeout=self.seconds)
         return {out: total_2P for out, total_2P in zip(rows, totals, strict=True) if total_2P is not None}
 
     def by_tree(self) -> dict[int, Any]:
-        """Sums, float32 (P,), by output row. Raises what `ray.get` raises where any host is lost."""
+        """Sums, float32 (P,), by output row. Raises what `ray.get` raises if any host is lost."""
         totals: dict[int, list[_Total]] = defaultdict(list)
         for (host, rows), refs in zip(self.rows_of, self.refs, strict=True):
             for out, ref in zip(rows, refs, strict=True):

@@ -29,7 +29,7 @@ def connect(address: str | None, hosts: int | None = None, instructions: str | N
     """Joins the cluster at `address` (or RAY_ADDRESS), or starts one for this run on loopback.
 
     instructions: those of a cluster that is started (runtime.cpu_capability).
-    Returns whether a cluster was started. Raises ConfigError where the cluster cannot be joined.
+    Returns whether a cluster was started. Raises ConfigError if the cluster cannot be joined.
     """
     if ray.is_initialized():
         return False
@@ -84,7 +84,7 @@ def _loopback_only() -> Iterator[None]:
 
 
 def join_cluster(address: str, loopback: bool = False) -> None:
-    """Joins a cluster. Raises within seconds where there is none, or the token is refused; Ray tries for minutes."""
+    """Joins a cluster. Raises within seconds if there is none, or the token is refused; Ray tries for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()

@@ -80,7 +80,7 @@ class Dispatch:
     # ---- handing out
 
     def _all_free(self) -> list[Host]:
-        """All hosts that are ready, in the order of their number of calls; waits for one where none has a call."""
+        """All hosts that are ready, in the order of their number of calls; waits for one if none has a call."""
         hosts = [host for host in self.pool.hosts if host.starting is None] if self.under_way else self.pool.ready()
         # hosts that were added later may wait for room for hours: they are no home of any chunk yet
         expected = [host for host in self.pool.hosts if host.starting is None or not host.added]
@@ -115,7 +115,7 @@ class Dispatch:
     # ---- ends
 
     def _end(self, ref: ray.ObjectRef[Any]) -> _CallUnderWay | None:
-        """Takes in a call that ended; None where it was taken back meanwhile, or its host died."""
+        """Takes in a call that ended; None if it was taken back meanwhile, or its host died."""
         call = self.under_way.pop(ref, None)
         if call is None:
             return None
@@ -146,7 +146,7 @@ class Dispatch:
         return call
 
     def _count_failure(self, call: _CallUnderWay, error: UserError) -> None:
-        """Raises RunError where the work of a call has failed too often. It counts for every chunk of the call."""
+        """Raises RunError if the work of a call has failed too often. It counts for every chunk of the call."""
         for number in call.numbers:
             hosts = self.failed.setdefault(number, [])
             hosts.append(call.host.number)
@@ -164,7 +164,7 @@ class Dispatch:
     # ---- calls that take too long
 
     def _due(self) -> list[tuple[float, ray.ObjectRef[Any]]]:
-        """(time at which it is due, call) of the present call of every host, where that has a limit."""
+        """(time at which it is due, call) of the present call of every host, if that has a limit."""
         present = [(number, refs[0]) for number, refs in self.of_host.items() if refs] if self.limited else []
         limits = [(self.since[number], self.under_way[ref].seconds, ref) for number, ref in present]
         return [(since + seconds, ref) for since, seconds, ref in limits if seconds is not None]

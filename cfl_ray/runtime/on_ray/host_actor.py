@@ -52,7 +52,7 @@ def host_environment(instructions: str | None) -> Iterator[None]:
 
 
 def host_runtime_env(instructions: str | None) -> dict[str, Any] | None:
-    """Ray's runtime environment of a host with these instructions; None where its cluster was started with them."""
+    """Ray's runtime environment of a host with these instructions; None if its cluster was started with them."""
     if os.environ.get(_INHERITED) == (instructions or ""):
         return None
     return {"env_vars": _HOST_ENVIRONMENT | instructions_environment(instructions)}

@@ -26,7 +26,7 @@ def hosts_asked_for(setup: Setup) -> int | None:
 
 
 def host_count(setup: Setup, resources: dict[str, float], grows: bool = False) -> int:
-    """Number of hosts to start. Raises ConfigError where the config asks for more than the cluster has room for.
+    """Number of hosts to start. Raises ConfigError if the config asks for more than the cluster has room for.
 
     grows: whether the cluster may grow; hosts that it has no room for wait, which asks its autoscaler for machines.
     """

@@ -27,7 +27,7 @@ _FIRST_HOST_SECONDS = 900  # runtime.wait_for_hosts: auto, before a run has had 
 _STEP_SECONDS = 1.0  # of a wait for hosts
 # after the loss of a node, until the cluster knows of it: Ray's health checks fail five times, 10 s and a pause of 3 s
 _NODE_SECONDS = 120
-# of a wait, after which the user hears of it (again): longer than hosts take to start where there is room
+# of a wait, after which the user hears of it (again): longer than hosts take to start if there is room
 _TELL_SECONDS = (30, 120, 600, 1800, 3600, *range(4 * 3600, 90 * 86400, 4 * 3600))
 _MEASURE_SECONDS = 600  # for a host to measure its engines
 _ANSWER_SECONDS = 1.0  # for a host that is asked how far its call is
@@ -121,7 +121,7 @@ class Pool:
     def ready(self) -> list[Host]:
         """The hosts that are ready; waits for the first one.
 
-        Raises RunError where the wait takes too long, RunStopped where a user asks to stop meanwhile.
+        Raises RunError if the wait takes too long, RunStopped if a user asks to stop meanwhile.
         """
         while not (ready := self._ready()):
             if not self.hosts:
@@ -135,7 +135,7 @@ class Pool:
     def _wait_for_hosts(self, starting: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
         """Those of these hosts that have started, as soon as there is one.
 
-        None where it takes long and others are ready.
+        None if it takes long and others are ready.
         """
         needed, began, told = not self._ready(), time.monotonic(), 0
         limit = self._limit() if needed else _PLACE_SECONDS

@@ -14,7 +14,7 @@ FORGIVEN_SECONDS = 600
 class RetryPolicy:
     """Restarts of one process, a host or the server: how many there were, and how many are granted.
 
-    A process has all its retries again where it lived `forgiven_seconds` and the run has advanced since its last death:
+    A process has all its retries again if it lived `forgiven_seconds` and the run has advanced since its last death:
     one that dies again and again in the same place does not, however long it takes to get there.
     """
 

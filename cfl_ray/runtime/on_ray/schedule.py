@@ -1,6 +1,6 @@
 """Which chunks of an exchange a host is given next. Knows nothing of Ray.
 
-A call has several chunks where there are few hosts or chunks are short, and fewer and fewer towards the end, so that
+A call has several chunks if there are few hosts or chunks are short, and fewer and fewer towards the end, so that
 calls are few and all hosts end together (guided self-scheduling: C. Polychronopoulos and D. Kuck, IEEE Transactions on
 Computers 36(12), 1987). Chunks of one output row whose data are on one node make a group. Within a group the largest
 chunks come first. A host stays with a group while that has chunks left, so that it adds up few rows; of the others it
@@ -84,7 +84,7 @@ class Schedule:
     def next_for(
         self, host: int, ready: Sequence[int], hosts: Sequence[int] | None = None, node: str = ""
     ) -> list[int]:
-        """Takes the chunks of the next call of a host; none where there is nothing for it to do.
+        """Takes the chunks of the next call of a host; none if there is nothing for it to do.
 
         ready: numbers of the hosts that are ready, `host` among them. hosts: with those that are starting. node: of the
             host.
@@ -127,7 +127,7 @@ class Schedule:
         return group
 
     def _top(self, node: str) -> tuple[float, Group] | None:
-        """The entry of the group with the largest cost left on a node; None where nothing is left there."""
+        """The entry of the group with the largest cost left on a node; None if nothing is left there."""
         heap = self._heaps.get(node, [])
         while heap:
             cost, group = heap[0]

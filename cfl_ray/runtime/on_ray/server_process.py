@@ -175,7 +175,7 @@ class ServerProcess:
         }
 
     def _opened(self, uri: str) -> tuple[JoinedShards, Federation]:
-        """Shards, read whole here and opened on every other node with a host. Raises DataError where they cannot be."""
+        """Shards, read whole here and opened on every other node with a host. Raises DataError if they cannot be."""
         added = open_shards(uri, verify=True)
         here = ray.get_runtime_context().get_node_id()
         for node in {host.node for host in list(self.pool.hosts) if host.node} - {here}:
@@ -183,7 +183,7 @@ class ServerProcess:
         return JoinedShards(added.uri, added.digest), added
 
     def _open_on(self, node: str, uri: str) -> None:
-        """Raises DataError where a host on this node could not read these shards."""
+        """Raises DataError if a host on this node could not read these shards."""
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task: Any = ray.remote(_open)
         opened = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(uri)

@@ -1,11 +1,9 @@
 """A session on a Ray cluster: a server actor beside the driver, client hosts wherever there is room."""
 
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
 from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
+from cfl_ray.system.signals import sigterm_interrupts
 
 _LOOK_SECONDS = 5.0  # between two looks at what the server waits for
 
@@ -52,7 +51,8 @@ class RaySession:
         self.actor: Any = None
         runtime = setup.experiment.runtime
         self.started_here = connect(runtime.address, runtime.hosts, runtime.cpu_capability)
-        self.on_sigterm = _stop_on_sigterm()
+        self.signals = ExitStack()
+        self.signals.enter_context(sigterm_interrupts())
         try:
             _send_plugins_by_value()
             grows = setup.experiment.runtime.wait_for_hosts != "auto" and not self.started_here
@@ -114,8 +114,7 @@ class RaySession:
             ray.kill(self.actor)
         if self.started_here:
             ray.shutdown()
-        if self.on_sigterm is not None:
-            signal.signal(signal.SIGTERM, self.on_sigterm)
+        self.signals.close()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
@@ -168,13 +167,6 @@ class RaySession:
         self.retry.started()
         ray.kill(self.actor)  # it may only be out of reach; it would work beside the new one
         self._start_server()
-
-
-def _stop_on_sigterm() -> Any:
-    """Lets SIGTERM, which stops a submitted job, end the run as Ctrl-C does. Returns the earlier handler."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    return signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _send_plugins_by_value() -> None:

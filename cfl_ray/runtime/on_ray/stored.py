@@ -26,7 +26,7 @@ _LEAST = 1024  # values written before compaction is worth a look
 
 
 class Pack(NamedTuple):
-    """Values side by side; value i is `flat[end[i - 1] : end[i]]`, and empty where there is none."""
+    """Values side by side; value i is `flat[end[i - 1] : end[i]]`, and empty if there is none."""
 
     flat: np.ndarray  # float32
     end: np.ndarray  # int64
@@ -42,7 +42,7 @@ class Pack(NamedTuple):
 
 
 class StoredValue(NamedTuple):
-    """Where a value is: an object, or a position in a pack."""
+    """If a value is: an object, or a position in a pack."""
 
     ref: ray.ObjectRef[Any]
     position: int | None = None
