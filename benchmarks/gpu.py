@@ -11,7 +11,7 @@ Ways, all of them FedAvg on the same clients, data and model sizes:
     2 processes, ...   the same in several processes that share the device, each with its share of the clients: the
                        manner of pfl-research, without its framework
     sequential, ...    the engines of `cfl_ray`, with the worker and the sums of a client host. Chunks are those of a
-                       run, stacks as large as the memory allows; and, for the engines that stack clients, stacks of
+                       run, vmap batches as large as the memory allows; and, for the engines that have them, some of
                        at most 16, 64, 256 clients and of all
 
 What Ray adds is not measured. The samples stay on the device, as in a run from a client's second round on
@@ -60,7 +60,7 @@ FEMNIST = replace(
     clients=3_597,
 )
 COHORT = 180  # clients of a round of femnist
-STACKS = (16, 64, 256)  # clients of a vmap batch; and all
+VMAP_BATCHES = (16, 64, 256)  # clients of a vmap batch; and all
 PROCESSES = (2, 4)  # that share the device
 PRECISIONS = ("float32", "tf32", "bf16")
 
@@ -351,7 +351,7 @@ def figures_of(case: Case, precision: str) -> Iterator[Figure]:
             continue
         sizes: list[int | None] = [None]
         if engine.together(case.networks[precision]):
-            sizes += sorted({size for size in arguments.stacks if size < case.cohort} | {case.cohort})
+            sizes += sorted({size for size in arguments.vmap_batches if size < case.cohort} | {case.cohort})
         for most in sizes:
             figure = measure(
                 case,
@@ -379,6 +379,14 @@ def facts(arguments: argparse.Namespace) -> dict:
     return found | {"data": arguments.data, "threads": arguments.threads, "quick": arguments.quick}
 
 
+class _OldName(argparse.Action):
+    """An option under its name before, which is taken with a warning."""
+
+    def __call__(self, parser, namespace, values, option=None):
+        print(f"warning: {option} is now --{self.dest.replace('_', '-')}", file=sys.stderr)
+        setattr(namespace, self.dest, values)
+
+
 def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -388,7 +396,9 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="at most 4 clients of few samples, one measured round")
     parser.add_argument("--clients", type=int, help="at most this number of clients, for a trial")
     parser.add_argument("--rounds", type=int, help="measured rounds after a first one (default: 3, quick: 1)")
-    parser.add_argument("--stacks", type=int, nargs="*", help="most clients of a vmap batch, beside what fits and all")
+    batches = "most clients of a vmap batch, beside what fits and all"
+    parser.add_argument("--vmap-batches", type=int, nargs="*", help=batches)
+    parser.add_argument("--stacks", type=int, nargs="*", dest="vmap_batches", action=_OldName, help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, nargs="*", help="numbers of processes that share the device")
     parser.add_argument(
         "--precision",
@@ -407,7 +417,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
     defaults = {
         "clients": 4 if quick else None,
         "rounds": 1 if quick else 3,
-        "stacks": (2,) if quick else STACKS,
+        "vmap_batches": (2,) if quick else VMAP_BATCHES,
         "processes": (2,) if quick else PROCESSES,
         "precision": PRECISIONS if arguments.device == "cuda" else PRECISIONS[:1],
     }

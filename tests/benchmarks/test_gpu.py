@@ -60,10 +60,12 @@ def test_needs_torch_and_numpy_alone(options, tmp_path):
     )
 
 
-def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch):
+def test_all_workloads_precisions_and_ways_are_measured_by_default(monkeypatch, capsys):
     arguments = gpu.arguments_of(["--device", "cpu"])
     assert arguments.workloads == ["W1", "W2", "W3", "femnist"] and arguments.processes == (2, 4)
-    assert (arguments.precision, arguments.rounds, arguments.stacks) == (("float32",), 3, (16, 64, 256))
+    assert (arguments.precision, arguments.rounds, arguments.vmap_batches) == (("float32",), 3, (16, 64, 256))
+    old = gpu.arguments_of(["--device", "cpu", "--stacks", "3", "5"])
+    assert old.vmap_batches == [3, 5] and "--stacks is now --vmap-batches" in capsys.readouterr().err
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     arguments = gpu.arguments_of([])
     assert (arguments.device, arguments.precision) == ("cuda", ("float32", "tf32", "bf16"))
