@@ -41,7 +41,7 @@ class ServerActor:
         from cfl_ray.runtime.on_ray.server_process import ServerProcess
 
         self.process = ServerProcess(packed, run_dir, session, fault)
-        self.process.start(started, packed[0])
+        self.process.pool.start(started, packed[0])
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Calls a method of `ServerProcess` for the driver."""

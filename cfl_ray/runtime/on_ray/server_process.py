@@ -21,7 +21,6 @@ from cfl_ray.runtime.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason
-from cfl_ray.runtime.on_ray.host_actor import StartedHost
 from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
@@ -67,10 +66,6 @@ class ServerProcess:
             stop_asked=self._stop_asked,
         )
         self.network = self.setup.network()
-
-    def start(self, started: list[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
-        """Makes this server ready, as soon as one of these hosts is."""
-        self.pool.start(started, setup_ref)
 
     # ---- asked by the driver
 
