@@ -1,5 +1,7 @@
 """The folder of a study, whose runs are in SETTING/METHOD/seed-SEED; read without importing torch."""
 
+import pkgutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,20 @@ def methods_in(values: dict[str, Any]) -> list[Any]:
     """The entries of `methods` of an experiment; none if they are no list."""
     methods = values.get("methods", [])
     return methods if isinstance(methods, list) else []
+
+
+def method_names() -> list[str]:
+    """Names of the published methods."""
+    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
+    assert package is not None and package.submodule_search_locations is not None
+    return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
+
+
+def num_methods(values: dict[str, Any]) -> int:
+    """The number of methods that an experiment lists."""
+    if "methods" not in values:
+        return 1
+    return sum(len(method_names()) if entry == "all" else 1 for entry in methods_in(values))
 
 
 def _position(name: str, names: list[str]) -> int:

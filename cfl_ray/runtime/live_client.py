@@ -1,12 +1,10 @@
 """The command line's view of a run: a live one is asked through its server, any other is read from its files."""
 
 import os
-import pkgutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,6 +13,7 @@ from typing import Any
 from cfl_ray import config
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.errors import RunError, UserError
+from cfl_ray.results.study_folder import num_methods
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 from cfl_ray.runtime.session_file import ServerAddress, read_server_address
@@ -65,7 +64,7 @@ def status(run_dir: Path) -> RunStatus:
     label = answer.get("method") or next(reversed(methods), None)
     if live and label and methods.get(label) != "finished":
         methods[label] = "at work"
-    waiting = max(0, sum(_entries(entry) for entry in experiment.methods) - len(methods))
+    waiting = max(0, num_methods({"methods": experiment.methods}) - len(methods))
     finished = not waiting and all(progress == "finished" for progress in methods.values())
     records = list(read_records(directory.method(label).path)) if label else []
     last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
@@ -170,15 +169,6 @@ def _rejected(directory: RunDirectory, methods: Iterable[str]) -> dict[str, int]
     """Updates rejected as not valid, of the methods that have any."""
     counts = {label: rejected_updates(read_records(directory.method(label).path))[0] for label in methods}
     return {label: count for label, count in counts.items() if count}
-
-
-def _entries(entry: Any) -> int:
-    """The number of methods that an entry of `methods` stands for."""
-    if entry != "all":
-        return 1
-    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
-    assert package is not None and package.submodule_search_locations is not None
-    return sum(1 for _ in pkgutil.iter_modules(package.submodule_search_locations))
 
 
 def _ended(run_dir: Path) -> str:

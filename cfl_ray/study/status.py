@@ -1,15 +1,21 @@
 """The progress of a study, read from its folder without importing torch."""
 
 import itertools
-import pkgutil
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cfl_ray.config.study import ALL_SETTINGS, Study, load_study, name_of, place_of
 from cfl_ray.errors import ConfigError
-from cfl_ray.results.study_folder import folders_with, is_finished, methods_in, run_folders, seed_of
+from cfl_ray.results.study_folder import (
+    folders_with,
+    is_finished,
+    method_names,
+    methods_in,
+    num_methods,
+    run_folders,
+    seed_of,
+)
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
 
@@ -81,7 +87,7 @@ class PlannedRuns:
             self.labels[setting if learns else place_of(study, setting, name_of(trial) if trial else "")] = _labels(
                 values
             )
-            count += _num_methods(values)
+            count += num_methods(values)
         more = (study.sweep.trials or 0) if study.sweep is not None and learns else 1
         self.count = count * more * len(study.seeds)
 
@@ -98,23 +104,9 @@ class PlannedRuns:
         return labels is None or method in labels
 
 
-def _method_names() -> list[str]:
-    """Names of the published methods."""
-    package = find_spec("cfl_ray.methods")  # importing it would import torch, and take seconds
-    assert package is not None and package.submodule_search_locations is not None
-    return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
-
-
-def _num_methods(values: dict[str, Any]) -> int:
-    """The number of methods that an experiment lists."""
-    if "methods" not in values:
-        return 1
-    return sum(len(_method_names()) if entry == "all" else 1 for entry in methods_in(values))
-
-
 def _labels(values: dict[str, Any]) -> frozenset[str] | None:
     """The labels of the methods that an experiment lists; None if they follow from options or from files."""
-    names = _method_names()
+    names = method_names()
     labels: list[str] = []
     for entry in methods_in(values) if "methods" in values else ["fedavg"]:
         name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, None)
