@@ -9,7 +9,7 @@ from cfl_ray.results.reassignments import Reassignments
 
 
 def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
-    moves = Reassignments(None)
+    reassignments = Reassignments(None)
     for round, moved in (
         (1, ((0, 0), (1, 1))),  # both appear
         (2, ((2, 0),)),  # another one
@@ -17,19 +17,19 @@ def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
         (4, ((0, -1),)),  # leaves
         (5, ((0, 1),)),  # comes again
     ):
-        moves.add(round, moved)
-    assert moves.rounds == [3]
+        reassignments.add(round, moved)
+    assert reassignments.rounds == [3]
 
 
 def test_clusters_that_are_formed_after_rounds_without_any_are_a_change():
     """AutoCFL and FL+HC train one model first: the round of their clustering counts, those of newcomers do not."""
-    moves = Reassignments(None)
+    reassignments = Reassignments(None)
     for round, moved in ((5, ((0, 0), (1, 1))), (8, ((2, 1),))):
-        moves.add(round, moved)
-    assert moves.rounds == [5]
+        reassignments.add(round, moved)
+    assert reassignments.rounds == [5]
 
 
-def test_moves_of_other_types_are_damage(tmp_path):
+def test_reassignments_of_other_types_are_damage(tmp_path):
     for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
         (tmp_path / "reassignments.jsonl").write_text(line + "\n")
         with pytest.raises(DataError, match="reassignments.jsonl is damaged"):
