@@ -17,21 +17,21 @@ import yaml
 from mutants import other_bytes, other_json, other_json_lines, other_value, put_something_else
 
 from cfl_ray import Experiment, compare_runs, config, data, load_run, resume, simulate
+from cfl_ray.checkpoint.lease import Lease
 from cfl_ray.checkpoint.manifest import _digest
 from cfl_ray.checkpoint.store import CheckpointStore
-from cfl_ray.checkpoint.writer import Writer
+from cfl_ray.cli import live_client
 from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results import trust
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.reassignments import Reassignments
-from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime import live_client, session_file
+from cfl_ray.results.run_record import recorded_hash
+from cfl_ray.run_directory import RunDirectory, session_file
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.prepare import engine_choice, prepare
-from cfl_ray.runtime.run_record import recorded_hash
-from cfl_ray.runtime.session_file import ServerAddress, publish_server
 from cfl_ray.security import credentials
 from cfl_ray.tracking import Mlflow, RunLog, delivery, mlflow_tracker, read_end, read_info, read_records
 from cfl_ray.tracking.csv_file import CsvFile
@@ -211,7 +211,7 @@ TARGETS = {
     "shards' samples": Target("shards/train-00000.arrow", other_bytes, _read_shards, 100),
     "checkpoint's manifest": Target("run/ditto/checkpoints/000002.json", _resigned, _read_checkpoints, 200),
     "checkpoint in use": Target("run/ditto/checkpoints/000002.json", _resigned, _read_trained, 8),
-    "writer": Target("run/ditto/writer.json", other_json, lambda folder: Writer(folder / "run/ditto").check(), 100),
+    "writer": Target("run/ditto/writer.json", other_json, lambda folder: Lease(folder / "run/ditto").check(), 100),
     "journal": Target(
         "run/ditto/events.jsonl", other_json_lines, lambda folder: Journal(folder / "run/ditto").until(9), 200
     ),

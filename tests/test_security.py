@@ -23,8 +23,8 @@ from cfl_ray import Experiment, config, data, simulate
 from cfl_ray.cli import main
 from cfl_ray.data import folder, open_shards
 from cfl_ray.errors import ConfigError, DataError, RunError
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent
-from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [

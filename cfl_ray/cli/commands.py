@@ -130,10 +130,10 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     """
     from cfl_ray.cli.progress import Display
     from cfl_ray.results.load import finished_results
+    from cfl_ray.results.run_record import check_not_edited
     from cfl_ray.results.trust import load_record, load_study_record
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.runtime import launch
-    from cfl_ray.runtime.run_record import check_not_edited
 
     if RunDirectory(run_dir).is_study:
         _is_trusted(lambda: load_study_record(run_dir), trust)
@@ -167,9 +167,8 @@ def status(
     import dataclasses
     import json
 
-    from cfl_ray.cli import tables
+    from cfl_ray.cli import live_client, tables
     from cfl_ray.run_directory import RunDirectory
-    from cfl_ray.runtime import live_client
     from cfl_ray.study.status import study_status
 
     found = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
@@ -198,8 +197,8 @@ def join(
     ] = None,
 ) -> None:
     """Let clients join a live run before its next round: known clients that are offline, or newcomers (--shards)."""
+    from cfl_ray.cli import live_client
     from cfl_ray.config.client_ids import parse_ids
-    from cfl_ray.runtime import live_client
 
     if (shards is None) == (not clients):
         raise ConfigError(
@@ -220,8 +219,8 @@ def leave(
     ],
 ) -> None:
     """Let clients leave a live run before its next round; their client state is dropped."""
+    from cfl_ray.cli import live_client
     from cfl_ray.config.client_ids import parse_ids
-    from cfl_ray.runtime import live_client
 
     _print(live_client.ask(run_dir, "leave", parse_ids(clients)))
 
@@ -229,7 +228,7 @@ def leave(
 @app.command(short_help="Stop a live run after its current round.")
 def stop(run_dir: RunDir) -> None:
     """Stop a live run after its current round, which is saved; `cfl-ray resume` resumes it."""
-    from cfl_ray.runtime import live_client
+    from cfl_ray.cli import live_client
 
     _print(live_client.ask(run_dir, "stop"))
 

@@ -33,8 +33,8 @@ from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
-from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for

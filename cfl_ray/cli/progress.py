@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from cfl_ray.cli.live_client import own_step
 from cfl_ray.cli.tables import (
     SECONDS,
     alone_warning,
@@ -27,7 +28,6 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.live_client import own_step
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking.record import is_evaluated

@@ -19,11 +19,11 @@ from cfl_ray.tracking.summary import rejected_updates
 
 if TYPE_CHECKING:  # `cfl-ray status` does not wait for torch
     from cfl_ray.cli.catalogue import PartKind
+    from cfl_ray.cli.live_client import RunStatus
     from cfl_ray.config import Experiment
     from cfl_ray.config.keys import KeySection
     from cfl_ray.core.method import Method
     from cfl_ray.results.results import Results
-    from cfl_ray.runtime.live_client import RunStatus
     from cfl_ray.study.status import StudyStatus
     from cfl_ray.tracking import RoundRecord
 

@@ -11,8 +11,8 @@ from cfl_ray.config.study import Study, name_of, place_of
 from cfl_ray.errors import ConfigError, UserError, did_you_mean
 from cfl_ray.methods import resolve
 from cfl_ray.results.load import finished_results
+from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.run_record import check_hash_of_run
 
 LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems allow 255
 

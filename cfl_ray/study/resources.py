@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from cfl_ray.config import RuntimeConfig
-from cfl_ray.runtime.session_file import cluster_address
+from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.system.machine import available_memory, usable_cpus
 
 _MOST_AT_ONCE = 64

@@ -20,12 +20,12 @@ from cfl_ray.errors.redaction import HIDDEN
 from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
 from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.reporting import report_at_the_end
+from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
 from cfl_ray.runtime.extension import check_extension
-from cfl_ray.runtime.run_record import check_hash_of_run
 from cfl_ray.security.credentials import remember_credentials
 from cfl_ray.study.metrics import metric_warnings, scores_of
 from cfl_ray.study.plan import ALL, Selection, StudyRun, plan

@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 
 from cfl_ray import Experiment, load_run, resume, simulate
+from cfl_ray.cli.live_client import status
 from cfl_ray.cli.progress import Display
 from cfl_ray.cli.tables import describe_method
 from cfl_ray.errors import Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.live_client import status
 
 PLANTED = {
     "data": {

@@ -5,10 +5,10 @@ import pytest
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import DataError
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.journal import Journal, JournalEvent
 from cfl_ray.runtime.launch import _on_cluster_of_now
-from cfl_ray.runtime.session_file import ServerAddress, publish_server
 
 
 def test_directory_of_another_config(experiment, run_dir):

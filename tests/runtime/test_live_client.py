@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from cfl_ray.cli import live_client
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime import live_client
-from cfl_ray.runtime.session_file import ServerAddress, publish_server
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_the_session_file_of_another_run_is_not_followed(run_dir, tmp_path):
 STATUS = """
 import sys
 from pathlib import Path
-from cfl_ray.runtime.live_client import status
+from cfl_ray.cli.live_client import status
 print(status(Path(sys.argv[1])).waiting, "torch" in sys.modules)
 """
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.session_file import ServerAddress, publish_server, read_server_address
+from cfl_ray.run_directory.session_file import ServerAddress, publish_server, read_server_address
 
 HERE = ServerAddress.here("127.0.0.1:6379", "server")
 

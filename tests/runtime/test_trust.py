@@ -8,13 +8,12 @@ import sys
 import pytest
 
 from cfl_ray import compare_runs, load_run, resume, simulate
-from cfl_ray.cli import main
+from cfl_ray.cli import live_client, main
 from cfl_ray.config import RuntimeConfig, TrackingConfig, load
 from cfl_ray.config.study import load_study
 from cfl_ray.errors import ConfigError
 from cfl_ray.results import trust
 from cfl_ray.results.trust import UntrustedError, check_owners, load_record, load_study_record, sign_study
-from cfl_ray.runtime import live_client
 from cfl_ray.security.credentials import remember_credentials
 
 CODE = """

@@ -6,8 +6,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cfl_ray.errors import RunError
+from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress
 from cfl_ray.runtime.on_ray.connect import as_user_error, join_cluster, short_reason
-from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress
 
 _ANSWER_SECONDS = 120
 

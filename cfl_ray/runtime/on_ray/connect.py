@@ -15,8 +15,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from cfl_ray.engine.failure import ClientFailure, may_be_machine
 from cfl_ray.errors import ConfigError, RunError, UserError
+from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.on_ray.host_actor import host_environment
-from cfl_ray.runtime.session_file import cluster_address
 from cfl_ray.system.machine import usable_cpus
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.loading import sent_by_value
+from cfl_ray.run_directory.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.runtime.environment import Environment
 from cfl_ray.runtime.on_ray.connect import as_user_error, connect, short_reason
 from cfl_ray.runtime.on_ray.host_actor import server_runtime_env
@@ -24,7 +25,6 @@ from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, durat
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
-from cfl_ray.runtime.session_file import NAMESPACE, ServerAddress, publish_server, withdraw_server
 from cfl_ray.system.signals import sigterm_interrupts
 
 _LOOK_SECONDS = 5.0  # between two looks at what the server waits for

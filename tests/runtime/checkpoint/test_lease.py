@@ -6,7 +6,7 @@ import torch
 from filelock import FileLock
 
 from cfl_ray import load_run, simulate
-from cfl_ray.checkpoint import writer
+from cfl_ray.checkpoint import lease
 from cfl_ray.checkpoint.manifest import CheckpointManifest
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.core.work import Address, ClientState, Work
@@ -88,7 +88,7 @@ def test_numbers_of_segments_are_used_by_one_server_only(tmp_path, monkeypatch):
 
 
 def test_the_lease_cannot_be_taken_while_a_manifest_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "_LOCK_SECONDS", 0.1)
     old, write, refused = store(tmp_path), CheckpointManifest.write, []
 
     def taken(manifest, file):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cfl_ray.runtime import driver
+from cfl_ray.runtime import recorder
 
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch):
-    monkeypatch.setattr(driver, "write_figures", lambda *_: None)
+    monkeypatch.setattr(recorder, "write_figures", lambda *_: None)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cfl_ray import resume, run, simulate
+from cfl_ray.cli import live_client
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runtime import live_client
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from cfl_ray import resume, simulate
+from cfl_ray.cli import live_client
 from cfl_ray.config.data import SOURCE_KINDS
 from cfl_ray.data import build
 from cfl_ray.data.images import Images
 from cfl_ray.data.plan import make_plan
 from cfl_ray.data.shard_writer import write_shards
 from cfl_ray.errors import ConfigError, RunError
-from cfl_ray.runtime import live_client
 from cfl_ray.tracking import read_records
 
 pytestmark = pytest.mark.slow

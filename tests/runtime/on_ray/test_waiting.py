@@ -7,8 +7,8 @@ import pytest
 import ray
 
 from cfl_ray import resume, run, simulate
+from cfl_ray.cli import live_client
 from cfl_ray.errors import RunError, RunStopped
-from cfl_ray.runtime import live_client
 
 pytestmark = pytest.mark.slow  # a run tells after half a minute that it waits
 

@@ -16,7 +16,7 @@ from cfl_ray.errors import RunError, UserError
 from cfl_ray.results.study_folder import num_methods
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command
-from cfl_ray.runtime.session_file import ServerAddress, read_server_address
+from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
 from cfl_ray.tracking.summary import rejected_updates
