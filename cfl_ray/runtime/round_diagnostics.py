@@ -1,9 +1,16 @@
-"""The arrays that a method reports as diagnostics, from one evaluated round to the next."""
+"""The arrays that go out with an evaluated round: those that the method has reported, of clusters, and label counts."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from cfl_ray.core.diagnostics import CLUSTERS, Diagnostics, ReportedDiagnostic
+from cfl_ray.core.clients import ClientData, Clients
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MOST_VALUES, Diagnostics, ReportedDiagnostic, sample_of
 from cfl_ray.core.state import State
+from cfl_ray.data.federation import Federation
 from cfl_ray.runtime.evaluation import Scores, cluster_vectors
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.tracking.record import cluster_diagnostics_of
@@ -17,19 +24,17 @@ class RoundDiagnostics:
     """
 
     def __init__(self, restored: tuple[ReportedDiagnostic, ...] = ()):
-        self.arrays = {one.name: one for one in restored}
+        self.arrays = {reported.name: reported for reported in restored}
         self._deferred: dict[str, tuple[int, Diagnostics]] = {}  # not made yet: (round, reported there)
 
-    def take(self, draft: RoundDraft, found: Diagnostics) -> None:
+    def take(self, draft: RoundDraft, reported: Diagnostics) -> None:
         """Takes the arrays that were reported in a round; numbers are metrics of the round."""
-        draft.add_numbers(found)
-        self._deferred |= dict.fromkeys(found.names, (draft.round, found))
+        draft.add_numbers(reported)
+        self._deferred |= dict.fromkeys(reported.names, (draft.round, reported))
 
     def resolve(self) -> None:
         """Makes the arrays that were taken since the last time."""
-        made = {
-            name: ReportedDiagnostic(name, round, found.array(name)) for name, (round, found) in self._deferred.items()
-        }
+        made = {name: ReportedDiagnostic(name, round, of.array(name)) for name, (round, of) in self._deferred.items()}
         self.arrays, self._deferred = self.arrays | made, {}
 
     @property
@@ -40,8 +45,50 @@ class RoundDiagnostics:
 
 def of_clusters(label: str, primary: str, state: State, online: np.ndarray, scores: Scores) -> Diagnostics:
     """Score and size of every cluster; nothing below two clusters."""
-    found = Diagnostics(label)
+    diagnostics = Diagnostics(label)
     if vectors := cluster_vectors(state, online, scores):
         for name, vector_K in zip(cluster_diagnostics_of(primary), vectors, strict=True):
-            found.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
-    return found
+            diagnostics.add(name, vector_K, (CLUSTERS,), scores.ids_M, 0.0)
+    return diagnostics
+
+
+@dataclass(frozen=True)
+class CountLabels:
+    """The number of a client's training samples of each class, (C,)."""
+
+    num_classes: int
+
+    def __call__(self, client: ClientData, anchor_P: Tensor | None) -> Tensor:
+        return torch.bincount(client.y, minlength=self.num_classes)
+
+
+@dataclass
+class LabelCounts:
+    """Label counts of the clients whose similarity a method has reported, so that the report can compare the two.
+
+    A client is asked once, and again when its data have changed.
+    """
+
+    num_classes: int
+    known: dict[tuple[int, Hashable], Tensor] = field(default_factory=dict)  # by client and version of its data
+
+    def bounded(self, ids: np.ndarray, seed: int) -> np.ndarray:
+        """A sample of the clients, small enough that their counts fit into a diagnostic."""
+        return ids[sample_of(ids, MOST_VALUES // self.num_classes, seed)]
+
+    def of(self, clients: Clients, federation: Federation) -> tuple[np.ndarray, Tensor]:
+        """Ids of those of the clients whose data are valid, and their counts (M, C)."""
+        key_of = {client: (client, federation.data_version(client)) for client in clients.ids_M.tolist()}
+        missing = clients.select(np.array([key not in self.known for key in key_of.values()], bool))
+        new_MC, valid_M = missing.describe(CountLabels(self.num_classes))
+        for client, counts_C in zip(missing.ids_M[valid_M].tolist(), new_MC[torch.from_numpy(valid_M)], strict=True):
+            self.known[key_of[client]] = counts_C
+        ids = [client for client, key in key_of.items() if key in self.known]
+        counts_MC = torch.stack([self.known[key_of[client]] for client in ids]) if ids else new_MC[:0]
+        return np.array(ids, np.int64), counts_MC
+
+
+def compared_clients(reported: Iterable[ReportedDiagnostic]) -> np.ndarray:
+    """Ids, ascending, of the clients in matrices of clients by clients."""
+    ids = [matrix.diagnostic.labels[0] for matrix in reported if matrix.diagnostic.axes == (CLIENTS, CLIENTS)]
+    return np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)

@@ -20,10 +20,9 @@ from cfl_ray.runtime.evaluation import (
     mean_of_defined,
     score_metrics,
 )
-from cfl_ray.runtime.label_counts import LabelCounts, compared_clients
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
-from cfl_ray.runtime.round_diagnostics import RoundDiagnostics, of_clusters
+from cfl_ray.runtime.round_diagnostics import LabelCounts, RoundDiagnostics, compared_clients, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft
 from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
 

@@ -29,12 +29,12 @@ from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
+from cfl_ray.engine.rows import shared_tensor
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.dispatch import Dispatch
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.on_ray.shared import shared_tensor
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, value_at
 
 _CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
