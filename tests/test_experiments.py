@@ -190,10 +190,10 @@ def test_published_numbers_have_the_names_of_their_study(file):
             assert key == NEEDS_CLUSTERING and not HAS_CLUSTERING
             continue
         assert name in study_of(key).tables and study_of(key).published == str(file)
-        assert {number.metric for _, _, number in table.runs()} <= set(METRICS) | OF_RUNS, name
+        assert {number.metric for _, _, number in table.cells()} <= set(METRICS) | OF_RUNS, name
         assert set(table.columns) <= set(study_of(key).setting_names)
         methods = {(run.setting, run.method) for run in runs_of(key)}
-        missing = [(row, column) for row, column, _ in table.runs() if (column, row) not in methods]
+        missing = [(row, column) for row, column, _ in table.cells() if (column, row) not in methods]
         assert not missing, (name, missing)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -191,6 +190,8 @@ def recipe(
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     """The tensors in a .safetensors file, by name. Reading runs no code. Raises ConfigError if it cannot be read."""
+    from safetensors.torch import load_file  # networks alone need no more than torch
+
     if not file.is_file():
         raise ConfigError(f"model.weights: there is no file {file}")
     try:
