@@ -203,10 +203,10 @@ def check_requests_in_round_2(run_dir, newcomers, larger):
 
 
 def check_forgeries(run_dir):
-    """A session.json that this user's token did not sign leads nowhere."""
+    """A session.json that this user did not sign leads nowhere."""
     file, genuine = run_dir / "session.json", (run_dir / "session.json").read_text()
     values = json.loads(genuine)
-    message = "session.json was not written with your Ray token for this folder, so its cluster is not contacted"
+    message = "session.json was not written by you in this folder, so its cluster is not contacted"
     for forged in (
         values | {"address": "127.0.0.1:1"},
         values | {"signature": "0" * 64},
