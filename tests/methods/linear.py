@@ -75,12 +75,12 @@ def alike(sizes: Sequence[int], shape: tuple[int, ...] = (5,), classes: int = 3)
 HIDDEN = 4
 
 
-def deep_stage(steps: int = STEPS) -> Stage:
+def deep_stage(steps: int = STEPS, **changes) -> Stage:
     """The same clients with two layers: A (4, 5), then B (3, 4)."""
     return Stage(
         uneven([N_0, N_1], (5,)),
         lambda: nn.Sequential(nn.Linear(5, HIDDEN, bias=False), nn.Linear(HIDDEN, 3, bias=False)),
-        LocalSGD(steps=steps, lr=ETA),
+        LocalSGD(steps=steps, lr=ETA, **changes),
     )
 
 
@@ -91,14 +91,15 @@ def layers(row_P: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def deep_sgd(
-    one: Stage, client: int, a: np.ndarray, b: np.ndarray, steps: int = STEPS
+    one: Stage, client: int, a: np.ndarray, b: np.ndarray, steps: int = STEPS, layers: str = "ab", decay: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`steps` full-batch steps of both layers."""
+    """`steps` full-batch steps of the layers that are named."""
     x, y = data(one, client)
     for _ in range(steps):
         logits = x @ a.T @ b.T
         error = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True) - y) / len(x)
-        a, b = a - ETA * b.T @ error.T @ x, b - ETA * error.T @ (x @ a.T)
+        step_a, step_b = b.T @ error.T @ x + decay * a, error.T @ (x @ a.T) + decay * b
+        a, b = a - ETA * ("a" in layers) * step_a, b - ETA * ("b" in layers) * step_b
     return a, b
 
 

@@ -1,4 +1,4 @@
-"""FedPer: base and private head by the formulas, its reductions to FedAvg and local training, and the client state."""
+"""FedPer and FedRep: base and private head by the formulas, reductions to FedAvg and local training, client state."""
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ from rounds import (
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods.fedavg import FedAvg
 from cfl_ray.methods.fedper import FedPer
+from cfl_ray.methods.fedrep import FedRep
 from cfl_ray.methods.local import Local
 
 BASE, HEAD = 16 * 16 + 16, 16 * 4 + 4
+both = pytest.mark.parametrize("cls", [FedPer, FedRep])
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -49,10 +51,28 @@ def test_a_late_client_starts_from_the_first_head():
     assert np.allclose(one.client_states["head", 1].reshape(3, HIDDEN), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_fedrep_trains_the_head_then_the_base(weights, decay):
+    """h_i in 3 epochs with phi fixed; then phi_i with the new h_i fixed, from the averaged phi. The rest stays."""
+    one, method = deep_stage(weight_decay=decay), FedRep(head_epochs=3, weights=weights)
+    a, b0 = layers(one.model())
+    heads, state = [b0, b0], None
+    for number in (1, 2):
+        heads = [deep_sgd(one, client, a, heads[client], 3, "b", decay)[1] for client in (0, 1)]
+        a = mean(*(deep_sgd(one, client, a, heads[client], STEPS, "a", decay)[0] for client in (0, 1)), weights)
+        state = one.play(method, None, state=state, first=number)
+        assert_layers(state.models_KP[0], a, b0)
+        for client in (0, 1):
+            found = one.client_states["head", client].reshape(3, HIDDEN)
+            assert np.allclose(found, heads[client], rtol=0, atol=1e-6)
+
+
+@both
 @pytest.mark.parametrize("local", [{"batch_size": 30, "momentum": 0.9}, {}], ids=["mini-batches", "full batch"])
-def test_without_private_layers_it_is_fedavg_bit_for_bit(local):
+def test_without_private_layers_it_is_fedavg_bit_for_bit(local, cls):
     one, other = groups(**local), groups(**local)
-    found, expected = one.play(FedPer(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
+    found, expected = one.play(cls(private_layers=0), *COHORTS), other.play(FedAvg(), *COHORTS)
     assert torch.equal(found.models_KP, expected.models_KP) and one.client_states == {} and floats(one) == floats(other)
 
 
@@ -65,13 +85,15 @@ def test_with_all_layers_private_it_is_local_bit_for_bit():
         assert torch.equal(one.client_states["head", client], other.client_states["personal", client])
 
 
+@both
 @pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)
-def test_private_heads_serve_groups_that_disagree(cohorts):
-    assert_serves_groups_that_disagree(FedPer(), cohorts, 0.8)
+def test_private_heads_serve_groups_that_disagree(cohorts, cls):
+    assert_serves_groups_that_disagree(cls(), cohorts, 0.8)
 
 
-def test_a_client_that_never_took_part_has_the_base_and_the_first_head():
-    one, method = groups(), FedPer()
+@both
+def test_a_client_that_never_took_part_has_the_base_and_the_first_head(cls):
+    one, method = groups(), cls()
     state = one.play(method, [0, 1])
     serving = method.serve(state, one.clients())
     assert serving.row_M.tolist() == [0] * 8 and serving.client_state.name == "head"
@@ -84,8 +106,9 @@ def test_a_client_that_never_took_part_has_the_base_and_the_first_head():
     assert accuracy(one, method, state, [1, 7]) == pytest.approx(expected)
 
 
-def test_a_client_that_left_and_returns_begins_with_the_first_head():
-    one, method = groups(), FedPer()
+@both
+def test_a_client_that_left_and_returns_begins_with_the_first_head(cls):
+    one, method = groups(), cls()
     state = one.play(method, None)
     one.backend.forget(np.array([0]))
     state = method.join(method.leave(state, np.array([0])), one.clients([0], 2))
@@ -97,16 +120,18 @@ def test_a_client_that_left_and_returns_begins_with_the_first_head():
     assert torch.equal(one.client_states["head", 0], fresh.client_states["head", 0])
 
 
-def test_traffic_is_the_shared_part_each_way():
+@both
+def test_traffic_is_the_shared_part_each_way(cls):
     for private, shared in [(2, 0), (0, BASE + HEAD)]:
         one = groups()
-        one.play(FedPer(private_layers=private), [0, 1, 2])
+        one.play(cls(private_layers=private), [0, 1, 2])
         assert floats(one) == (3 * shared, 3 * shared), private
 
 
-def test_a_rejected_client_keeps_no_head():
+@both
+def test_a_rejected_client_keeps_no_head(cls):
     one = Stage(Spoiled([4, 5]), mlp)
-    state = one.play(FedPer(), [3, 4], [4, 5])
+    state = one.play(cls(), [3, 4], [4, 5])
     assert one.client_states.keys() == {("head", 3)} and not state.models_KP.isnan().any()
 
 

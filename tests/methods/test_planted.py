@@ -71,6 +71,7 @@ ONE = {
     "fednova",
     "ditto",
     "fedper",
+    "fedrep",
     "lg_fedavg",
     "per_fedavg",
     "local",

@@ -19,6 +19,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ditto", {}, (P, P), (P, P)),
     ("local", {}, (0, 0), (0, 0)),
     ("fedper", {}, (BASE, BASE), (BASE, BASE)),
+    ("fedrep", {}, (BASE, BASE), (BASE, BASE)),
     ("lg_fedavg", {}, (HEAD, HEAD), (HEAD, HEAD)),
     ("fedavg_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),

@@ -1,0 +1,76 @@
+"""FedRep: L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai. Exploiting Shared Representations for Personalized
+Federated Learning. ICML 2021, arXiv:2102.07078, Algorithm 1.
+
+    h_i <- tau_h SGD steps on f_i(h_i, phi_t)    the head alone, with the received representation; h_i starts as in w_0
+    phi_i <- SGD steps on f_i(h_i, phi_i)        the representation alone, from phi_t, with the new head
+    phi_{t+1} <- Avg(phi_i)                      over the cohort; the heads never leave the clients
+
+A client that never took part predicts with phi and the untrained head, so nearly at random. The paper gives a newcomer
+a head that is trained on its own samples with phi fixed: `adapt`.
+
+Deviations: clients are averaged by samples, as in the official code (paper: uniformly). The head is the upper layers as
+in FedPer (official code: 5 tensors of its CNN are shared). In its last round the official code trains the heads of all
+clients; here heads are trained in the cohort alone. Each of the two trainings has a momentum buffer of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.method import option
+from cfl_ray.core.params import Columns
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.state import State
+from cfl_ray.core.weights import global_weights
+from cfl_ray.methods.fedper import FedPer
+
+
+@dataclass(frozen=True)
+class OnlyColumns:
+    """A step in some trained columns alone; the others stay as they are."""
+
+    columns: Columns
+    weight_decay: float  # of these columns: decay of the whole row would move the others too
+    batches_per_step: int = 1
+
+    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
+        step = torch.zeros_like(w)
+        self.columns.put(step, self.columns.of(gradient(w, 0)) + self.weight_decay * self.columns.of(w))
+        return step
+
+
+def training_of(columns: Columns, clients: Clients, epochs: int | None = None) -> LocalTraining:
+    """Local training of these columns alone. epochs: None for those of the experiment."""
+    trained, local = clients.spec.trained, clients.local
+    inside = Columns(tuple((start, min(stop, trained)) for start, stop in columns.ranges if start < trained))
+    return LocalTraining(
+        sgd=replace(local, weight_decay=0.0),
+        steps_M=None if epochs is None else local.steps_of(clients.num_samples_M, epochs),
+        local_step=OnlyColumns(inside, local.weight_decay),
+    )
+
+
+@dataclass(frozen=True)
+class FedRep(FedPer, name="fedrep"):
+    """A shared representation under private heads, trained one after the other."""
+
+    head_epochs: int = option(10, "tau_h: local epochs of the head", source="paper's experiments", low=1)
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        return "head and representation are trained one after the other, with a buffer each"
+
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        private, shared = self.private_columns(clients.spec)
+        phi, head = clients.send(state.models_KP, columns=shared), self.private_head(clients)
+        # h_i <- tau_h SGD steps on f_i(h_i, phi_t)
+        if head is not None:
+            how = training_of(private, clients, self.head_epochs)
+            clients.train(phi, client_state=head, how=how, keep_as_local_model=False)
+        # phi_i <- SGD steps on f_i(h_i, phi_i);  phi_{t+1} <- Avg(phi_i)
+        weight_1M = global_weights(clients.weights(self.weights))
+        updates = clients.train(phi, client_state=head, how=training_of(shared, clients), average=weight_1M)
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
