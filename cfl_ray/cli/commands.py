@@ -1,6 +1,6 @@
 """Commands of `cfl-ray`. Each prints its result and the next step.
 
-Exit status: 0 success, 1 failed run, 2 invalid input, 130 interrupted.
+Exit status: 0 success, 1 failed run, 2 invalid input, 3 a method diverged, 130 interrupted.
 """
 
 import io

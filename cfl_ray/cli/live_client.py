@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
-from cfl_ray.tracking.summary import rejected_updates
+from cfl_ray.tracking.summary import rejected_updates, why_diverged
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class RunStatus:
     last_fault: str | None = None
     fault_age: float | None = None  # seconds
     rejected: dict[str, int] = field(default_factory=dict)  # updates rejected as not valid, of methods that have any
+    updates: dict[str, int] = field(default_factory=dict)  # of the same methods: all updates, if known
+    diverged: dict[str, str] = field(default_factory=dict)  # methods that ended without a usable model, and why
     pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
     next: str | None = None  # the command that continues the run
     driver: str | None = None  # host and process id
@@ -66,7 +68,9 @@ def status(run_dir: Path) -> RunStatus:
         methods[label] = "at work"
     waiting = max(0, num_methods({"methods": experiment.methods}) - len(methods))
     finished = not waiting and all(progress == "finished" for progress in methods.values())
-    records = list(read_records(directory.method(label).path)) if label else []
+    records_of = {label: list(read_records(directory.method(label).path)) for label in methods}
+    records = records_of.get(label, []) if label else []
+    rejected = {label: found for label, of in records_of.items() if (found := rejected_updates(of)).count}
     last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
     score = primary_of(last.metrics) if last else "accuracy"
     shown = (score, f"{score}_local", "num_clusters")
@@ -91,7 +95,13 @@ def status(run_dir: Path) -> RunStatus:
         seconds_left=(seconds and live and seconds * (experiment.rounds - recorded)) or None,
         last_fault=fault,
         fault_age=when and max(0.0, time.time() - when),
-        rejected=_rejected(directory, methods),
+        rejected={label: found.count for label, found in rejected.items()},
+        updates={label: found.total for label, found in rejected.items() if found.total is not None},
+        diverged={
+            label: why
+            for label, progress in methods.items()
+            if progress == "finished" and (why := why_diverged(records_of[label]))
+        },
         pending=answer.get("pending", []),
         next=None if live or finished else command("resume", run_dir),
         driver=f"{session.host}, process {session.pid}" if live and session else None,
@@ -163,12 +173,6 @@ def _begun(run_dir: Path) -> dict[str, str]:
         directory.name: "finished" if (end := read_end(directory)) and end.status == "FINISHED" else "begun"
         for directory in begun
     }
-
-
-def _rejected(directory: RunDirectory, methods: Iterable[str]) -> dict[str, int]:
-    """Updates rejected as not valid, of the methods that have any."""
-    counts = {label: rejected_updates(read_records(directory.method(label).path))[0] for label in methods}
-    return {label: count for label, count in counts.items() if count}
 
 
 def _ended(run_dir: Path) -> str:

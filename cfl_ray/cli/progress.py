@@ -24,6 +24,7 @@ from cfl_ray.cli.tables import (
     score_of,
     statistics_line,
 )
+from cfl_ray.errors import Diverged
 from cfl_ray.errors.redaction import redact
 from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
@@ -31,6 +32,7 @@ from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.tracking.record import is_evaluated
+from cfl_ray.tracking.summary import why_diverged
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
 LONG_ROUND_SECONDS = 10.0  # from which a round's step is shown
@@ -216,8 +218,12 @@ class Display(Watcher):
     # ---- end of the run
 
     def finish(self, results: Results) -> None:
-        """Prints how long the run took, and its results."""
+        """Prints how long the run took, and its results. Raises Diverged if a method has no usable model."""
         self.show(results, f"finished in {time.monotonic() - self.began:.0f} s")
+        diverged = {label: why for label, method in results.methods.items() if (why := why_diverged(method.records))}
+        if diverged:
+            reasons = "; ".join(f"{label} diverged: {why}" for label, why in diverged.items())
+            raise Diverged(f"{reasons}; lower local.lr, or set local.clip_norm")
 
     def show(self, results: Results, took: str | None = None) -> None:
         """Prints the table of results, the places of all files, and the next commands."""

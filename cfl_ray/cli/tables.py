@@ -117,13 +117,15 @@ def alone_warning(final: Mapping[str, float]) -> str | None:
 
 def rejection_warning(label: str, records: "Sequence[RoundRecord]") -> str | None:
     """Why the results of a method may be of no use: updates were rejected; None where none was."""
-    count, rounds = rejected_updates(records)
-    if not count:
+    rejected = rejected_updates(records)
+    if not rejected.count:
         return None
+    rounds = rejected.rounds
     when = f"round {rounds[0]}" if len(rounds) == 1 else f"{len(rounds)} rounds from {rounds[0]} to {rounds[-1]}"
+    updates = "update of clients was" if rejected.count == 1 else "updates of clients were"
     return (
-        f"{count} update{'s' * (count > 1)} of clients {'were' if count > 1 else 'was'} rejected as not finite or not "
-        f"valid ({label}, {when}); if its training diverges, lower local.lr or set local.clip_norm"
+        f"{rejected} {updates} rejected as not finite or not valid ({label}, {when}); "
+        "if its training diverges, lower local.lr or set local.clip_norm"
     )
 
 
@@ -305,7 +307,11 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         "clients online": None if status.clients_online is None else f"{status.clients_online} of {status.clients}",
         "seconds per round": _speed(status),
         "last fault": _last_fault(status),
-        "rejected updates": ", ".join(f"{label} {count}" for label, count in status.rejected.items()),
+        "rejected updates": ", ".join(
+            f"{label} {count}" + (f" of {status.updates[label]}" if label in status.updates else "")
+            for label, count in status.rejected.items()
+        ),
+        "diverged": "; ".join(f"{label}: {why}" for label, why in status.diverged.items()),
         "pending requests": "\n".join(status.pending),
         "driver": status.driver,
         "resume with": status.next,

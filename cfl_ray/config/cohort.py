@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import FILE, ConfigSection, without_effect
+from cfl_ray.config.section import FILE, ConfigSection, unused_keys
 
 
 class AvailabilityConfig(ConfigSection):
@@ -86,10 +86,10 @@ class CohortConfig(ConfigSection):
     )
 
     @property
-    def warnings(self) -> list[str]:
-        """Warnings of keys that others replace."""
+    def unused(self) -> dict[str, str]:
+        """Keys that others replace, and why."""
         reason = f"cohort.clients is {self.clients}"
-        return [] if self.clients is None else without_effect(self, "cohort", ["fraction"], reason)
+        return {} if self.clients is None else unused_keys(self, "cohort", ["fraction"], reason)
 
     @field_validator("availability", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from cfl_ray.config.part import BuiltinKind, Kinds, check_name
 from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
 from cfl_ray.config.paths import with_replaced
-from cfl_ray.config.section import FILE, ConfigSection, without_effect
+from cfl_ray.config.section import FILE, ConfigSection, unused_keys
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, ShiftConfig
 from cfl_ray.plugins.calling import reference_of
 
@@ -134,27 +134,20 @@ class DataConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """Keys of this section that are valid and have no effect, or probably another one than was meant."""
-        meant = [one for one in (self.view_warning, self.client_warning) if one is not None]
-        return [*meant, *self._unused_division, *self._unused_test]
+        """Keys of this section that probably have another effect than was meant."""
+        return [one for one in (self.view_warning, self.client_warning) if one is not None]
 
     @property
-    def _unused_division(self) -> list[str]:
-        """Warnings of keys of the shift and the partition."""
+    def unused(self) -> dict[str, str]:
+        """Keys of this section that have no effect, and why."""
+        key = {"cluster": "fraction", "label": "fraction", "holdout": "max_images"}.get(self.test.view or "", "")
+        of_test = unused_keys(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
         if not self.has_clients:
-            return self.partition.warnings
+            return self.partition.unused | of_test
         reason = f"the samples of source {self.source} belong to clients already"
         division = type(self.partition).model_fields.keys() - {"clients"}
-        return [
-            *without_effect(self.shift, "data.shift", type(self.shift).model_fields, reason),
-            *without_effect(self.partition, "data.partition", division, reason),
-        ]
-
-    @property
-    def _unused_test(self) -> list[str]:
-        """Warnings of keys that other views use."""
-        key = {"cluster": "fraction", "label": "fraction", "holdout": "max_images"}.get(self.test.view or "", "")
-        return without_effect(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
+        of_shift = unused_keys(self.shift, "data.shift", type(self.shift).model_fields, reason)
+        return of_shift | unused_keys(self.partition, "data.partition", division, reason) | of_test
 
     @property
     def client_warning(self) -> str | None:

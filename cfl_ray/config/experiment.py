@@ -26,7 +26,7 @@ from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection
+from cfl_ray.config.section import ConfigSection, set_in_vain
 from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
@@ -162,8 +162,12 @@ class Experiment(ConfigSection):
     @property
     def warnings(self) -> list[str]:
         """Keys that are valid and have no effect, or probably another one than was meant."""
-        of_data = self.data.warnings if self.data.federation is None else []
-        return [*of_data, *self.local.warnings, *self.cohort.warnings]
+        return [*(self.data.warnings if self.data.federation is None else []), *set_in_vain(self, self.unused)]
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """Keys that have no effect, dotted, and why."""
+        return (self.data.unused if self.data.federation is None else {}) | self.local.unused | self.cohort.unused
 
     @property
     def config_hash(self) -> str:

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from cfl_ray.config.section import ConfigSection, without_effect
+from cfl_ray.config.section import ConfigSection, unused_keys
 
 
 class LocalConfig(ConfigSection):
@@ -66,6 +66,6 @@ class LocalConfig(ConfigSection):
         return self
 
     @property
-    def warnings(self) -> list[str]:
-        """Warnings of keys that others replace."""
-        return [] if self.steps is None else without_effect(self, "local", ["epochs"], f"local.steps is {self.steps}")
+    def unused(self) -> dict[str, str]:
+        """Keys that others replace, and why."""
+        return {} if self.steps is None else unused_keys(self, "local", ["epochs"], f"local.steps is {self.steps}")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
-from cfl_ray.config.section import ConfigSection, without_effect
+from cfl_ray.config.section import ConfigSection, unused_keys
 
 
 class CutConfig(ConfigSection):
@@ -41,9 +41,9 @@ class PartitionConfig(ConfigSection):
         return None
 
     @property
-    def warnings(self) -> list[str]:
-        """Warnings of keys that others make useless."""
-        return []
+    def unused(self) -> dict[str, str]:
+        """Keys that others make useless, and why."""
+        return {}
 
 
 class IidConfig(PartitionConfig):
@@ -80,9 +80,9 @@ class LabelSkewConfig(PartitionConfig):
         return self.groups
 
     @property
-    def warnings(self) -> list[str]:
+    def unused(self) -> dict[str, str]:
         reason = "data.partition.groups is null"
-        return [] if self.groups else without_effect(self, "data.partition", [self.key_of_groups], reason)
+        return {} if self.groups else unused_keys(self, "data.partition", [self.key_of_groups], reason)
 
 
 class DirichletConfig(LabelSkewConfig):

@@ -1,6 +1,7 @@
 """The base of all sections of an experiment."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -24,11 +25,19 @@ class ConfigSection(BaseModel):
         return value
 
 
-def without_effect(section: ConfigSection, where: str, names: Iterable[str], reason: str) -> list[str]:
-    """Warnings of those keys of a section that have no effect and yet a value of their own."""
-    fields, unused = type(section).model_fields, set(names)
-    return [
-        f"{where}.{name} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}"
-        for name, value in section
-        if name in unused and value != fields[name].default
-    ]
+def unused_keys(section: ConfigSection, where: str, names: Iterable[str], reason: str) -> dict[str, str]:
+    """Those keys of a section that have no effect, dotted, each with the reason."""
+    names = set(names)
+    return {f"{where}.{name}": reason for name in type(section).model_fields if name in names}
+
+
+def set_in_vain(root: ConfigSection, unused: Mapping[str, str]) -> list[str]:
+    """Warnings of unused keys that have a value of their own."""
+    found = []
+    for key, reason in unused.items():
+        *sections, name = key.split(".")
+        section: Any = reduce(getattr, sections, root)
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].default:
+            found.append(f"{key} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}")
+    return found

@@ -35,6 +35,12 @@ class RunError(UserError):
     """A failure of a run that had started correctly."""
 
 
+class Diverged(RunError):
+    """A run that is complete, with a method that has no usable model."""
+
+    exit_status = 3
+
+
 class Interrupted(RunError):
     """An interruption of the run by the user."""
 

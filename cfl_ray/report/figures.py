@@ -56,8 +56,8 @@ class DrawnPanel(NamedTuple):
     lines: dict[str, Line]
 
 
-def write_figures(directory: str | Path, records_by_method: Mapping[str, Records]) -> list[Path]:
-    """Writes the figures that the records have data for, as PNG, and returns their paths."""
+def write_figures(directory: str | Path, records_by_method: Mapping[str, Records], prefix: str = "") -> list[Path]:
+    """Writes the figures that the records have data for, as PNG, and returns their paths. prefix: of their names."""
     directory = Path(directory)
     private_folder(directory)
     clusters = [Panel("num_clusters", "clusters", _round), Panel("ari", "adjusted Rand index", _round)]
@@ -68,7 +68,7 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
         f"{score}_by_mbit.png": [Panel(score, f"mean client {score.replace('_', ' ')}", mbit)],
         "clusters_by_round.png": clusters,
     }
-    written = (_write(directory / name, panels, records_by_method) for name, panels in figures.items())
+    written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
 
 

@@ -72,7 +72,8 @@ class RunDirectory:
     environment = File(
         "environment.json",
         ("run",),
-        "engine, device, CPU instructions and version of PyTorch, on which results depend besides the config hash",
+        "engine, why it did not train some clients, device, CPU instructions and version of PyTorch, on which results "
+        "depend besides the config hash",
         "driver",
         before="numerics.json",
     )

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cfl_ray.config import Experiment
+from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.errors import RunStopped
 from cfl_ray.methods import full_label
 from cfl_ray.results.export import save_models
@@ -23,6 +25,7 @@ from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.environment import add_fallbacks
 from cfl_ray.runtime.load import load_trained
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.recorder import MethodRecorder, finish, of_task_in, write_figures
@@ -30,6 +33,8 @@ from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import Session
 from cfl_ray.tracking import RunInfo, RunLog, flatten, new_trackers, redact, resolve_uri
 from cfl_ray.tracking.record import EndStatus, primary_of
+
+_OFF = {"null", "false", "[]", "{}", "None", "False", "()"}  # values of keys and options that do nothing
 
 
 @dataclass
@@ -149,6 +154,8 @@ class Driver:
         tell = self.watcher.method
         for report in self.session.rounds(label):  # first the restored one, which may not be recorded yet
             recorder.add(report)
+            if report.fallbacks and self.directory is not None:
+                add_fallbacks(self.directory, label, report.fallbacks)
             tell(label, report)
             tell = self.watcher.round
             self._check_ending()
@@ -189,18 +196,36 @@ class Driver:
             "config_hash": experiment.config_hash,
             "git_commit": _git_commit(),
         }
-        params = flatten(experiment.to_dict()) | {f"session.{key}": value for key, value in self.run_info.items()}
+        params = params_of(experiment) | {f"session.{key}": value for key, value in self.run_info.items()}
         when = f"seed {experiment.seed}, {time.strftime('%Y-%m-%d %H:%M')}"
         if label is None:
             return RunInfo(f"{experiment.name}, {when}", "", tags, params)
         method = self.setup.methods[label]
         del params["methods"]  # those of the comparison; this one's options are below `method.`
-        params |= {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
+        options = {f"method.{item.name}": str(getattr(method, item.name)) for item in fields(method)}
+        params |= {name: value for name, value in options.items() if value not in _OFF}
         tags |= {"method": method.name, "label": label, "phases": ", ".join(method.phases)}
         if (study := self.study) is not None:
             tags |= {"label": study.method, "setting": study.setting, "study": study.root.name}
-            return RunInfo(f"{study.method}, {study.setting}, seed {experiment.seed}", method.name, tags, params)
-        return RunInfo(f"{full_label(method)}, {experiment.name}, {when}", method.name, tags, params)
+            return RunInfo(f"{study.setting}, {study.method}, seed {experiment.seed}", method.name, tags, params)
+        return RunInfo(f"{experiment.name}, {full_label(method)}, {when}", method.name, tags, params)
+
+
+def params_of(experiment: Experiment) -> dict[str, str]:
+    """The keys that have an effect on a run, for comparisons of runs; all keys are in its config.yaml.
+
+    Without what is off, and without places of data and results; of evaluation and runtime what differs from defaults.
+    """
+    values, defaults = flatten(experiment.to_dict()), flatten(Experiment().to_dict())
+    without = {"name", "output", *(f"data.{key}" for key in NOT_IN_RECIPE), *experiment.unused}
+    return {
+        key: value
+        for key, value in values.items()
+        if value not in _OFF
+        and key not in without
+        and not key.startswith("tracking.")
+        and not (key.startswith(("evaluation.", "runtime.")) and value == defaults.get(key))
+    }
 
 
 def _comparison(results: Mapping[str, MethodResult]) -> dict[str, float]:

@@ -97,12 +97,24 @@ def read_environment(run_dir: Path | None) -> Environment | None:
     except (DataError, OSError):
         return None
     names = {item.name for item in fields(Environment)}
-    return Environment(**values) if isinstance(values, dict) and values.keys() == names else None
+    if not isinstance(values, dict) or not names <= values.keys():
+        return None
+    return Environment(**{name: values[name] for name in names})
 
 
 def write_environment(run_dir: Path, environment: Environment) -> None:
     """Writes the environment that a run begins with."""
     write_json(RunDirectory(run_dir).environment, asdict(environment))
+
+
+def add_fallbacks(run_dir: Path, label: str, reasons: Iterable[str]) -> None:
+    """Records that the chosen engine did not train all clients of a method, and why. Each reason is recorded once."""
+    file = RunDirectory(run_dir).environment
+    values = read_json(file) or {}
+    of_method = values.get("fallbacks", {})
+    known = of_method.get(label, [])
+    if new := [reason for reason in reasons if reason not in known]:
+        write_json(file, values | {"fallbacks": of_method | {label: [*known, *new]}})
 
 
 def _in_words(value: object) -> str:

@@ -253,7 +253,9 @@ class RoundLoop:
         if cohort.dropped:
             draft.metrics["clients_dropped"] = float(cohort.dropped)
         draft.exclude(stats)
-        draft.notes += sorted(stats.fallbacks - self.fallbacks)
+        draft.metrics |= {"cohort_size": float(len(cohort.ids_M)), "updates_rejected": float(len(stats.rejected))}
+        draft.fallbacks = sorted(stats.fallbacks - self.fallbacks)
+        draft.notes += draft.fallbacks
         self.fallbacks |= stats.fallbacks
         draft.note_moves(self.state.assign_N)
         stats.events += phase_change(draft.round, draft.phase, self.state.phase)

@@ -32,6 +32,7 @@ class RoundReport:
     diagnostics: tuple[ReportedDiagnostic, ...] = ()  # arrays since the evaluated round before; empty: not evaluated
     phase: str = ""  # of the method, in which the round began; empty: no round yet
     events: tuple[ClusterEvent, ...] = ()  # of clusters, and a change of the phase
+    fallbacks: tuple[str, ...] = ()  # why clients were not trained by the chosen engine, if not reported before
 
     @property
     def finished(self) -> bool:
@@ -52,6 +53,7 @@ class RoundDraft:
     scores_MV: np.ndarray | None = None
     time_ms: int = 0
     numbers: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
 
@@ -104,6 +106,7 @@ class RoundDraft:
             diagnostics if self.scores_MV is not None else (),
             self.phase,
             tuple(self.stats.events),
+            tuple(self.fallbacks),
         )
 
 

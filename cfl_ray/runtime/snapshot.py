@@ -43,6 +43,7 @@ class _Report(_Strict):
     diagnostics: list[_Diagnostic] = []
     phase: str = ""
     events: list[dict[str, Any]] = []
+    fallbacks: list[str] = []
 
 
 class _Values(_Strict):
@@ -83,6 +84,7 @@ class Snapshot:
             ],
             "phase": report.phase,
             "events": [event.to_fields() for event in report.events],
+            "fallbacks": report.fallbacks,
         }
         return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values}
 
@@ -119,6 +121,7 @@ class Snapshot:
             diagnostics=diagnostics,
             phase=values.report.phase,
             events=events,
+            fallbacks=tuple(values.report.fallbacks),
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
         return cls(state, traffic, local_scores_N2, moments, report)

@@ -21,7 +21,7 @@ from cfl_ray.results.comparison import StudyFigures, format_table, measured, met
 from cfl_ray.results.found_runs import find_runs
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
-from cfl_ray.results.study_folder import run_folders, seed_of
+from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
 from cfl_ray.results.trust import sign_study
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.run_directory.lock import command, hold
@@ -41,16 +41,19 @@ from cfl_ray.tracking import (
     RunLog,
     deliver_pending,
     flatten,
+    read_records,
     redact,
     resolve_uri,
 )
 from cfl_ray.tracking.record import METRICS, EndStatus, RoundRecord
+from cfl_ray.tracking.summary import mean_of_runs
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 _PACKED = ("backend", "address", "hosts", "clients_per_host", "gpus_per_host", "cpus_per_host", "device")
+_DRAWN = 8  # settings with figures in MLflow; the report has those of all
 _MORE_SECONDS = 5.0  # to wait for runs whose study was killed
 
 
@@ -373,6 +376,8 @@ class _Launch:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.found, known)
         write_text(directory.table, format_table(table, "md") + "\n")
+        if self.uri is not None and self.study.sweep is None:
+            self._write_figures(directory.artifacts)
         if self.experiment.tracking.report:
             report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)  # runs of ours
         means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
@@ -383,6 +388,19 @@ class _Launch:
             for name in names
             if row[name] == row[name]
         }
+
+    def _write_figures(self, folder: Path) -> None:
+        """The methods of each setting side by side, for its run in MLflow: means over the seeds."""
+        from cfl_ray.report.figures import write_figures  # imports matplotlib
+
+        found: dict[str, dict[str, list[list[RoundRecord]]]] = {}
+        for setting, method, run in run_folders(self.root):
+            for end in run.glob(f"*/{RunDirectory.end.name}"):
+                if is_finished(end.parent):
+                    found.setdefault(setting, {}).setdefault(method, []).append(list(read_records(end.parent)))
+        for setting, of_methods in list(found.items())[:_DRAWN]:
+            prefix = f"{_plain(setting)}_" if len(found) > 1 else ""
+            write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
 
     def _run_log(self) -> RunLog:
         """The log of the parent run."""

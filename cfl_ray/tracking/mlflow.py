@@ -14,10 +14,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 from filelock import FileLock
 
@@ -25,6 +26,7 @@ from cfl_ray.errors import DataError, RunError
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import PRIVATE, private_folder, write_text
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
+from cfl_ray.tracking.summary import mbit
 from cfl_ray.tracking.uri import sqlite_path
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that delivers pays it
@@ -71,7 +73,8 @@ class MlflowRun:
         return cls(client, run_id, info.tags.get(PHASES_TAG, "").split(", "))
 
     def log(self, records: Sequence[RoundRecord]) -> None:
-        """Sends every metric with the round as its step; the phase as its number in the tag `phases`, from 0 on.
+        """Sends every metric with the round as its step; the phase as its number in the tag `phases`, from 0 on; and
+        `mbit`, the traffic so far, as an axis of charts.
 
         Tags: `phase` of the next round, and `last_event` of the clusters.
         """
@@ -80,7 +83,7 @@ class MlflowRun:
         metrics = [
             Metric(name, value, record.time_ms, record.round)
             for record in records
-            for name, value in [*record.metrics.items(), *self._phase_metric(record)]
+            for name, value in [*record.metrics.items(), *self._phase_metric(record), *_traffic_metric(record)]
         ]
         said = [("phase", record.next_phase) for record in records[-1:] if record.phase]
         events = [event for record in records for event in record.events]
@@ -94,9 +97,9 @@ class MlflowRun:
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
-        if table := _table(end.summary.metrics):
-            self._client.set_tag(self.run_id, _NOTE_TAG, table)
         _refuse_links(artifacts)
+        if table := _table(end.summary.metrics):
+            self._client.set_tag(self.run_id, _NOTE_TAG, "\n\n".join([table, *self._shown(artifacts)]))
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
@@ -134,6 +137,16 @@ class MlflowRun:
         known = record.phase and record.phase in self.phases
         return [("phase", float(self.phases.index(record.phase)))] if known else []
 
+    def _shown(self, artifacts: Path) -> Iterator[str]:
+        """The figures of a comparison and a link to its report, as Markdown with addresses on the server."""
+        for file in sorted(artifacts.glob("*.png")):
+            address = f"get-artifact?{urlencode({'path': file.name, 'run_uuid': self.run_id})}"
+            yield f"![{file.stem.replace('_', ' ')}]({address})"
+        report = artifacts / Path(RunDirectory.report.name).name
+        if report.is_file():
+            experiment_id = self._client.get_run(self.run_id).info.experiment_id
+            yield f"[Report](#/experiments/{experiment_id}/runs/{self.run_id}/artifacts/{report.name})"
+
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
@@ -146,6 +159,10 @@ class MlflowRun:
             for entry in self._client.get_metric_history(self.run_id, name)
         }
         return [metric for metric in metrics if (metric.key, metric.step) not in existing]
+
+
+def _traffic_metric(record: RoundRecord) -> list[tuple[str, float]]:
+    return [("mbit", mbit(record))] if {"mbit_down", "mbit_up"} <= record.metrics.keys() else []
 
 
 def _refuse_links(folder: Path) -> None:

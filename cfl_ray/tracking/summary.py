@@ -1,8 +1,11 @@
 """Metrics of a whole run, computed at its end from its records: rounds and traffic until a target score."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
-from cfl_ray.tracking.record import RoundRecord
+from cfl_ray.tracking.record import RoundRecord, primary_of
 
 
 def summarise(
@@ -44,12 +47,55 @@ def mbit(record: RoundRecord) -> float:
     return record.metrics.get("mbit_down", 0.0) + record.metrics.get("mbit_up", 0.0)
 
 
-def rejected_updates(records: Iterable[RoundRecord]) -> tuple[int, list[int]]:
-    """Returns how many updates of clients were rejected as not valid, and in which rounds."""
-    counts = {record.round: int(record.metrics.get("clients_rejected", 0)) for record in records}
-    return sum(counts.values()), [round for round, count in counts.items() if count]
+@dataclass(frozen=True)
+class RejectedUpdates:
+    """How many updates of clients were rejected as not valid."""
+
+    count: int
+    total: int | None  # updates, valid or not; None: not known, of a run of an earlier version
+    rounds: Sequence[int]  # in which any was rejected
+
+    def __str__(self) -> str:
+        return str(self.count) if self.total is None else f"{self.count} of {self.total}"
+
+
+def rejected_updates(records: Iterable[RoundRecord]) -> RejectedUpdates:
+    """Returns the rejected updates of all rounds."""
+    metrics = {record.round: record.metrics for record in records}
+    # earlier versions: with the clients that were excluded from evaluation
+    counts = {round: int(of.get("updates_rejected", of.get("clients_rejected", 0))) for round, of in metrics.items()}
+    is_known = all("cohort_size" in of for of in metrics.values())
+    total = sum(int(of["cohort_size"]) for of in metrics.values()) if is_known else None
+    return RejectedUpdates(sum(counts.values()), total, [round for round, count in counts.items() if count])
+
+
+def why_diverged(records: Sequence[RoundRecord]) -> str | None:
+    """Returns why a method ended without a usable model; None for a method that has one."""
+    if not records:
+        return None
+    last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
+    if size and last.metrics["updates_rejected"] >= size:
+        return f"all {size:.0f} updates of round {last.round}, the last one, were rejected as not finite or not valid"
+    final = next((record.metrics for record in reversed(records) if "test_loss" in record.metrics), {"test_loss": 0.0})
+    loss, score = final["test_loss"], final.get(primary_of(final), 0.0)
+    if math.isinf(loss) or (math.isnan(loss) and not math.isnan(score)):  # both are NaN without test samples
+        return f"its last test loss is {loss}"
+    return None
 
 
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:
     """Returns the last of these rounds; 0 if there is none."""
     return max(change_rounds, default=0)
+
+
+def mean_of_runs(runs: Sequence[Sequence[RoundRecord]]) -> list[RoundRecord]:
+    """Returns the mean, over runs of several seeds, of each metric that all of them have in a round."""
+    by_round = [{record.round: record for record in records} for records in runs]
+    common = sorted(set.intersection(*map(set, by_round))) if runs else []
+    means = []
+    for round in common:
+        records = [of[round] for of in by_round]
+        names = [name for name in records[0].metrics if all(name in record.metrics for record in records)]
+        metrics = {name: fmean(record.metrics[name] for record in records) for name in names}
+        means.append(RoundRecord(round, metrics, of_task=records[0].of_task))
+    return means

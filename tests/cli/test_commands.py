@@ -500,10 +500,22 @@ def test_more_clusters_than_clients_are_worth_a_warning(capsys):
 def test_training_that_diverges_is_worth_a_warning_and_a_status(capsys):
     _, output, _ = call(capsys, "run", "--in-process", "--run-dir", "far", "local.lr=100", *QUICK)
     (warning,) = [line for line in output.splitlines() if "were rejected as not finite or not valid" in line]
-    count = int(re.match(r"warning: (\d+) updates of clients were rejected", warning)[1])
-    assert count > 1 and "(fedavg, " in warning and "lower local.lr" in warning
-    assert json.loads(call(capsys, "status", "--json", "far")[1])["rejected"] == {"fedavg": count}
-    assert f"fedavg {count}" in call(capsys, "status", "far")[1]
+    count, total = map(int, re.match(r"warning: (\d+) of (\d+) updates of clients were rejected", warning).groups())
+    assert 1 < count < total and "(fedavg, " in warning and "lower local.lr" in warning
+    found = json.loads(call(capsys, "status", "--json", "far")[1])
+    assert found["rejected"] == {"fedavg": count} and found["updates"] == {"fedavg": total} and found["diverged"] == {}
+    assert f"fedavg {count} of {total}" in call(capsys, "status", "far")[1]
+
+
+def test_a_run_without_a_valid_update_at_its_end_has_an_exit_status_of_its_own(capsys):
+    few = ["data.partition.clients=5", "schedule=[]", "cohort.fraction=1"]
+    diverging = ["local.lr=100", "local.momentum=0.99", "local.epochs=40", "local.batch_size=10"]
+    status, output, error = call(capsys, "run", "--in-process", "--run-dir", "far", *few, *QUICK, *diverging)
+    why = "all 5 updates of round 1, the last one, were rejected as not finite or not valid"
+    assert status == 3 and error.startswith(f"error: fedavg diverged: {why}; lower local.lr") and "results" in output
+    found = json.loads(call(capsys, "status", "--json", "far")[1])
+    assert found["state"] == "finished" and found["diverged"] == {"fedavg": why}
+    assert call(capsys, "resume", "far")[0] == 0  # nothing was left to do
 
 
 def test_a_clustering_into_single_clients_is_worth_a_warning(capsys):

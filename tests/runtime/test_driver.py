@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from cfl_ray import simulate
+from cfl_ray import Experiment, simulate
 from cfl_ray.errors import RunError
 from cfl_ray.runtime import launch, recorder
+from cfl_ray.runtime.driver import params_of
 from cfl_ray.tracking import read_end, read_info
 
 
@@ -49,11 +50,11 @@ def test_an_error_in_the_end_of_a_method_ends_the_run(methods, experiment, tmp_p
 
 
 def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_comparison(experiment, tmp_path):
-    """Name: method, changed options, experiment, seed and time; a method's options are below `method.` only."""
+    """Name: experiment, method, changed options, seed and time; a method's options are below `method.` only."""
     methods = ["fedavg", {"ifca": {"num_clusters": 2}}, {"ifca": {"num_clusters": 3}}]
     results = simulate(experiment(methods=methods, rounds=1, seed=7), tmp_path / "run")
     parent, *children = [read_info(tmp_path / "run" / label) for label in ("", *results.methods)]
-    names = ("small", "fedavg, small", "ifca-num_clusters=2, small", "ifca-num_clusters=3, small")
+    names = ("small", "small, fedavg", "small, ifca-num_clusters=2", "small, ifca-num_clusters=3")
     for info, name in zip((parent, *children), names, strict=True):
         assert re.fullmatch(re.escape(name) + r", seed 7, \d{4}-\d\d-\d\d \d\d:\d\d", info.name)
     assert [info.params.get("method.num_clusters") for info in children] == [None, "2", "3"]
@@ -61,3 +62,26 @@ def test_runs_are_named_by_what_tells_them_apart_and_the_parent_holds_the_compar
     end = read_end(tmp_path / "run")
     for label, name in (("fedavg", "fedavg"), ("ifca-num_clusters=2", "ifca-num_clusters_2")):
         assert end.summary.metrics[f"{name}/accuracy"] == results[label].final["accuracy"]
+
+
+def test_parameters_of_a_run_are_those_that_have_an_effect_on_it():
+    plain = params_of(Experiment(output="/tmp/elsewhere"))
+    assert plain["local.lr"] == "0.1" and plain["cohort.fraction"] == "0.5" and plain["attack.kind"] == "none"
+    left_out = ("attack.scale", "data.partition.alpha", "data.test.fraction", "local.clip_norm", "local.drop_last")
+    assert not plain.keys() & {*left_out, "output", "name", "data.root", "evaluation.every", "schedule"}
+    assert not any(key.startswith(("runtime.", "tracking.")) for key in plain)
+    changed = {
+        "local": {"steps": 3, "clip_norm": 1.0},
+        "cohort": {"clients": 4},
+        "runtime": {"precision": "bf16"},
+        "evaluation": {"every": 2},
+    }
+    found = params_of(Experiment(**changed))
+    assert found.keys() - plain.keys() == {
+        "local.steps",
+        "local.clip_norm",
+        "cohort.clients",
+        "runtime.precision",
+        "evaluation.every",
+    }
+    assert plain.keys() - found.keys() == {"local.epochs", "cohort.fraction"}  # others take their place

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from cfl_ray import load_run, resume, simulate
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.autotune import EngineChoice
+from cfl_ray.engine.engines import ENGINES
 from cfl_ray.errors import Interrupted
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
@@ -120,3 +122,23 @@ def test_an_output_that_is_nowhere_is_said(experiment, tmp_path):
     watcher = Interrupting()
     resume(tmp_path / "run", watcher, on_ray=False)
     assert any(line.startswith(f"{tmp_path}/out, the output folder of this run, is not here") for line in watcher.lines)
+
+
+def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reason(experiment, tmp_path, monkeypatch):
+    manual = ENGINES["manual"]
+    refuses = replace(manual, why_not=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
+    monkeypatch.setitem(ENGINES, "manual", refuses)
+    run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
+    with pytest.raises(Interrupted):
+        simulate(made, run_dir, Interrupting(2))
+    fallback = ["manual gives way to sequential for some clients: an odd client"]
+    assert json.loads((run_dir / NUMERICS).read_text())["fallbacks"] == {"fedavg": fallback}
+    watcher = Interrupting()
+    resume(run_dir, watcher, on_ray=False)
+    kept = json.loads((run_dir / NUMERICS).read_text())
+    assert kept["engine"] == "manual" and kept["fallbacks"] == {"fedavg": fallback, "ditto": fallback}
+    assert watcher.lines == []
+
+
+def test_a_run_whose_engine_trained_all_clients_records_no_fallback(interrupted):
+    assert "fallbacks" not in json.loads((interrupted / NUMERICS).read_text())

@@ -1,5 +1,5 @@
 from cfl_ray.tracking import RoundRecord, summarise
-from cfl_ray.tracking.summary import rounds_to_stable_clusters
+from cfl_ray.tracking.summary import rejected_updates, rounds_to_stable_clusters, why_diverged
 
 
 def curve(*accuracies):
@@ -36,3 +36,29 @@ def test_a_round_without_evaluation_is_not_at_target():
 
 def test_assignments_that_never_change_are_stable_from_the_start():
     assert rounds_to_stable_clusters([]) == 0
+
+
+def rounds_with(*counts, size=10, **metrics):
+    """Records with these counts of rejected updates."""
+    return [
+        RoundRecord(round, {"cohort_size": size, "updates_rejected": count, "clients_rejected": count + 1} | metrics)
+        for round, count in enumerate(counts, start=1)
+    ]
+
+
+def test_rejected_updates_are_counted_with_all_updates_of_the_run():
+    found = rejected_updates(rounds_with(0, 3, 0, 4))
+    assert (found.count, found.total, found.rounds, str(found)) == (7, 40, [2, 4], "7 of 40")
+    earlier = [RoundRecord(1, {"clients_rejected": 2.0}), RoundRecord(2, {"clients_rejected": 0.0})]
+    assert str(rejected_updates(earlier)) == "2" and rejected_updates(earlier).total is None
+
+
+def test_a_method_has_diverged_if_its_last_round_or_its_last_test_has_no_finite_result():
+    nan, inf = float("nan"), float("inf")
+    assert why_diverged([]) is None and why_diverged(rounds_with(10, 9)) is None
+    assert why_diverged(rounds_with(0, 10)).startswith("all 10 updates of round 2, the last one, were rejected")
+    assert why_diverged(rounds_with(0, 0, size=0)) is None  # nobody could be reached
+    assert why_diverged(rounds_with(0, test_loss=inf, accuracy=0.1)) == "its last test loss is inf"
+    assert why_diverged(rounds_with(0, test_loss=nan, accuracy=0.1)) == "its last test loss is nan"
+    assert why_diverged(rounds_with(0, test_loss=nan, accuracy=nan)) is None  # no test samples
+    assert why_diverged(rounds_with(0, test_loss=inf, accuracy=0.1) + rounds_with(0, test_loss=0.3)) is None
