@@ -72,6 +72,9 @@ class LocalTraining:
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
     local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
+    # a second model, which `local_step` gets as a further argument and may move in place; the client state is then
+    # that of the companion
+    companion: Sent | None = None
     chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
 
 
@@ -278,6 +281,7 @@ class Clients:
             proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
             local_step=how.local_step,
+            companion=None if how.companion is None else tables.rows(how.companion),
             local=local,
             steps_M=np.asarray(steps_M, np.int64),
             averaging=None if robust else averaging,

@@ -22,10 +22,12 @@ class LocalStep(Protocol):
     def batches_per_step(self) -> int:
         """New batches per step."""
 
-    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor) -> Tensor:
-        """Direction of the step at `w`, in the trained columns.
+    @property
+    def __call__(self) -> Callable[..., Tensor]:
+        """Direction of the step at `w`, in the trained columns: a function (gradient, w), or (gradient, w, companion).
 
         gradient(w, b): gradient at w of the loss on batch b, for b = 0 .. batches_per_step - 1.
+        companion: the second model, if `LocalTraining.companion` gives one; a step may change it in place.
         """
 
 

@@ -83,3 +83,37 @@ class State:
         arrays = {item.name for item in fields(cls) if "ndarray" in str(item.type)}
         values: dict[str, Any] = {name: value.numpy() if name in arrays else value for name, value in tensors.items()}
         return cls(**values, **scalars)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModelsState(State):
+    """A state in which the server keeps a model for each of the S clients that have taken part.
+
+    Other clients have the global model, row 0 of `models_KP`.
+    """
+
+    own_SP: Tensor  # float32
+    seen_S: np.ndarray  # int64: ids of the clients, in the order of their first models
+
+    @property
+    def all_models(self) -> Tensor:
+        """The global model and those of the clients, (1 + S, P)."""
+        return torch.cat([self.models_KP[:1], self.own_SP])
+
+    def rows_of(self, ids_M: np.ndarray) -> np.ndarray:
+        """The row of `all_models` for each of these clients, int64 (M,)."""
+        row_of = {client: row for row, client in enumerate(self.seen_S.tolist(), 1)}
+        return np.array([row_of.get(client, 0) for client in ids_M.tolist()], np.int64)
+
+    def with_models(self, ids_M: np.ndarray, models_MP: Tensor) -> Self:
+        """This state with new models of these clients."""
+        row_M, seen_S = self.rows_of(ids_M), np.concatenate([self.seen_S, ids_M[self.rows_of(ids_M) == 0]])
+        row_M[row_M == 0] = np.arange(len(self.seen_S), len(seen_S)) + 1
+        own_SP = torch.cat([self.own_SP, self.own_SP.new_empty(len(seen_S) - len(self.seen_S), models_MP.shape[1])])
+        own_SP[torch.from_numpy(row_M - 1)] = models_MP
+        return self.advance(own_SP=own_SP, seen_S=seen_S)
+
+    def forget(self, ids: np.ndarray) -> Self:
+        """This state without the clients `ids`, which left, and without their models."""
+        stay_S = ~np.isin(self.seen_S, ids)
+        return super().forget(ids).advance(own_SP=self.own_SP[torch.from_numpy(stay_S)], seen_S=self.seen_S[stay_S])

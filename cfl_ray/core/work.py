@@ -130,6 +130,8 @@ class ClientState:
     name: str
     columns: Columns | None = None  # None: the whole row
     private: bool = True  # False: the columns are also uploaded
+    # of these columns in the model that the client predicts with; the rest is those of the received model
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ class Train(Work):
     local: LocalSGD
     steps_M: np.ndarray
     local_step: LocalStep | None = None  # None: the gradient of one batch
+    companion: Rows | None = None  # a second model of each client, which the local step may move
     proximal: tuple[Proximal[Rows], ...] = ()
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False
@@ -234,7 +237,8 @@ class Train(Work):
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
 
     def rows(self) -> list[Rows]:
-        return [self.start, *super().rows(), *(term.anchor for term in self.proximal)]
+        companion = [self.companion] if self.companion else []
+        return [self.start, *super().rows(), *(term.anchor for term in self.proximal), *companion]
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)

@@ -14,7 +14,8 @@ from cfl_ray.engine.task import TrainingResult
 
 def client_state_value(client_state: ClientState, result: TrainingResult) -> Tensor:
     """The stored value of a client state after training: its columns and the momentum buffer, if that persists."""
-    columns = result.row_P if client_state.columns is None else client_state.columns.of(result.row_P)
+    row_P = result.row_P if result.companion_P is None else result.companion_P
+    columns = row_P if client_state.columns is None else client_state.columns.of(row_P)
     return torch.cat([columns] if result.velocity is None else [columns, result.velocity]).cpu()
 
 
@@ -27,6 +28,14 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
     row_P = start_P.clone()
     client_state.columns.put(row_P, value)
     return row_P
+
+
+def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
+    """The row with which a client predicts that received `received_P` and keeps `value`."""
+    row_P = with_client_state(received_P, client_state, value)
+    if client_state is None or value is None or client_state.share == 1:
+        return row_P
+    return torch.lerp(received_P, row_P.to(received_P.device), client_state.share)
 
 
 def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Tensor) -> Tensor | None:

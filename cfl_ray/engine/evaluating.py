@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cfl_ray.core.work import EvaluateClients, EvaluateShared, Train
 from cfl_ray.engine import scoring
-from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
 from cfl_ray.engine.task import TrainingTask
@@ -18,7 +18,7 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
     work, arrays = chunk.work, chunk.empty()
     for index in range(len(chunk)):
-        row_P = with_client_state(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
+        row_P = predicting_row(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
         if work.tune is not None:
             task = _tuning_task(chunk, index, row_P)
             if task is None:

@@ -39,6 +39,8 @@ class LocalGradient(ABC):
         self.batches: list[BatchIndex] = []  # of the current step
         self._masks: dict[int, list[Tensor]] = {}  # by batch of the current step, one per dropout layer
         self._seeds: dict[int, int] = {}  # by batch of the current step
+        trained, companion_P = network.spec.trained, task.companion_P
+        self.companion = [] if companion_P is None else [companion_P[:trained].to(network.device, copy=True)]
 
     def begin(self, batches: list[BatchIndex]) -> None:
         """Begins a step that uses these batches."""
@@ -56,10 +58,14 @@ class LocalGradient(ABC):
             self.load(row_P)
             return torch.cat([part.reshape(-1) for part in self.of_batch(batch)])
 
-        direction_P = local_step(gradient, w_P)
+        direction_P = local_step(gradient, w_P, *self.companion)
         del self.losses[past + 1 :]
         self.load(w_P)
         return self.parts_of(direction_P)
+
+    def moved_companion(self, row_P: Tensor) -> Tensor | None:
+        """The second model (P,), with the buffers of `row_P`; None without one."""
+        return torch.cat([*self.companion, row_P[self.network.spec.trained :]]) if self.companion else None
 
     def masks(self, batch: int, samples: int) -> list[Tensor]:
         """The masks of the dropout layers for a batch of so many samples."""

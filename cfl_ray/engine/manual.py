@@ -71,7 +71,8 @@ def _train_one(
     take_steps(task, gradient, update, params, proximal)
     persists = task.local.persist and task.local.momentum and task.local.optimizer is None
     anchor_P, loss = moved_anchor(proximal, network, passes.row_P), float(np.mean(gradient.losses[-task.tail :]))
-    return TrainingResult(index, passes.row_P, loss, anchor_P, velocity if persists else None)
+    companion_P = gradient.moved_companion(passes.row_P)
+    return TrainingResult(index, passes.row_P, loss, anchor_P, velocity if persists else None, companion_P)
 
 
 class _Gradient(LocalGradient):

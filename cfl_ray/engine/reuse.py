@@ -137,7 +137,7 @@ class ReusingBackend:
         """The units of each model."""
         row_M = np.zeros(len(work.ids_M), np.int64) if work.vote else work.start.row_M.astype(np.int64)
         state = work.client_state
-        if state is not None and state.columns is None:
+        if state is not None and state.columns is None and state.share == 1:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
         frozen = Rows(0, np.full(len(row_M), _NO_MODEL)) if work.frozen_model is None else work.frozen_model
         pairs, group_M = np.unique(np.stack([row_M, frozen.row_M], 1), axis=0, return_inverse=True)

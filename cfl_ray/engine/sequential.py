@@ -40,7 +40,7 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         if task.local.persist and isinstance(update, SGDUpdate) and update.velocity is not None:
             velocity = torch.cat([v.reshape(-1) for v in update.velocity])
         anchor_P = moved_anchor(proximal, network, row_P)
-        yield TrainingResult(index, row_P, loss, anchor_P, velocity)
+        yield TrainingResult(index, row_P, loss, anchor_P, velocity, gradient.moved_companion(row_P))
 
 
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:

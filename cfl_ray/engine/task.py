@@ -27,6 +27,7 @@ class TrainingTask:
     address: Address
     proximal: tuple[Proximal[Tensor], ...] = ()
     local_step: LocalStep | None = None
+    companion_P: Tensor | None = None  # a second model, which the local step may move
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one
     only_summed: bool = False  # whether the result is only added up: its row may then stay on the device
@@ -72,6 +73,7 @@ class TrainingResult:
     train_loss: float
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
     velocity: Tensor | None = None  # momentum buffer (trained columns,), if it persists
+    companion_P: Tensor | None = None  # the second model after the last step
     # largest absolute values of the row's weights and buffers, if the engine has computed them for many rows at once
     largest: tuple[float, float] | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
 from cfl_ray.engine import scoring
-from cfl_ray.engine.client_state import client_state_value, stored_velocity, with_client_state
+from cfl_ray.engine.client_state import client_state_value, predicting_row, stored_velocity, with_client_state
 from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
@@ -77,6 +77,8 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
         if work.defer_aggregation:
             chunk.kept.deferred[index] = upload_P.cpu().clone()
         if work.local_test_samples:  # last: it may load another row into the network
+            if result.companion_P is not None:
+                row_P = predicting_row(row_P, work.client_state, chunk.kept.states.get(index))
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
             scores, _ = client_scores(chunk, index, logits, work.local_test_samples)
             arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
@@ -224,8 +226,11 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     if samples is None:
         return None
     work, value = chunk.work, chunk.stored_value(index)
-    start_P = with_client_state(chunk.on_device(work.start, index), work.client_state, value)
-    velocity = None
+    start_P, companion_P, velocity = chunk.on_device(work.start, index), None, None
+    if work.companion is None:
+        start_P = with_client_state(start_P, work.client_state, value)
+    else:
+        companion_P = with_client_state(chunk.on_device(work.companion, index), work.client_state, value)
     if work.local.persist and work.client_state is not None:
         velocity = stored_velocity(value, work.client_state, start_P)
     return TrainingTask(
@@ -237,6 +242,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         address=work.address,
         proximal=tuple(term.with_anchor(chunk.on_device(term.anchor, index)) for term in work.proximal),
         local_step=work.local_step,
+        companion_P=companion_P,
         frozen_P=chunk.frozen(index),
         velocity=velocity,
         only_summed=not _uses_rows(work),
@@ -259,8 +265,9 @@ def _invalid_reason(network: Network, result: TrainingResult) -> str | None:
         reason = invalid_update_reason(result.row_P, trained)
     else:
         reason = invalid_largest_reason(result.largest)
-    if reason is None and forged_P is not None:
-        reason = invalid_update_reason(forged_P, trained)
+    for other_P in (forged_P, result.companion_P):
+        if reason is None and other_P is not None:
+            reason = invalid_update_reason(other_P, trained)
     reason = reason or _invalid_loss_reason(result.train_loss)
     return reason and f"its update has {reason}"
 

@@ -106,7 +106,9 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
         _ProximalGradients(network, [task.proximal[which] for task in tasks]) for which in range(len(tasks[0].proximal))
     ]
     velocity_mP = _initial_velocity(network, tasks) if tasks[0].local.momentum else None
-    loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal)
+    companions = [task.companion_P[: network.spec.trained] for task in tasks if task.companion_P is not None]
+    companion = [rows_on(network.device, companions, copies=True)] if companions else []
+    loss_m = _train_rows(network, tasks, plan, rows_mP, velocity_mP, proximal, companion)
     anchor_mP = next((moved for term in proximal if (moved := term.moved(rows_mP)) is not None), None)
     largest = _largest(rows_mP, network.spec.trained)
     if not all(task.only_summed for task in tasks):
@@ -117,7 +119,9 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
     for index, task in enumerate(tasks):
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
-        results.append(TrainingResult(index, rows_mP[index], losses[index], anchor_P, velocity, largest[index]))
+        row_P, seconds = rows_mP[index], [second_mP[index].to(rows_mP.device) for second_mP in companion]
+        companion_P = torch.cat([*seconds, row_P[network.spec.trained :]]) if seconds else None
+        results.append(TrainingResult(index, row_P, losses[index], anchor_P, velocity, companion_P, largest[index]))
     return results
 
 
@@ -209,8 +213,12 @@ def _train_rows(
     rows_mP: Tensor,
     velocity: Tensor | None,
     proximal: list["_ProximalGradients"],
+    companion: list[Tensor],
 ) -> Tensor:
-    """Local steps on all rows and momentum buffers, in place. Returns the mean loss (m,) over the last local epochs."""
+    """Local steps on all rows, momentum buffers and the second models (m, trained columns), if there are any, in place.
+
+    Returns the mean loss (m,) over the last local epochs.
+    """
     local, trained, local_step, batches_per_step = (
         tasks[0].local,
         network.spec.trained,
@@ -224,7 +232,11 @@ def _train_rows(
     for number in range(len(plan.index) // batches_per_step):
         gradient.begin(number * batches_per_step)
         now_mP = rows_mP[:, :trained]
-        step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP)
+        active = plan.active[number * batches_per_step]
+        before = [rows.clone() for rows in companion]
+        step = gradient(now_mP, 0) if local_step is None else local_step(gradient, now_mP, *companion)
+        for rows, stay in zip(companion, before, strict=True):
+            rows.copy_(torch.where(active[:, None], rows, stay))
         if local.weight_decay and not local.clips:
             step = step.add(now_mP, alpha=local.weight_decay)
         for term in proximal:
@@ -234,7 +246,6 @@ def _train_rows(
             step = step * (local.clip_norm / (norm_m + 1e-6)).clamp(max=1.0)
             if local.weight_decay:
                 step = step.add(now_mP, alpha=local.weight_decay)
-        active = plan.active[number * batches_per_step]
         if optimizer is not None:
             _optimizer_step(optimizer, step, active, local.lr_at(number, tasks[0].steps))
         elif velocity is not None:

@@ -15,7 +15,7 @@ from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
 from cfl_ray.data.federation import Federation, TensorSamples
-from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError, DataError
@@ -99,7 +99,7 @@ class _Joined:
         assert self.serving.client_state is not None
         self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
         value = self.backend.client_state(self.serving.client_state.name, self.client)
-        return with_client_state(self.row(), self.serving.client_state, value)
+        return predicting_row(self.row(), self.serving.client_state, value)
 
     def newcomer(self, row_P: Tensor, why: str) -> Newcomer:
         row = int(self.serving.row_M[0])

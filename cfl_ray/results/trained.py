@@ -16,7 +16,7 @@ from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
 from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation, TensorSamples
-from cfl_ray.engine.client_state import with_client_state
+from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
@@ -138,7 +138,7 @@ class TrainedMethod:
         value = None
         if serving.client_state is not None:
             value = self.backend.client_state(serving.client_state.name, client)
-        row_P = with_client_state(serving.models_KP[row], serving.client_state, value)
+        row_P = predicting_row(serving.models_KP[row], serving.client_state, value)
         if serving.tune is not None:
             row_P = self.tuned(client, row_P, serving.tune, self.train(client), serving.frozen_P)
         return self.module(row_P, serving.frozen_P)

@@ -17,7 +17,8 @@ FEWEST_ROUNDS = 0.25  # share of a recipe's rounds that a shortened run needs to
 CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients and clusters are equal when rounded
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
-PERSONAL = ("local", "lg_fedavg", "ditto", "fedper", "fedrep", "fedac", "cgpfl")  # with models of single clients
+# predict with models of single clients
+PERSONAL = ("local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "fedac", "cgpfl")
 
 
 def cells_of(study: Study) -> list[StudyRun]:

@@ -72,6 +72,8 @@ ONE = {
     "ditto",
     "fedper",
     "fedrep",
+    "apfl",
+    "pfedme",
     "lg_fedavg",
     "per_fedavg",
     "local",

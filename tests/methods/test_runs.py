@@ -27,7 +27,7 @@ DATA = {
     "synthetic_samples": 40,
     "partition": {"clients": 10},
 }
-WITH_CLIENT_STATE = {"ditto", "local", "fedper", "fedrep", "lg_fedavg", "cgpfl", "fedac"}
+WITH_CLIENT_STATE = {"ditto", "local", "fedper", "fedrep", "lg_fedavg", "cgpfl", "fedac", "apfl", "pfedme"}
 
 
 @pytest.fixture(autouse=True)

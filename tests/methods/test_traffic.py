@@ -20,6 +20,8 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("local", {}, (0, 0), (0, 0)),
     ("fedper", {}, (BASE, BASE), (BASE, BASE)),
     ("fedrep", {}, (BASE, BASE), (BASE, BASE)),
+    ("apfl", {}, (P, P), (P, P)),
+    ("pfedme", {}, (P, P), (P, P)),
     ("lg_fedavg", {}, (HEAD, HEAD), (HEAD, HEAD)),
     ("fedavg_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),

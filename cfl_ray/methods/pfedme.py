@@ -1,0 +1,111 @@
+"""pFedMe: C. T. Dinh, N. H. Tran, T. D. Nguyen. Personalized Federated Learning with Moreau Envelopes. NeurIPS 2020,
+arXiv:2006.08848, Algorithm 1.
+
+    w_i <- w_t;  R times, on a new batch:  theta_i <- w_i, then K steps on this batch
+                                               theta_i <- theta_i - eta_p (grad f_i(theta_i) + lambda (theta_i - w_i)
+                                                                           + mu theta_i)
+                                           w_i <- w_i - eta lambda (w_i - theta_i)
+    w_{t+1} <- (1 - beta) w_t + beta mean_i w_i
+
+theta_i, the client's personal model, stays with it, and it predicts with it. A client that never took part predicts
+with w.
+
+The official code prints the accuracy of w_i under the name of the personal model: the tensors that its optimiser
+returns are those of the model, which is then overwritten by w_i. `predict: w` is that; it changes no training, so two
+entries of `methods` give both. `global_score` in the diagnostics is the score of w.
+
+Deviations: R is the number of local steps that the experiment sets, and eta at most 1 / lambda, since a larger step
+passes beyond theta_i. mu is the official code's. That code goes on from the last theta_i at a new batch, trains all
+clients in every round, not the cohort alone, and does not shuffle batches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+from cfl_ray.core.weights import global_weights
+
+PERSONAL = ClientState("personal", private=False)  # theta_i, or w_i
+
+
+@dataclass(frozen=True)
+class MoreauStep:
+    """The gradient lambda (w - theta) of the Moreau envelope at w. The companion becomes theta, or w after the step."""
+
+    lam: float
+    steps: int  # K
+    eta_p: float
+    mu: float
+    eta: float  # rate of the step of w
+    keeps_w: bool
+    batches_per_step: int = 1
+
+    def __call__(self, gradient: Callable[[Tensor, int], Tensor], w: Tensor, kept: Tensor) -> Tensor:
+        theta = w.clone()
+        for _ in range(self.steps):
+            theta -= self.eta_p * (gradient(theta, 0) + self.lam * (theta - w) + self.mu * theta)
+        kept.copy_(w.lerp(theta, self.eta * self.lam) if self.keeps_w else theta)
+        return self.lam * (w - theta)
+
+
+@dataclass(frozen=True)
+class PFedMe(Method[State], name="pfedme"):
+    """Personal models that minimise the local loss near a global model, which follows them."""
+
+    lam: float = option(15.0, "lambda: proximal term of theta_i to w_i", source="paper", low=1e-6)
+    inner_steps: int = option(5, "K: steps of theta_i on a batch", source="paper", low=1)
+    personal_lr: float = option(0.1, "eta_p: learning rate of theta_i", source="paper, MNIST with MCLR", low=0)
+    eta: float | None = option(
+        None,
+        "eta: learning rate of w_i (MNIST: 0.005); null: local.lr, at most 1 / lambda",
+        source="the same as every method",
+        low=0,
+    )
+    mu: float = option(0.001, "mu: L2 penalty of theta_i", source="official code", low=0)
+    beta: float = option(1.0, "beta: how far w moves to the mean of w_i (also 2)", source="paper", low=0)
+    predict: str = option(
+        "theta",
+        "the model that a client predicts with: theta (theta_i), or w (w_i after its last training)",
+        source="paper; official code: w",
+        choices=("theta", "w"),
+    )
+    weights: str = weights_option("uniform")
+
+    @property
+    def needs_sgd(self) -> str:
+        return "theta_i and w_i take plain SGD steps"
+
+    @property
+    def needs_mean(self) -> str:
+        return "beta other than 1 mixes the mean with the model before" if self.beta != 1 else ""
+
+    def init(self, start: Start) -> State:
+        return start.one_model()
+
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        w = clients.send(state.models_KP)
+        eta = min(clients.local.lr, 1 / self.lam) if self.eta is None else self.eta
+        step = MoreauStep(self.lam, self.inner_steps, self.personal_lr, self.mu, eta, self.predict == "w")
+        updates = clients.train(
+            w,
+            client_state=PERSONAL,
+            how=LocalTraining(
+                sgd=replace(clients.local, lr=eta, momentum=0.0, weight_decay=0.0), local_step=step, companion=w
+            ),
+            average=global_weights(clients.weights(self.weights)),
+        )
+        mean_KP = updates.averaged(default=state.models_KP)
+        return state.advance(models_KP=mean_KP if self.beta == 1 else torch.lerp(state.models_KP, mean_KP, self.beta))
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=PERSONAL)
+
+    def diagnose(self, state: State, clients: Clients) -> None:
+        clients.record("global_score", clients.test(Serving(state.models_KP, clients.first_row()))[:, 0].mean())

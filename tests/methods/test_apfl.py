@@ -1,0 +1,86 @@
+"""APFL: both models by the formulas, its reductions to FedAvg and local training, and the mixture that predicts."""
+
+import pytest
+import torch
+from linear import ETA, STEPS, assert_close, gradient, matrix, mean, sgd, stage
+from rounds import COHORTS, OPPOSED_COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, row_accuracy
+
+from cfl_ray.methods.apfl import APFL
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.local import Local
+
+
+def client(one, number, w, v, alpha, decay=0.0):
+    """(w_i, v_i) after the steps, v_i by the gradient at the mixture before the step of w_i."""
+    for _ in range(STEPS):
+        mixed = alpha * v + (1 - alpha) * w
+        v = v - ETA * (alpha * gradient(one, number, mixed) + decay * v)
+        w = w - ETA * (gradient(one, number, w) + decay * w)
+    return w, v
+
+
+@pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised"])
+@pytest.mark.parametrize("alpha, decay", [(0.3, 0.0), (0.7, 0.1)])
+def test_both_models_follow_the_formulas(alpha, decay, engine):
+    one, method = stage(weight_decay=decay), APFL(alpha=alpha)
+    one.engine = engine
+    one.__post_init__()
+    w = matrix(one.model())
+    own, state = {0: w, 1: w}, None
+    for number in (1, 2):
+        results = [client(one, i, w, own[i], alpha, decay) for i in (0, 1)]
+        w, own = mean(results[0][0], results[1][0]), {i: results[i][1] for i in (0, 1)}
+        state = one.play(method, None, state=state, first=number)
+        assert_close(state.models_KP[0], w)
+        for i in (0, 1):
+            assert_close(one.client_states["personal", i], own[i])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_the_global_model_is_that_of_fedavg_with_mini_batches_too(alpha):
+    one, other = groups(batch_size=30), groups(batch_size=30)
+    found, expected = one.play(APFL(alpha=alpha), *COHORTS), other.play(FedAvg(), *COHORTS)
+    assert torch.equal(found.models_KP, expected.models_KP) and floats(one) == floats(other)
+
+
+def test_with_alpha_0_clients_predict_with_the_global_model():
+    one, method = groups(), APFL(alpha=0.0)
+    state = one.play(method, *COHORTS)
+    assert accuracy(one, method, state).tolist() == accuracy(one, FedAvg(), state).tolist()
+
+
+def test_with_alpha_1_the_own_models_are_those_of_local_training():
+    """From the first model: in one round, before the global model has moved."""
+    one, other = groups(batch_size=30), groups(batch_size=30)
+    state = one.play(APFL(alpha=1.0), [0, 1, 5])
+    other.play(Local(), [0, 1, 5])
+    for i in (0, 1, 5):
+        found, expected = one.client_states["personal", i], other.client_states["personal", i]
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+        assert accuracy(one, APFL(alpha=1.0), state, [i]) == pytest.approx([row_accuracy(one, expected, i)])
+
+
+def test_clients_predict_with_the_mixture():
+    one, method = groups(), APFL(alpha=0.3)
+    state = one.play(method, [0, 1], [1])
+    w = state.models_KP[0]
+    mixed = torch.lerp(w, one.client_states["personal", 0], 0.3)
+    expected = [row_accuracy(one, row_P, i) for i, row_P in ((0, mixed), (7, w))]
+    assert accuracy(one, method, state, [0, 7]) == pytest.approx(expected)
+
+
+def test_a_late_client_starts_from_the_model_that_it_receives():
+    one = stage()
+    one.play(APFL(alpha=0.3), [0], [1])
+    w1 = sgd(one, 0, matrix(one.model()))
+    assert_close(one.client_states["personal", 1], client(one, 1, w1, w1, 0.3)[1])
+
+
+@pytest.mark.parametrize("cohorts", OPPOSED_COHORTS)
+def test_mixtures_serve_groups_that_disagree(cohorts):
+    one, method = groups(epochs=5, lr=0.5, batch_size=40), APFL(alpha=0.75)
+    assert accuracy(one, method, one.play(method, *OPPOSED_COHORTS[cohorts])).min() > 0.7
+
+
+class TestEngines(EnginesAndCheckpoints):
+    METHOD = APFL(alpha=0.6)
