@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, check_name
 from cfl_ray.config.partition import PARTITION_KINDS, ClassesConfig, IidConfig, PartitionConfig
@@ -125,6 +125,13 @@ class DataConfig(ConfigSection):
         keys = SOURCE_KINDS.builtin[name].section.model_fields.keys() & type(self).model_fields.keys()
         values = {key: getattr(self, key) for key in keys - {"federation", "shift", "partition", "test"}}
         return self if self.source == name else SOURCE_KINDS.of(**{**values, "source": name})
+
+    @field_validator("federation")
+    @classmethod
+    def _check_federation(cls, value: Any) -> Any:
+        if value is not None and not hasattr(value, "recipe"):
+            raise ValueError(f"a Federation made in Python, got {value!r}; in a file, name the data by data.source")
+        return value
 
     def to_recipe(self, exclude_defaults: bool = False) -> dict[str, Any]:
         """Returns the values that decide the content of shards, with paths as they were written."""

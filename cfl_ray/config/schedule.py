@@ -24,6 +24,9 @@ def _parse_clients(value: Any) -> Any:
 ClientIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_clients), PlainSerializer(compress_ids)]
 
 
+Label = Annotated[int, Field(ge=0)]
+
+
 class DataChangeConfig(ConfigSection):
     """Clients whose data change, from one round on."""
 
@@ -35,13 +38,18 @@ class DataChangeConfig(ConfigSection):
         description="take over the present data of these clients, one for each of `clients`; the same clients in "
         "another order swap their data. null: keep their own",
     )
+    swap: tuple[Label, Label] | None = Field(
+        None, description="two labels that take each other's place, after relabel, e.g. [1, 2]; null: none"
+    )
 
     @model_validator(mode="after")
     def _check_change(self) -> Self:
         if self.rotate % 90:
             raise ValueError(f"rotate must be a multiple of 90 degrees, got {self.rotate}")
-        if self.data_of is None and not self.rotate % 360 and not self.relabel:
-            raise ValueError("nothing would change; say rotate, relabel or data_of")
+        if self.swap is not None and self.swap[0] == self.swap[1]:
+            raise ValueError(f"swap names label {self.swap[0]} twice; name two labels")
+        if self.data_of is None and self.swap is None and not self.rotate % 360 and not self.relabel:
+            raise ValueError("nothing would change; say rotate, relabel, swap or data_of")
         if self.data_of is not None and len(self.data_of) != len(self.clients):
             raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
         return self

@@ -19,7 +19,7 @@ class DerivedData:
 
     source: int
     turns: int = 0  # quarter turns counter-clockwise, 0..3
-    offset: int = 0  # s in y -> (y + s) mod C
+    labels: tuple[int, ...] = ()  # label y becomes labels[y]; empty: they are as they were
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class DataChange:
     turns: int = 0  # quarter turns, in addition to earlier ones
     offset: int = 0  # offset of the labels, in addition to earlier ones
     data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
+    swap: tuple[int, int] | None = None  # two labels that take each other's place, at last
 
     def apply(self, derived: dict[int, DerivedData], num_classes: int) -> dict[int, DerivedData]:
         """Returns the data of all clients whose data have ever changed, after this change. derived: before it."""
@@ -38,10 +39,21 @@ class DataChange:
         # a list, made before any client's data are replaced, so that two clients can swap their data
         present = [derived.get(source, DerivedData(source)) for source in sources]
         changed = {
-            client: replace(data, turns=(data.turns + self.turns) % 4, offset=(data.offset + self.offset) % num_classes)
+            client: replace(
+                data, turns=(data.turns + self.turns) % 4, labels=self._relabelled(data.labels, num_classes)
+            )
             for client, data in zip(self.ids, present, strict=True)
         }
         return derived | changed
+
+    def _relabelled(self, labels: tuple[int, ...], num_classes: int) -> tuple[int, ...]:
+        """What becomes of each label, after this change; empty if every label is as it was in the first round."""
+        same = tuple(range(num_classes))
+        now = [(label + self.offset) % num_classes for label in labels or same]
+        if self.swap is not None:
+            one, other = self.swap
+            now = [{one: other, other: one}.get(label, label) for label in now]
+        return () if tuple(now) == same else tuple(now)
 
 
 class ChangedFederation(Federation):
@@ -77,15 +89,19 @@ class ChangedFederation(Federation):
         if self._base.group_N is None or not self._derived:
             return self._base.group_N
         group_N = np.array(self._base.group_N)
-        number_of = {self._base.group_transform(group): group for group in range(int(group_N.max()) + 1)}
+        unchanged = DerivedData(-1)
+        number_of = {self._distribution(group, unchanged): group for group in range(int(group_N.max()) + 1)}
         for client, data in self._derived.items():
             group = int(self._base.group_N[data.source])
-            family, turns, offset = self._base.group_transform(group)
-            transform = GroupTransform(
-                family, (turns + data.turns) % 4, (offset + data.offset) % self.shape.num_classes
-            )
-            group_N[client] = -1 if group < 0 else number_of.setdefault(transform, len(number_of))
+            group_N[client] = -1 if group < 0 else number_of.setdefault(self._distribution(group, data), len(number_of))
         return group_N
+
+    def _distribution(self, group: int, data: DerivedData) -> tuple[int, int, tuple[int, ...]]:
+        """Family, turns and labels of the data of a group in `base` after a change."""
+        family, turns, offset = self._base.group_transform(group)
+        num_classes = self.shape.num_classes
+        labels = [(label + offset) % num_classes for label in range(num_classes)]
+        return family, (turns + data.turns) % 4, tuple(data.labels[label] if data.labels else label for label in labels)
 
     @property
     def uri(self) -> str | None:
@@ -136,15 +152,15 @@ class ChangedFederation(Federation):
         return self._transform(self._base.test(data.source, max_images, seed), data)
 
     @cached_property
-    def _new_test_sets(self) -> dict[tuple[int, int, int], int]:
-        """The numbers of the test sets that `base` does not have, by (test set of `base`, turns, offset)."""
+    def _new_test_sets(self) -> dict[tuple[int, int, tuple[int, ...]], int]:
+        """The numbers of the test sets that `base` does not have, by (test set of `base`, turns, labels)."""
         if self.view == "holdout":
             return {}
         test_set_of_source = self._base.test_set_of(self._sources).tolist()
         keys = {
-            (test_set, data.turns, data.offset)
+            (test_set, data.turns, data.labels)
             for test_set, data in zip(test_set_of_source, self._derived.values(), strict=True)
-            if data.turns or data.offset
+            if data.turns or data.labels
         }
         return {key: self._base.num_test_sets() + number for number, key in enumerate(sorted(keys))}
 
@@ -154,16 +170,16 @@ class ChangedFederation(Federation):
     def test_set(self, index: int) -> TensorSamples:
         if index < self._base.num_test_sets():
             return self._base.test_set(index)
-        for (test_set, turns, offset), number in self._new_test_sets.items():
+        for (test_set, turns, labels), number in self._new_test_sets.items():
             if number == index:
-                return self._transform(self._base.test_set(test_set), DerivedData(-1, turns, offset))
+                return self._transform(self._base.test_set(test_set), DerivedData(-1, turns, labels))
         raise IndexError(f"test set {index} of {self.num_test_sets()}")
 
     def test_set_of(self, clients: np.ndarray) -> np.ndarray:
         test_set_M = np.array(self._base.test_set_of(clients))
         for position, data in self._changed_among(clients):
             test_set = int(self._base.test_set_of(np.array([data.source]))[0])
-            test_set_M[position] = self._new_test_sets.get((test_set, data.turns, data.offset), test_set)
+            test_set_M[position] = self._new_test_sets.get((test_set, data.turns, data.labels), test_set)
         return test_set_M
 
     def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
@@ -174,7 +190,7 @@ class ChangedFederation(Federation):
         for position, data in self._changed_among(clients):
             source_labels = self._base.labels_of(np.array([data.source]))
             assert source_labels is not None  # a federation has labels for all clients or for none
-            labels_MC[position] = np.roll(source_labels[0], data.offset)
+            labels_MC[position, data.labels or slice(None)] = source_labels[0]
         return labels_MC
 
     def _changed_among(self, clients: np.ndarray) -> list[tuple[int, DerivedData]]:
@@ -185,7 +201,7 @@ class ChangedFederation(Federation):
     def _transform(self, samples: TensorSamples, data: DerivedData) -> TensorSamples:
         x, y = samples
         x = torch.rot90(x, data.turns, (-2, -1)).contiguous() if data.turns else x
-        return x, (y + data.offset) % self.shape.num_classes if data.offset else y
+        return x, torch.tensor(data.labels, dtype=y.dtype)[y.long()] if data.labels else y
 
 
 class ChangingFederation(ChangedFederation):
@@ -234,9 +250,13 @@ def _check(change: DataChange, base: Federation) -> None:
             raise DataError(f"{place}: client {client} does not exist; the federation has clients 0 .. {count - 1}")
     if len(set(change.ids)) < len(change.ids):
         raise DataError(f"{place}: change.clients names a client twice")
-    if change.offset and base.shape.targets != "class":
+    if (change.offset or change.swap) and base.shape.targets != "class":
         raise DataError(
-            f"{place}: relabel needs classes, the targets are {base.shape.targets!r}; use rotate or data_of"
+            f"{place}: relabel and swap need classes, the targets are {base.shape.targets!r}; use rotate or data_of"
+        )
+    if change.swap and max(change.swap) >= base.shape.num_classes:
+        raise DataError(
+            f"{place}: swap names label {max(change.swap)}, the labels are 0 .. {base.shape.num_classes - 1}"
         )
     if not change.turns:
         return

@@ -290,6 +290,7 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
             change.rotate // 90 % 4,
             change.relabel,
             None if change.data_of is None else tuple(change.data_of),
+            change.swap,
         )
         for event in experiment.schedule
         for change in event.change

@@ -171,6 +171,10 @@ class TestErrors:
             ({"name": "a/b"}, "^name: .*, got 'a/b'$"),
             ({"schedule": [{"join": [1]}]}, "^schedule.0.round: Field required"),
             (
+                {"data": {"federation": "mine.py"}},
+                "^data.federation: a Federation made in Python, got .*; in a file, name the data by data.source$",
+            ),
+            (
                 {"schedule": [{"round": 1, "join": "9-3"}]},
                 "^schedule.0.join: '9-3' is not a client: write an id or a range of ids, e.g. 7 or 0-9",
             ),
@@ -180,7 +184,11 @@ class TestErrors:
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1]}]}]},
-                "^schedule.0.change.0: nothing would change; say rotate, relabel or data_of",
+                "^schedule.0.change.0: nothing would change; say rotate, relabel, swap or data_of",
+            ),
+            (
+                {"schedule": [{"round": 1, "change": [{"clients": [1], "swap": [2, 2]}]}]},
+                "^schedule.0.change.0: swap names label 2 twice; name two labels",
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1], "rotate": 45}]}]},
@@ -256,7 +264,8 @@ class TestYaml:
             ],
             [
                 "schedule=[{round: 2, join: [3, 5-9], leave: 11-12, "
-                "change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}]}]",
+                "change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}, "
+                "{clients: 3, swap: [1, 2]}]}]",
                 "cohort.availability=0.5",
             ],
             ["cohort.availability={kind: diurnal, chance: 0.3, zones: 4}"],

@@ -56,6 +56,27 @@ def test_a_client_is_tested_on_its_changed_distribution(base):
         now.test_set(3)
 
 
+def test_two_labels_take_each_others_place(base):
+    changing = ChangingFederation(base, [DataChange(2, (0, 1), swap=(1, 3)), DataChange(4, (1,), swap=(3, 1))])
+    x, y = base.train(0)
+    now = changing.at(2)
+    assert equal(now.train(0), (x, torch.tensor([0, 3, 2, 1])[y])) and equal(now.train(2), base.train(2))
+    assert equal(now.test(0), (base.test(0)[0], torch.tensor([0, 3, 2, 1])[base.test(0)[1]]))
+    assert equal(now.test_set(int(now.test_set_of(np.array([0]))[0])), now.test(0))
+    assert base.group_N.tolist() == [0, 1, 0, 1, 0, 1] and now.group_N.tolist() == [2, 3, 0, 1, 0, 1]
+    assert changing.at(4).group_N.tolist() == [2, 1, 0, 1, 0, 1]  # swapped back
+    assert equal(changing.at(4).train(1), base.train(1)) and changing.at(4).num_test_sets() == 3
+
+
+def test_a_swap_follows_the_offset_of_the_same_change_and_adds_up_with_earlier_ones(base):
+    changing = ChangingFederation(base, [DataChange(1, (0,), offset=1, swap=(0, 1)), DataChange(2, (0,), swap=(1, 2))])
+    # 0 1 2 3, moved by 1: 1 2 3 0, then 0 and 1 swapped: 0 2 3 1, then 1 and 2: 0 1 3 2
+    for round, labels in ((1, [0, 2, 3, 1]), (2, [0, 1, 3, 2])):
+        assert equal(changing.at(round).train(0), (base.train(0)[0], torch.tensor(labels)[base.train(0)[1]]))
+    with pytest.raises(DataError, match="schedule, round 3: swap names label 4, the labels are 0 .. 3"):
+        ChangingFederation(base, [DataChange(3, (0,), swap=(4, 1))])
+
+
 def test_two_clients_swap_their_data(base):
     now = ChangingFederation(base, [DataChange(1, (0, 1), data_of=(1, 0))]).at(1)
     assert equal(now.train(0), base.train(1)) and equal(now.train(1), base.train(0))
@@ -112,6 +133,8 @@ def test_label_view_follows_the_labels():
     base = federation_from_arrays(x, y, np.repeat([0, 1], 20), x_test=x, y_test=y, num_classes=4, view="label")
     now = ChangingFederation(base, [DataChange(1, (0,), offset=3)]).at(1)  # labels 0, 1 become 3, 0
     assert now.labels_of(np.array([1, 0])).tolist() == [[False, False, True, True], [True, False, False, True]]
+    swapped = ChangingFederation(base, [DataChange(1, (0,), swap=(1, 2))]).at(1)  # labels 0, 1 become 0, 2
+    assert swapped.labels_of(np.array([0])).tolist() == [[True, False, True, False]]
     assert sorted(now.test(0)[1].unique().tolist()) == [0, 3] and len(now.test(0)[1]) == 20
 
 

@@ -188,7 +188,7 @@ def test_wrong_arrays(changes, text):
 
 def test_changes_and_growth():
     federation = federation_from_arrays(**arrays("real", clients=OWNER))
-    with pytest.raises(DataError, match="relabel needs classes, the targets are 'real'; use rotate or data_of"):
+    with pytest.raises(DataError, match="relabel and swap need classes, the targets are 'real'; use rotate or data_of"):
         ChangingFederation(federation, [DataChange(1, (0,), offset=1)])
     swapped = ChangingFederation(federation, [DataChange(1, (0, 1), data_of=(1, 0))]).at(1)
     assert torch.equal(swapped.train(0)[1], federation.train(1)[1])

@@ -83,6 +83,18 @@ def test_a_client_whose_data_changed_trains_and_is_tested_on_the_new_ones(tmp_pa
     assert changed[:3] == constant[:3] and changed[3] < constant[3] - 0.1 and changed[5] > 0.85
 
 
+def test_swapped_labels_are_a_concept_drift_with_new_true_groups(tmp_path):
+    """Half of one group has other labels from round 3 on: three true groups instead of two, and IFCA must follow."""
+    swap = [{"round": 3, "change": [{"clients": [0, 2, 4], "swap": [0, 1]}]}]
+    watcher = Notes()
+    result = cfl_ray.simulate(experiment(["ifca"], tmp_path, 4, schedule=swap), watcher=watcher)["ifca"]
+    assert watcher.notes[3] == ["data changed: clients 0, 2, 4"]
+    now, before = (result.test(0, round=round)[1].tolist() for round in (3, 2))
+    assert now == [{0: 1, 1: 0}.get(label, label) for label in before] and now != before
+    groups = result.trained.federation.at(3).group_N
+    assert len(set(groups.tolist())) == 3 and len(set(groups[[0, 2, 4]].tolist())) == 1
+
+
 def test_a_round_without_reachable_clients_changes_nothing(tmp_path):
     (tmp_path / "trace.csv").write_text("client,from,to\n0,1,2\n1,1,2\n5,5,6\n")
     availability = {"kind": "trace", "file": str(tmp_path / "trace.csv")}
