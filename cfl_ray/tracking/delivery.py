@@ -26,7 +26,8 @@ BATCH_METRICS = 900  # with phases and tags MLflow accepts 1,000 in a request, s
 LOCK_SECONDS = 5.0
 # Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)  # after the first failure since the end, the second, ...
+# after the first failure since the end, the second, ...; a tracker that was failing before has the first pause only
+PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
 
 
 @runtime_checkable
@@ -181,9 +182,12 @@ class LiveDelivery:
 
     def _deliver_until_done(self) -> None:
         failures = failures_at_end = 0
+        pauses_at_end: int | None = None  # None: not known before the end
         while not self._done.is_set():
             self._new.clear()
             ends, progress = self._ends.is_set(), self.delivery.progress
+            if ends and pauses_at_end is None:
+                pauses_at_end = 1 if failures else len(PAUSES_AT_END_SECONDS)
             try:
                 self.delivery.bring_up_to_date()
             except Timeout:  # another process is delivering this run
@@ -194,7 +198,7 @@ class LiveDelivery:
                 if failures == 1:
                     self._warn_of(error)
                 failures_at_end = (0 if self.delivery.progress > progress else failures_at_end) + ends
-                if failures_at_end and (not self.delivery.was_opened or failures_at_end > len(PAUSES_AT_END_SECONDS)):
+                if failures_at_end and (not self.delivery.was_opened or failures_at_end > (pauses_at_end or 0)):
                     break
             else:
                 failures = 0

@@ -115,6 +115,19 @@ def test_one_that_always_fails_ends_nothing_and_what_it_lacks_is_said(tmp_path):
     assert [call[1] for call in resumed.calls if call[0] == "log"] == [1, 2, 3]
 
 
+def test_one_that_failed_before_the_end_is_tried_twice_more(tmp_path, monkeypatch):
+    """The end of every method would otherwise wait for all pauses."""
+    monkeypatch.setattr(delivery, "PAUSES_AT_END_SECONDS", (0.01, 60.0, 60.0))
+    failed = threading.Event()
+    log = RunLog(tmp_path, {"mine": Recording(fails=99)}, lambda text: failed.set())
+    log.start(RunInfo("run"))
+    log.log(record(1))
+    assert failed.wait(30)
+    began = time.monotonic()
+    log.finish("FINISHED", {})
+    assert time.monotonic() - began < 20
+
+
 def test_no_round_waits_for_a_tracker_and_the_end_waits_while_there_is_progress(tmp_path):
     class Slow(Recording):
         waits = threading.Event()

@@ -7,6 +7,7 @@ starts its hosts before it imports torch itself, so that all of them load it at 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,12 +69,13 @@ def server_runtime_env(instructions: str | None) -> dict[str, Any] | None:
 class ClientHost:
     """One process with one compute thread; `host_process.HostProcess` does the work."""
 
-    def start(self, packed: list[ray.ObjectRef[Any]], engine: str) -> dict[str, Any]:
-        """Makes this host ready. Returns its node, process id and device.
+    def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
+        """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
         packed: the reference of the setup, in a list, so that the host fetches it and errors in that name their cause.
             This is not the constructor for the same reason: errors there reach the server as the text of a traceback.
         """
+        time.sleep(pause)
         from cfl_ray.runtime.on_ray.host_process import HostProcess
 
         self.process = HostProcess(packed, engine)
@@ -110,8 +112,10 @@ class StartedHost(NamedTuple):
     ready: ray.ObjectRef[Any]  # answers when it is ready
 
 
-def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: str = "sequential") -> StartedHost:
-    """Starts a host wherever there is room, or as soon as there is.
+def start_host(
+    runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: str = "sequential", pause: float = 0.0
+) -> StartedHost:
+    """Starts a host wherever there is room, or as soon as there is. pause: see `ClientHost.start`.
 
     An actor that waits for room is how the cluster's autoscaler learns that machines are missing, and it goes with this
     run. `ray.autoscaler.sdk.request_resources` would not: it is one request for the whole cluster, which every caller
@@ -125,4 +129,4 @@ def start_host(runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: st
         scheduling_strategy="SPREAD",
         runtime_env=host_runtime_env(runtime.cpu_capability),
     ).remote()
-    return StartedHost(actor, actor.start.remote([setup_ref], engine))
+    return StartedHost(actor, actor.start.remote([setup_ref], engine, pause))

@@ -1,5 +1,7 @@
 """The number of hosts that a cluster has room for."""
 
+from collections.abc import Iterable
+
 import ray
 
 from cfl_ray.config import RuntimeConfig
@@ -52,6 +54,7 @@ def free() -> str:
     return ", ".join(f"{value:g} {name}" for name, value in resources if name in ("CPU", "GPU")) or "no CPU"
 
 
-def alive(node: str) -> bool:
-    """Whether a node is alive in the cluster."""
-    return any(entry["NodeID"] == node and entry["Alive"] for entry in ray.nodes())
+def alive(nodes: Iterable[str]) -> set[str]:
+    """Those of these nodes that are alive in the cluster."""
+    wanted = set(nodes)
+    return {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]} & wanted if wanted else wanted

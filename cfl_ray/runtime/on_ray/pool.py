@@ -112,9 +112,9 @@ class Pool:
             except RayError as error:
                 self.lost(host, error)
 
-    def _start_another(self) -> StartedHost:
+    def _start_another(self, pause: float = 0.0) -> StartedHost:
         engine = self.choice.engine if self.choice else "sequential"
-        return start_host(self.setup.experiment.runtime, self.setup_ref, engine)
+        return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause)
 
     # ---- hosts that start: none gets work before it is ready, since it may wait for room on the cluster for ever
 
@@ -299,11 +299,10 @@ class Pool:
         decision = host.retry.decide(progress=self.finished)
         if not decision.granted:
             self.given_up.append(host.node)
-            node_lost = self._node_is_lost(host)
+            node_lost = len(self.hosts) == 1 and self._node_is_lost(host)
             self._give_up(host, f"{what} after {decision.limit} restarts ({short_reason(error)})", node_lost)
             return
-        time.sleep(decision.pause_seconds)
-        self._start_again(host)
+        self._start_again(host, decision.pause_seconds)
         self.fault(f"host {host.number} {what} ({short_reason(error)}); {decision}, its work is done again")
 
     def _written_off(self) -> int:
@@ -311,26 +310,29 @@ class Pool:
 
         Asked late, since the cluster notices the loss of a node some time after the loss of its hosts.
         """
-        return sum(not node or alive(node) for node in self.given_up)
+        there = alive(node for node in self.given_up if node)
+        self.given_up = [node for node in self.given_up if not node or node in there]  # a node does not come back
+        return len(self.given_up)
 
     def _node_is_lost(self, host: Host) -> bool:
-        """Whether a host was lost with its node. For the last host, the cluster is given time to notice it."""
+        """Whether the last host was lost with its node. The cluster is given time to notice it."""
         if not host.node or host.node == ray.get_runtime_context().get_node_id():
             return False
-        deadline = time.monotonic() + (_NODE_SECONDS if len(self.hosts) == 1 else 0)
-        while alive(host.node) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _NODE_SECONDS
+        while alive([host.node]) and time.monotonic() < deadline:
             time.sleep(_STEP_SECONDS)
-        return not alive(host.node)
+        return not alive([host.node])
 
     def end(self, host: Host, why: str) -> None:
         """Restarts a host that may well be alive; this does not count as a retry."""
         self._start_again(host)
         self.fault(f"host {host.number} {why} and was started again")
 
-    def _start_again(self, host: Host) -> None:
+    def _start_again(self, host: Host, pause: float = 0.0) -> None:
+        """pause: seconds that the new process waits before it does anything; the others do not wait for it."""
         self.changes += 1
         ray.kill(host.actor)
-        started = self._start_another()
+        started = self._start_another(pause)
         host.actor, host.starting, host.node, host.pid = started.actor, started.ready, "", 0
         host.retry.started()
 

@@ -23,7 +23,7 @@ class FakeCluster:
     def __init__(self):
         self.now, self.started, self.room_at, self.nodes, self.errors, self.killed = 0.0, [], [], {}, {}, []
         self.instructions = {}  # by number, where not AVX2
-        self.on_wait = lambda: None
+        self.on_wait, self.asked, self.pauses = lambda: None, 0, []
 
     def install(self, monkeypatch):
         fake_ray = SimpleNamespace(
@@ -39,14 +39,19 @@ class FakeCluster:
         monkeypatch.setattr(pool_module, "time", clock)
         monkeypatch.setattr(retry, "time", clock)
         monkeypatch.setattr(pool_module, "start_host", self.start)
-        monkeypatch.setattr(pool_module, "alive", lambda node: self.now < self.nodes.get(node, float("inf")))
+        monkeypatch.setattr(pool_module, "alive", self.alive)
         monkeypatch.setattr(pool_module, "free", lambda: "0 CPU")
         monkeypatch.setattr(pool_module, "room", lambda runtime, resources: 0)
 
     def sleep(self, seconds):
         self.now += seconds
 
-    def start(self, *_):
+    def alive(self, nodes):
+        self.asked += 1
+        return {node for node in nodes if self.now < self.nodes.get(node, float("inf"))}
+
+    def start(self, runtime=None, setup_ref=None, engine="", pause=0.0):
+        self.pauses.append(pause)
         number = len(self.started)
         self.started.append(StartedHost(f"actor {number}", f"ready {number}"))
         return self.started[-1]
@@ -132,6 +137,31 @@ def test_the_last_host_that_dies_on_a_living_node_ends_the_run(made, fake):
     pool.ready()
     with pytest.raises(RunError, match="the last client host died after 0 restarts"):
         pool.lost(pool.hosts[0], ActorDiedError())
+
+
+def test_two_hundred_hosts_that_die_at_once_are_started_again_at_once(made, fake):
+    """Each new process pauses by itself: pauses one after another would be 40 s without a round."""
+    fake.room_at, pool = [0] * 1000, made(hosts=200, retries=1)
+    pool.nodes()
+    for host in list(pool.hosts):
+        pool.lost(host, ActorDiedError())
+    assert fake.now == 0 and fake.pauses[200:] == [0.2] * 200
+    assert len(pool.hosts) == 200 and pool.nodes() == 200 and len(fake.started) == 400
+
+
+def test_hosts_given_up_with_two_hundred_machines_cost_one_look_and_are_forgotten(made, fake):
+    """Spot machines come and go for months: nothing grows with those that went."""
+    fake.room_at, pool = [0] * 1000, made(hosts=201, retries=0)
+    pool.nodes()
+    fake.nodes = {f"node {number}": 10 for number in range(200)}
+    for host in list(pool.hosts[:200]):
+        pool.lost(host, ActorDiedError())
+    assert fake.now == 0 and fake.asked == 0 and len(pool.given_up) == 200
+    assert pool._written_off() == 200 and fake.asked == 1
+    fake.now = 20  # the cluster has noticed
+    assert pool._written_off() == 0 and pool.given_up == [] and fake.asked == 2
+    pool.next_exchange()
+    assert len(pool.hosts) == 201 and len(fake.started) == 401
 
 
 def test_what_the_run_waits_for_can_be_read_while_it_waits(made, fake):
