@@ -101,7 +101,7 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     budget: int | None = option(
         None,
         "total number of a client's vectors, divided among its classes by their shares; null: p for each class",
-        source="official code: 20 for Dirichlet",
+        source="official code: 20 for Dirichlet, which an error in it leaves unused",
         low=1,
     )
     angle: str = option(

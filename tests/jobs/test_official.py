@@ -1,36 +1,124 @@
-"""Methods beside the code of their authors."""
+"""Methods beside the code of their authors: what this project adds to their code, with runs in its place."""
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
-from jobs import official
+from jobs.official import cfl, ifca, pacfl, runs, stocfl
+from jobs.official.page import PAGE, table, with_section
+from jobs.official.runs import Course, Data
 
 ROTATIONS = {frozenset(range(5)), frozenset(range(5, 10))}
 
 
-def test_half_of_the_clients_have_rotated_images(monkeypatch):
-    images = torch.arange(10_000 * 784, dtype=torch.uint8).reshape(-1, 1, 28, 28).numpy()
-    found = type("Images", (), {"train_x": images, "train_y": torch.zeros(10_000).numpy()})
-    monkeypatch.setattr(official, "locate", lambda *_: type("Source", (), {"read": lambda *_: found})())
-    data = official.mnist(0)
-    assert data.x.shape == (10, 800, 1, 28, 28) and data.x_test.shape == (10, 200, 1, 28, 28)
-    step = data.x[..., 0, 1] - data.x[..., 0, 0]  # pixels count up from left to right, and down where rotated
-    assert ((step < 0).float().mean((1, 2)) > 0.9).tolist() == [True] * 5 + [False] * 5
+@pytest.fixture
+def source(monkeypatch):
+    """Images whose pixels count up from left to right, with labels that take turns."""
+    pixels = (np.arange(12_000 * 784) % 28).astype(np.uint8).reshape(-1, 1, 28, 28)
+    found = type("Images", (), {"train_x": pixels, "train_y": np.arange(12_000) % 10})
+    monkeypatch.setattr(runs, "locate", lambda *_: type("Source", (), {"read": lambda *_: found})())
 
 
-def test_the_page_compares_weights_clusters_and_accuracy(monkeypatch):
-    start_P = official.first_weights(0)
-    apart = {t: (start_P + 1.0).expand(10, -1) for t in official.FULL.kept}
+def course(by: float, kept: tuple[int, ...], start_P: torch.Tensor, clients: int) -> Course:
+    """Weights at a distance of 1 from the first ones in each column, and `by` more."""
+    weights = {t: (start_P + 1.0 + by).expand(clients, -1) for t in kept}
+    groups = dict.fromkeys(kept, {frozenset(range(5)), frozenset(range(5, clients))})
+    return Course([0.5] * 20 + [0.9] * 10, [1] * 20 + [2] * 10, groups, weights)
 
-    def course(by: float) -> official.Course:
-        weights = {t: rows + by for t, rows in apart.items()}
-        return official.Course([0.5] * 20 + [0.9] * 10, [1] * 20 + [2] * 10, ROTATIONS, weights)
 
-    monkeypatch.setattr(official, "mnist", lambda seed: None)
-    monkeypatch.setattr(official, "theirs", lambda *_: course(0.0))
-    monkeypatch.setattr(official, "ours", lambda *_: course(0.001))
-    lines = official.page(Path("checkout"), "23a1c38").split("\n")
+def test_images_of_a_client_are_rotated_by_its_quarter_turns(source):
+    data = runs.rotated_mnist(0, [0, 1, 2], 8, 2)
+    assert data.x.shape == (3, 8, 1, 28, 28) and data.x_test.shape == (3, 2, 1, 28, 28)
+    across, down = data.x[..., 0, 1] - data.x[..., 0, 0], data.x[..., 1, 0] - data.x[..., 0, 0]
+    assert (across.sign().mean((1, 2)).tolist(), down.sign().mean((1, 2)).tolist()) == ([1, 0, -1], [0, -1, 0])
+
+
+def test_clients_have_two_labels_in_training_and_test_and_no_image_twice(source):
+    data = pacfl.two_labels(0)
+    for y in (data.y, data.y_test):
+        assert [len(row.unique()) for row in y] == [2] * pacfl.CLIENTS
+    assert all(client % 10 in row for client, row in enumerate(data.y.tolist()))
+
+
+def test_our_runs_end_after_the_kept_rounds():
+    x = torch.rand(4, 6, 1, 28, 28)
+    y = torch.arange(24).reshape(4, 6) % 3
+    found = runs.ours(Data(x, y, x, y), 0, (1, 2), {"fedavg": {}}, {"name": "mlp"}, {"steps": 1, "batch_size": None})
+    assert len(found.accuracy) == 2 and found.clusters == [1, 1] and found.split is None
+    start_P = runs.first_weights({"name": "mlp"}, 10, 0)
+    assert found.weights[1].shape == (4, len(start_P)) and not torch.equal(found.weights[1], found.weights[2])
+    assert found.groups == {1: {frozenset(range(4))}, 2: {frozenset(range(4))}} and found.sizes(2) == [4]
+    assert runs.distance(found, found, start_P, 1) == 0
+
+
+def test_a_script_sees_its_folder_and_arguments_while_it_runs(tmp_path):
+    (tmp_path / "beside_it.py").write_text("value = 3")
+    file = tmp_path / "run.py"
+    file.write_text("import sys, beside_it\nwords = sys.argv\nname = __name__\nvalue = beside_it.value")
+    found = runs.script(file, "--rounds=2")
+    assert (found["words"], found["name"], found["value"]) == (["run.py", "--rounds=2"], "__main__", 3)
+    assert runs.script(file, run=False)["name"] == "imported"
+    with pytest.raises(ModuleNotFoundError):
+        runs.modules(Path("/nowhere"), "not_beside_it")
+
+
+def test_a_section_replaces_the_one_of_its_method():
+    page = "# Title\n\nText.\n\n## CFL\n\nold\n\n### CFL, part\n\n## IFCA\n\nkept\n"
+    assert with_section(page, "## CFL\n\nnew\n\n") == "# Title\n\nText.\n\n## CFL\n\nnew\n\n## IFCA\n\nkept\n"
+    assert with_section(page, "## PACFL\n\nnew\n") == page + "\n## PACFL\n\nnew\n"
+    assert table(["a", "b"], [1, 2]) == ["| a | b |", "|---|---|", "| 1 | 2 |", ""]
+
+
+def test_the_page_has_a_section_of_each_method():
+    assert [line[3:] for line in PAGE.read_text().split("\n") if line.startswith("## ")] == [
+        "CFL",
+        "IFCA",
+        "StoCFL",
+        "PACFL",
+    ]
+
+
+def test_the_section_of_cfl_compares_weights_clusters_and_accuracy(monkeypatch):
+    start_P = cfl.first_weights(0)
+    monkeypatch.setattr(cfl, "mnist", lambda seed: None)
+    monkeypatch.setattr(cfl, "theirs", lambda *_: course(0.0, (1, 20, 22, 30), start_P, 10))
+    monkeypatch.setattr(cfl, "ours", lambda *_: course(0.001, (1, 20, 22, 30), start_P, 10))
+    lines = cfl.section(Path("checkout"), "23a1c38").split("\n")
     assert "| 22 | 1.0e-03 | 0.9000 | 0.9000 | 2 | 2 |" in lines, "0.001 beside a way of 1"
     assert "The clusters after round 22 are the same." in lines
     assert "| 2 | ours | 21 | 2 | yes | 0.500 | 0.900 | 0.900 | 0.900 |" in lines
+
+
+@pytest.mark.parametrize(
+    "method, model, line",
+    [
+        (ifca, ifca.MODEL, "| 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 35, 5 | 35, 5 | yes |"),
+        (stocfl, stocfl.MODEL, "| 0 | 5 | 1.0e-03 | 0.5000 | 0.5000 | 1 | 1 | yes |"),
+    ],
+)
+def test_the_sections_of_ifca_and_stocfl(monkeypatch, method, model, line):
+    start_P, kept = runs.first_weights(model, 10, 0), method.KEPT
+    monkeypatch.setattr(method, "SEEDS", (0,))
+    monkeypatch.setattr(method, "rotated_mnist", lambda *_: None)
+    if method is ifca:  # its distances are from the mean of the first models, here those of one
+        monkeypatch.setattr(runs, "first_weights", lambda *_: start_P)
+    monkeypatch.setattr(method, "theirs", lambda *_: course(0.0, kept, start_P, method.CLIENTS))
+    monkeypatch.setattr(method, "ours", lambda *_: course(0.001, kept, start_P, method.CLIENTS))
+    assert line in method.section(Path("checkout"), "1234567").split("\n")
+
+
+def test_the_section_of_pacfl(monkeypatch, source):
+    start_P = runs.first_weights(pacfl.MODEL, 10, 0)
+    clusters = {client: int(client >= 5) for client in range(pacfl.CLIENTS)}
+    angles = np.full((pacfl.CLIENTS, pacfl.CLIENTS), 5.0)
+    found = {"adj_mat": angles, "clients_clust_id": clusters, "U_clients": [np.zeros((784, 6))] * pacfl.CLIENTS}
+    monkeypatch.setattr(pacfl, "SEEDS", (0,))
+    monkeypatch.setattr(pacfl, "theirs", lambda *_: (course(0.0, pacfl.KEPT, start_P, pacfl.CLIENTS), found))
+    monkeypatch.setattr(pacfl, "ours", lambda *_: (course(0.001, pacfl.KEPT, start_P, pacfl.CLIENTS), angles + 0.25))
+    monkeypatch.setattr(pacfl, "main_pacfl", lambda *_, partition: found)
+    text = pacfl.section(Path("checkout"), "1234567")
+    (line,) = [line for line in text.split("\n") if line.startswith("| 0 ") and "| 5 |" in line]
+    assert line.startswith("| 0 | 0.2500 | 2 | 2 | yes |") and line.endswith("| 5 | 1.0e-03 | 0.5000 | 0.5000 |")
+    assert "has\n3 vectors per label" in text

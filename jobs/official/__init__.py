@@ -1,0 +1,1 @@
+"""Methods beside the code of their authors; see __main__."""

@@ -1,0 +1,39 @@
+"""The page docs/official.md: methods beside the code of their authors, on the same data and from the same weights.
+
+    git clone https://github.com/felisat/clustered-federated-learning CHECKOUT
+    python -m jobs.official cfl CHECKOUT        writes the section of CFL
+    git clone https://github.com/jichan3751/ifca CHECKOUT
+    python -m jobs.official ifca CHECKOUT
+    git clone https://github.com/dunzeng/StoCFL CHECKOUT
+    pip install --no-deps --target CHECKOUT fedlab==1.2.1
+    python -m jobs.official stocfl CHECKOUT
+    git clone https://github.com/MMorafah/PACFL CHECKOUT
+    python -m jobs.official pacfl CHECKOUT
+
+The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
+"""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from jobs.official import cfl, ifca, pacfl, stocfl
+from jobs.official.page import PAGE, with_section
+
+METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("checkout", type=Path, help="folder of its authors' repository")
+    args = parser.parse_args()
+    git = ["git", "-C", args.checkout, "rev-parse", "--short=7", "HEAD"]
+    commit = subprocess.check_output(git, text=True).strip()
+    section = METHODS[args.method].section(args.checkout.absolute(), commit)
+    PAGE.write_text(with_section(PAGE.read_text(), section))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Data, first weights and runs of this project that are compared with the code of a method's authors."""
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray import Experiment, federation_from_arrays, simulate
+from cfl_ray.data.sources import locate
+from cfl_ray.models import recipe
+from cfl_ray.nn.network import Network
+
+SHAPE = (1, 28, 28)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples (clients, samples, ...) that each client trains on and is tested with; pixels of 0 to 1."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+    @property
+    def clients(self) -> int:
+        return len(self.x)
+
+
+@dataclass
+class Course:
+    """What a run did; a round is counted from 1."""
+
+    accuracy: list[float] = field(default_factory=list)  # mean over the clients, by round
+    clusters: list[int] = field(default_factory=list)  # their number, by round
+    groups: dict[int, set[frozenset[int]]] = field(default_factory=dict)  # the clusters after some rounds
+    weights: dict[int, Tensor] = field(default_factory=dict)  # of each client's model after these rounds, (clients, P)
+
+    @property
+    def split(self) -> int | None:
+        """The first round with more than one cluster."""
+        return next((t for t, found in enumerate(self.clusters, 1) if found > 1), None)
+
+    def sizes(self, round: int) -> list[int]:
+        """Clients of each cluster after this round, the largest first."""
+        return sorted(map(len, self.groups[round]), reverse=True)
+
+
+def images(source: str, seed: int) -> tuple[Tensor, Tensor]:
+    """All training images of a built-in source and their labels in random order."""
+    read = locate(source, Experiment(data={"source": source}).data).read(True, None)
+    order = np.random.default_rng(seed).permutation(len(read.train_y))
+    x = torch.from_numpy(read.train_x[order] / np.float32(255)).reshape(-1, *SHAPE)
+    return x, torch.from_numpy(read.train_y[order]).long()
+
+
+def rotated_mnist(seed: int, turns: Sequence[int], train: int, test: int) -> Data:
+    """Random images of MNIST for each client, rotated by its number of quarter turns."""
+    x, y = images("mnist", seed)
+    used = len(turns) * (train + test)
+    x, y = x[:used].reshape(len(turns), -1, *SHAPE), y[:used].reshape(len(turns), -1)
+    x = torch.stack([part.rot90(k, (-2, -1)) for part, k in zip(x, turns, strict=True)])
+    return Data(x[:, :train], y[:, :train], x[:, train:], y[:, train:])
+
+
+def first_weights(model: dict[str, Any], classes: int, seed: int, number: int = 0) -> Tensor:
+    """The weights (P,) of the first model of this number that our runs start from."""
+    return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE).new_model(seed, number)
+
+
+def groups_of(assign: Iterable[int]) -> set[frozenset[int]]:
+    """The clusters as sets of clients."""
+    numbers = np.asarray(list(assign))
+    return {frozenset(np.flatnonzero(numbers == k).tolist()) for k in np.unique(numbers)}
+
+
+def ours(
+    data: Data,
+    seed: int,
+    kept: Sequence[int],
+    method: dict[str, Any],
+    model: dict[str, Any],
+    local: dict[str, Any],
+    classes: int = 10,
+    metric: str = "accuracy",
+    look: Callable[[Any, int], None] | None = None,
+) -> Course:
+    """A method of this project, in runs that end after each of the rounds `kept`: one is the beginning of the next.
+
+    All clients take part in a round. look: called with the result and the rounds of each of these runs.
+    """
+    federation = federation_from_arrays(
+        data.x.flatten(0, 1).numpy(),
+        data.y.flatten().numpy(),
+        np.repeat(np.arange(data.clients), data.y.shape[1]),
+        x_test=data.x_test.flatten(0, 1).numpy(),
+        y_test=data.y_test.flatten().numpy(),
+        test_clients=np.repeat(np.arange(data.clients), data.y_test.shape[1]),
+        num_classes=classes,
+    )
+    course, (name,) = Course(), method
+    for rounds in sorted(kept):
+        experiment = Experiment(
+            data=federation,
+            seed=seed,
+            rounds=rounds,
+            methods=[method],
+            model=model,
+            local=local,
+            cohort={"fraction": 1.0},
+            evaluation={"every": 1, "local": metric != "accuracy", "choice_samples": None},
+            tracking={"enabled": False},
+        )
+        result = simulate(experiment)[name]
+        assign = result.assignments()["cluster"].to_numpy()
+        rows = {k: torch.cat([v.flatten() for v in result.trained.state_dict(k).values()]) for k in {*assign.tolist()}}
+        course.weights[rounds] = torch.stack([rows[k] for k in assign.tolist()])
+        course.groups[rounds] = groups_of(assign)
+        if look:
+            look(result, rounds)
+    by_round = [record.metrics for record in result.records]
+    course.accuracy = [one[metric] for one in by_round]
+    course.clusters = [int(one["num_clusters"]) for one in by_round]
+    return course
+
+
+def distance(theirs: Course, ours: Course, start_P: Tensor, round: int) -> float:
+    """Between the weights of a client in the two codes, relative to their distance from the first ones: the largest."""
+    apart = (theirs.weights[round] - ours.weights[round]).norm(dim=1)
+    return float((apart / (theirs.weights[round] - start_P).norm(dim=1)).max())
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a module or class that have other values for a while."""
+    before = {name: getattr(owner, name, None) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is None else setattr(owner, name, value)
+
+
+def modules(folder: Path, *names: str) -> list[Any]:
+    """Modules of a checkout."""
+    with replaced(sys, path=[str(folder), *sys.path]):
+        return [importlib.import_module(name) for name in names]
+
+
+def script(file: Path, *words: str, run: bool = True) -> dict[str, Any]:
+    """The variables of a script of a checkout after it was run with these arguments, or only imported."""
+    with replaced(sys, path=[str(file.parent), *sys.path], argv=[file.name, *words]):
+        return runpy.run_path(str(file), run_name="__main__" if run else "imported")
+
+
+def stand_in(name: str, **values: Any) -> None:
+    """A module that a checkout imports and the comparison does not need."""
+    module = ModuleType(name)
+    module.__dict__.update(values)
+    sys.modules[name] = module
