@@ -53,7 +53,7 @@ def average(*models, weight=(1, 1)):
 
 def fixed(**options) -> FedAC:
     """With a fixed number of clusters."""
-    return FedAC(**{"mu": MU, "lam": LAM, "adapt_clusters": False} | options)
+    return FedAC(**{"mu": MU, "lam": LAM, "start": "own", "adapt_clusters": False} | options)
 
 
 class TestFormula:
@@ -285,7 +285,7 @@ def test_a_merge_moves_the_members_and_keeps_the_model_of_the_other_cluster():
 class TestAdaptation:
     """CNT by rho in every round after the first."""
 
-    OFTEN = {"adaptation": "rho", "adapt_after": 1, "adapt_every": 1, "mu": MU, "lam": LAM}
+    OFTEN = {"adaptation": "rho", "adapt_after": 1, "adapt_every": 1, "mu": MU, "lam": LAM, "start": "own"}
 
     @pytest.mark.parametrize("memory", [100, 5])
     def test_a_loose_cluster_splits_into_the_planted_groups(self, memory):
@@ -415,7 +415,7 @@ class TestSignificance:
 
     def test_parts_get_the_means_of_their_participants_and_keep_the_absent_members(self):
         one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1)
+        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1, start="own")
         cohort = list(range(16))
         state = one.play(method, None, cohort)
         assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1
@@ -426,7 +426,7 @@ class TestSignificance:
     def test_nothing_splits_without_a_participant_in_every_part(self):
         one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
         group_N = one.federation.group_N
-        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1)
+        method = FedAC(num_clusters=1, adapt_after=1, adapt_every=1, start="own")
         assert one.play(method, None, np.flatnonzero(group_N < 3)).num_clusters == 1
 
     def test_the_larger_cluster_s_model_stays_when_two_merge(self):
@@ -544,34 +544,37 @@ class TestJoinAndLeave:
 
 
 class TestStart:
-    """`start: global`: every participant starts from the global embedding and its own last layer."""
+    """`start`: the embedding from which a participant starts; the last layer is its own."""
 
-    def test_with_a_learning_rate_near_zero_an_upload_is_the_start(self):
-        """In round 2 the mean of the uploads is Phi for the embedding; the clients keep their last layers."""
+    @pytest.mark.parametrize("start", ["cluster", "global"])
+    def test_with_a_learning_rate_near_zero_an_upload_is_the_start(self, start):
+        """In round 2 the means of the uploads are the start for the embedding; the clients keep their last layers."""
         network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
         one = Stage(planted(4), network, LocalSGD(lr=0.3, epochs=2))
-        method = FedAC(num_clusters=2, mu=0.0, lam=0.0, start="global", adapt_clusters=False)
+        method = FedAC(num_clusters=2, mu=0.0, lam=0.0, start=start, adapt_clusters=False)
         state = one.play(method, None)
         spec, head_MF = one.network.spec, self.heads(one)
         assert head_MF.shape == (4, spec.head.count)
         one.local = LocalSGD(lr=1e-12, epochs=1)
         after = one.play(method, None, state=state, first=2)
-        phi_KF = spec.base.of(state.global_KP).expand(after.num_clusters, -1)
-        assert torch.allclose(spec.base.of(after.models_KP), phi_KF, atol=1e-6)
+        start_KF = spec.base.of(state.models_KP if start == "cluster" else state.global_KP.expand(2, -1))
+        assert state.num_clusters == 2 and torch.equal(start_KF[0], start_KF[1]) == (start == "global")
+        assert torch.allclose(spec.base.of(after.models_KP), start_KF, atol=1e-6)
         assert torch.allclose(self.heads(one), head_MF, atol=1e-6)
         served = method.serve(after, one.clients())
         assert served.client_state.columns == spec.head
         served_KF = spec.base.of(served.models_KP)
-        assert torch.equal(served_KF, spec.base.of(after.global_KP).expand(len(served_KF), -1))
+        assert torch.allclose(served_KF[:2], start_KF, atol=1e-6)
+        assert torch.equal(served_KF[2:], spec.base.of(after.global_KP)), "a client without a cluster starts from Phi"
 
     def heads(self, one: Stage) -> torch.Tensor:
         """The personal last layers of the clients."""
         return torch.stack([one.client_states["personal", client] for client in range(4)])
 
-    def test_traffic_is_that_of_the_other_start(self):
+    def test_traffic_does_not_depend_on_the_start(self):
         traffic = []
-        for start in ("own", "global"):
+        for start in ("own", "cluster", "global"):
             one = Stage(planted(4), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)))
             one.play(FedAC(num_clusters=2, start=start, adapt_clusters=False), None, None)
             traffic.append((one.stats.traffic.down_bits, one.stats.traffic.up_bits))
-        assert traffic[0] == traffic[1]
+        assert traffic[0] == traffic[1] == traffic[2]
