@@ -1,5 +1,6 @@
 """One thread, as on a client host."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -18,17 +19,37 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Folders of tests that take longest a file; xdist hands out files in this order, so that both workers end together.
+LONGEST_FIRST = ("tests", "jobs", "on_ray", "study", "runtime", "results", "benchmarks", "cli", "methods", "tracking")
+
+
+def pytest_collection_modifyitems(items):
+    place = {folder: at for at, folder in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what is imported and collected by now stays: no later collection walks through it
+
+
 @pytest.fixture(scope="session", autouse=True)
 def single_thread():
+    """One, as hosts have it: with several, sums in this process have other last bits."""
+    import sklearn.cluster  # noqa: F401  loads an OpenMP of its own; only libraries that are loaded are limited
+
     with one_thread():
         yield
 
 
 @pytest.fixture(autouse=True)
-def compute_thread():
-    """One, as hosts have it: with several, sums in this process have other last bits."""
-    with one_thread():
-        yield
+def no_figures(request, monkeypatch):
+    """Runs draw no figures and no page, which take longer than they do; marked `figures`, a test has them."""
+    if request.node.get_closest_marker("figures") is None:
+        for name in ("runtime.recorder.write_figures", "runtime.driver.write_figures"):
+            monkeypatch.setattr(f"cfl_ray.{name}", lambda *_: None)
+        for name in ("runtime.driver.report_at_the_end", "study.run.report_at_the_end"):
+            monkeypatch.setattr(f"cfl_ray.{name}", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ NAMES = {file.name for file in RunDirectory.layout().values()} | {
     file.before for file in RunDirectory.layout().values()
 }
 COMMON = {"models"}  # words that mean other things, too
-OTHERS = {"report/page.py", "cli/commands.py"}  # report.html: the template of the page, and the default of -o
+OTHERS = {"report/page.py", "cli/result_commands.py"}  # report.html: the template of the page, and the default of -o
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""Arguments and options that several commands take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STDOUT = Path("-")  # as the value of --output
+
+File = Annotated[  # as it was given: a path would take a slash out of an override, as in data.shards=s3://bucket/shards
+    str | None,
+    typer.Argument(help="Experiment as YAML; default: the built-in example, rotated digits.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Keys of the experiment to override, e.g. rounds=50 local.lr=0.05 methods=[stocfl]",
+        metavar="[SECTION.KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run directory, as `cfl-ray run` printed it.", show_default=False)
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use the Python files that the run names (resume: also its cluster and MLflow server), although you did "
+        "not start it on this machine.",
+    ),
+]
+StudyFile = Annotated[
+    Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)
+]
+StudyOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Keys to override in the experiment of every run, e.g. rounds=20",
+        metavar="[SECTION.KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+StudyFolder = Annotated[
+    Path | None,
+    typer.Option("--folder", help="Folder of the study; default: its name below `output`.", show_default=False),
+]
+OnlySettings = Annotated[list[str] | None, typer.Option("--setting", help="Only this setting; can be repeated.")]
+OnlyMethods = Annotated[list[str] | None, typer.Option("--method", help="Only this method; can be repeated.")]
+OnlySeeds = Annotated[list[int] | None, typer.Option("--seed", help="Only this seed; can be repeated.")]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(
+        "--at-once",
+        min=1,
+        help="Largest number of parallel runs; default: as many as there is room for.",
+        show_default=False,
+    ),
+]
+Extend = Annotated[
+    Path | None,
+    typer.Option(
+        "--extend",
+        metavar="FOLDER",
+        help="The folder of this study with fewer rounds: runs begin with a copy of those there.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and which of them are finished; run nothing.")]

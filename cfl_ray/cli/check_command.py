@@ -1,0 +1,69 @@
+"""The command `check`, of an experiment or a study."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cfl_ray.cli.arguments import File, OnlyMethods, OnlySeeds, OnlySettings, Overrides
+from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.inputs import is_file, is_trusted, load_experiment
+from cfl_ray.cli.study_commands import Selected, selection_of, study_from
+from cfl_ray.errors import ConfigError
+
+SELECTING = ("--setting", "--method", "--seed")
+
+
+def check(
+    file: File = None,
+    overrides: Overrides = None,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print only the whole resolved config, as a file for `cfl-ray run`.")
+    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Also import Python files of other users.")] = False,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
+) -> None:
+    """Validate an experiment and print what differs from the defaults, sizes, expected memory and traffic.
+
+    Trains nothing, and refuses what `cfl-ray run` refuses. It imports the Python files that the config names
+    (file.py:Name), and tries the parts in them on random numbers. FILE may be a study: then all its runs are validated,
+    or those that --setting, --method and --seed select, and sizes and traffic are printed for every setting.
+    """
+    from cfl_ray.cli import estimate, tables
+    from cfl_ray.config.study import is_study_file
+
+    if file is not None and is_file(file) and is_study_file(file):
+        _check_study(Path(file), overrides, (settings, methods, seeds), as_yaml, trust)
+        return
+    if settings or methods or seeds:
+        raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
+    experiment = load_experiment(file, overrides, asks=not trust)
+    found = estimate.estimate(experiment)
+    if as_yaml:
+        say(experiment.to_yaml().rstrip())
+        return
+    tables.show_differences(experiment, out)
+    estimate.show(found, out)
+    say(f"The config is valid. Run it with: {command_line('run', file, *(overrides or ()))}")
+
+
+def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yaml: bool, trust: bool) -> None:
+    from cfl_ray.cli import estimate
+    from cfl_ray.results.trust import check_owners
+    from cfl_ray.study.run import plan_study
+
+    study = study_from(file, overrides)
+    if not trust:
+        is_trusted(lambda: check_owners(study))
+    runs, root = plan_study(study, only=selection_of(only))
+    found = estimate.estimate_study(runs)
+    if as_yaml:
+        say(study.to_yaml().rstrip())
+        return
+    estimate.show_study(found, study, len({run.seed for run in runs}), root, out)
+    verb = "sweep" if study.sweep else "compare"
+    options = [(option, one) for option, chosen in zip(SELECTING, only, strict=True) for one in chosen or ()]
+    selected = [str(word) for pair in options for word in pair]
+    say(f"The study is valid. Run it with: {command_line(verb, file, *selected, *(overrides or ()))}")

@@ -1,0 +1,24 @@
+"""What commands print: results to standard output, warnings and errors to the other, without credentials."""
+
+import shlex
+
+from rich.console import Console
+
+from cfl_ray.errors.redaction import redact
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """Prints a line to standard output."""
+    out.print(redact(text), markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Prints a line to standard error."""
+    err.print(redact(text), markup=False, soft_wrap=True)
+
+
+def command_line(*parts: object) -> str:
+    """Returns a command that can be pasted into a shell; a part that is None is left out."""
+    return shlex.join(["cfl-ray", *(str(part) for part in parts if part is not None)])

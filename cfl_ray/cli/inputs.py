@@ -1,0 +1,92 @@
+"""What commands read: experiments with their overrides, and whose files they trust."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cfl_ray.cli.console import say, warn
+
+if TYPE_CHECKING:  # the help text does not wait for torch
+    from cfl_ray.config import Experiment
+
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
+
+
+def load_experiment(file: str | None, overrides: list[str] | None, asks: bool = False) -> "Experiment":
+    """Returns the experiment. A first argument with `=` that is no file is an override of the built-in example.
+
+    asks: before a Python file of another user is imported.
+    """
+    from cfl_ray import config
+    from cfl_ray.methods import resolve
+    from cfl_ray.results.trust import check_owners
+
+    changes = list(overrides or ())
+    if file is not None and "=" in file and not is_file(file):
+        changes = [file, *changes]
+        file = None
+    experiment = config.load(file, changes)
+    if asks:
+        is_trusted(lambda: check_owners(experiment))
+    resolve(experiment.methods)
+    if (base := output_base()) is not None and not Path(experiment.output).is_absolute():
+        experiment = experiment.model_copy(update={"output": str(base / experiment.output)})
+    deliver_earlier_results(experiment)
+    return experiment
+
+
+def is_file(argument: str) -> bool:
+    """Whether an argument names a file; an override may be longer than names of files are."""
+    try:
+        return Path(argument).is_file()
+    except OSError:
+        return False
+
+
+def may_import(run_dir: Path, trust: bool) -> bool:
+    """Whether the user trusts the files that a run names; False where there is nothing to ask."""
+    from cfl_ray.results.trust import load_record
+    from cfl_ray.run_directory import RunDirectory
+
+    RunDirectory(run_dir).require_run()
+    return is_trusted(lambda: load_record(run_dir, connects=False), trust)
+
+
+def is_trusted(check: Callable[[], object], trust: bool = False) -> bool:
+    """Whether the user trusts what `check` refuses: by the option, or asked on a terminal."""
+    from cfl_ray.results.trust import UntrustedError
+
+    if not trust:
+        try:
+            check()
+        except UntrustedError as error:
+            if not sys.stdin.isatty():
+                raise
+            warn(f"warning: {error}")
+            if not typer.confirm("Trust it?", err=True):
+                raise
+            return True
+    return trust
+
+
+def output_base() -> Path | None:
+    """Returns the folder that a relative `output` is in; None: the working directory.
+
+    The working directory of a submitted job is a copy that is deleted with the job.
+    """
+    return Path.home() if IN_JOB in os.environ else None
+
+
+def deliver_earlier_results(experiment: "Experiment") -> None:
+    """Gives MLflow what earlier runs below the same `output` could not deliver."""
+    from cfl_ray.tracking import deliver_pending, resolve_uri
+
+    if not experiment.tracking.uses_mlflow:
+        return
+    uri = resolve_uri(experiment.tracking, experiment.output)
+    for delivered in deliver_pending(experiment.output, uri, warn=warn):
+        say(f"Delivered {delivered.rounds} rounds of {delivered.run_dir} to MLflow, which was out of reach before.")

@@ -1,0 +1,114 @@
+"""The commands that show what runs have given: `table`, `report` and `export`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cfl_ray.cli.arguments import STDOUT, RunDir, Trust
+from cfl_ray.cli.console import say
+from cfl_ray.cli.inputs import may_import
+from cfl_ray.errors import ConfigError
+
+
+def table(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or studies.", show_default=False)
+    ],
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metric to show; can be repeated.", show_default=False)
+    ] = None,
+    style: Annotated[str, typer.Option("--format", help="md, csv, latex or html.")] = "md",
+    trust: Trust = False,
+) -> None:
+    """Print a table of the methods of some runs: mean and standard deviation over seeds.
+
+    Runs that differ only in the seed are one experiment; so are those of one setting of a study. With a single
+    --metric, several experiments are columns. p is the p-value of a paired t-test against the best method, with three
+    seeds or more.
+    """
+    from cfl_ray.results.comparison import FORMATS, by_experiment, compare_runs, format_table
+    from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.run_directory.lock import command
+
+    if style not in FORMATS:
+        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {style!r}")
+    for run_dir in run_dirs:
+        if not RunDirectory(run_dir).is_study:
+            trust = may_import(run_dir, trust)
+    frame = compare_runs(run_dirs, metric or (), trust)
+    if frame.empty:
+        raise ConfigError(
+            f"no method of {', '.join(map(str, run_dirs))} has been evaluated yet; see its progress with: "
+            f"{command('status', run_dirs[0])}"
+        )
+    if metric and len(metric) == 1 and frame["experiment"].nunique() > 1 and style != "csv":
+        frame = by_experiment(frame, metric[0])
+    print(format_table(frame, style))
+
+
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs or studies, or folders above them.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the page; -: standard output.")] = Path(
+        "report.html"
+    ),
+    against: Annotated[
+        Path | None, typer.Option(help="File of published tables (YAML) to compare with.", show_default=False)
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of the published tables for runs that are not of a study; not needed where there is only one.",
+            show_default=False,
+        ),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Write the report of some runs, or of a study: settings, a table and figures in one self-contained HTML page.
+
+    Runs that differ only in the seed are one experiment: curves and the table show the mean over its seeds.
+    """
+    from cfl_ray.results.reporting import report_page, write_report
+    from cfl_ray.run_directory import RunDirectory
+
+    for run_dir in run_dirs:
+        if RunDirectory(run_dir).is_run:
+            trust = may_import(run_dir, trust)
+    if output == STDOUT:
+        sys.stdout.buffer.write(report_page(run_dirs, against, column, trust).encode())
+        return
+    path = write_report(run_dirs, output, against, column, trust)
+    say(f"{path} ({path.stat().st_size / 1e6:.1f} MB); it opens in a browser, without a network")
+
+
+def export(
+    run_dir: RunDir,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File: .safetensors, .pt or .onnx.", show_default=False)
+    ],
+    method: Annotated[
+        str | None, typer.Option(help="Method of the run; not needed where it has only one.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        int | None, typer.Option(help="Cluster whose model is written.", min=0, show_default=False)
+    ] = None,
+    client: Annotated[
+        int | None, typer.Option(help="Client whose model is written instead.", min=0, show_default=False)
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Write the model of a cluster, or the one that a client predicts with, to a file. The run may still be live."""
+    from cfl_ray.results.export import export_model
+    from cfl_ray.runtime.load import load_run
+
+    if output == STDOUT:
+        raise ConfigError("a model is not written to standard output: name a file; its ending is the format")
+    results = load_run(run_dir, trust=may_import(run_dir, trust))
+    if method is None and len(results.methods) > 1:
+        raise ConfigError(f"the run has several methods; name one with --method: {', '.join(results.methods)}")
+    trained = results.method(method or next(iter(results.methods))).trained
+    say(export_model(trained, output, cluster, client))

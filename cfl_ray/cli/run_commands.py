@@ -1,0 +1,105 @@
+"""The commands `run`, `resume` and `prepare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cfl_ray.cli.arguments import File, Overrides, RunDir, Trust
+from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
+from cfl_ray.cli.study_commands import run_all, study_from
+
+
+def run(
+    file: File = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run; default: a new one below `output`.", show_default=False)
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Another run of this config, whose requests to join and leave are repeated in the same rounds.",
+            show_default=False,
+        ),
+    ] = None,
+    extend: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="A run of this config with fewer rounds: this one begins with a copy of them.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run an experiment: all its methods, with live progress and a table of results at the end."""
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.runtime import launch
+
+    experiment = load_experiment(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        if in_process:
+            results = launch.simulate(experiment, run_dir or launch.new_run_dir(experiment), display, replay, extend)
+        else:
+            results = launch.run(experiment, run_dir, display, replay, extend)
+    display.finish(results)
+
+
+def resume(run_dir: RunDir, trust: Trust = False) -> None:
+    """Resume a run that was stopped or has died, from its last checkpoint.
+
+    RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
+    """
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.results.load import finished_results
+    from cfl_ray.results.run_record import check_not_edited
+    from cfl_ray.results.trust import load_record, load_study_record
+    from cfl_ray.run_directory import RunDirectory
+    from cfl_ray.runtime import launch
+
+    if RunDirectory(run_dir).is_study:
+        is_trusted(lambda: load_study_record(run_dir), trust)
+        run_all(study_from(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
+        return
+    RunDirectory(run_dir).require_run()
+    trust = is_trusted(lambda: load_record(run_dir), trust)
+    experiment = load_record(run_dir, trust)
+    check_not_edited(RunDirectory(run_dir), experiment)
+    display = Display(out, experiment.rounds)
+    results = finished_results(run_dir, experiment)
+    if results is not None:
+        say(f"{run_dir} is finished: nothing is left to do.")
+        deliver_earlier_results(experiment)
+        display.show(results)
+        return
+    with display:
+        results = launch.resume(run_dir, watcher=display, trust=trust)
+    display.finish(results)
+
+
+def prepare(file: File = None, overrides: Overrides = None) -> None:
+    """Write the clients' data of an experiment as shards; existing shards are reused."""
+    from cfl_ray.cli.progress import Display
+    from cfl_ray.data.from_config import with_shards
+    from cfl_ray.runtime.prepare import prepare as prepare_setup
+    from cfl_ray.runtime.prepare import shards_folder
+
+    experiment = load_experiment(file, overrides)
+    with Display(out, experiment.rounds) as display:
+        federation = prepare_setup(experiment, display.preparing).federation
+    uri = getattr(federation, "uri", None)
+    if uri is None:
+        name = experiment.data.source.rpartition(":")[2] or "arrays"
+        uri = with_shards(federation.at(0), name, shards_folder(experiment)).uri
+    samples_N = federation.num_samples_N
+    say(
+        f"{federation.num_clients} clients, {samples_N.min()} to {samples_N.max()} training samples each, "
+        f"{federation.shape.targets_in_words}"
+    )
+    say(f"Shards: {uri}")
+    say(f"Next: {command_line('run', file, *(overrides or ()))}")

@@ -1,0 +1,111 @@
+"""The commands `compare` and `sweep`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cfl_ray.cli.arguments import (
+    AtOnce,
+    DryRun,
+    Extend,
+    OnlyMethods,
+    OnlySeeds,
+    OnlySettings,
+    StudyFile,
+    StudyFolder,
+    StudyOverrides,
+)
+from cfl_ray.cli.console import command_line, out, say
+from cfl_ray.cli.inputs import output_base
+from cfl_ray.errors import ConfigError, RunError
+
+if TYPE_CHECKING:  # the help text does not wait for torch
+    from cfl_ray.config.study import Study
+    from cfl_ray.study.plan import Selection
+
+Selected = tuple[list[str] | None, list[str] | None, list[int] | None]  # settings, methods and seeds of a study
+
+
+def compare(
+    file: StudyFile,
+    overrides: StudyOverrides = None,
+    folder: StudyFolder = None,
+    at_once: AtOnce = None,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
+    extend: Extend = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a study: every method in every setting with every seed, and print tables of mean ± standard deviation.
+
+    Runs are parallel, as many as the machine or the Ray cluster has room for. Finished runs in the folder are not
+    repeated, and stopped ones continue.
+    """
+    study = study_from(file, overrides)
+    if study.sweep is not None:
+        raise ConfigError(f"{file} is a sweep; run it with: {command_line('sweep', file, *(overrides or ()))}")
+    run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
+
+
+def sweep(
+    file: StudyFile,
+    overrides: StudyOverrides = None,
+    folder: StudyFolder = None,
+    at_once: AtOnce = None,
+    settings: OnlySettings = None,
+    methods: OnlyMethods = None,
+    seeds: OnlySeeds = None,
+    extend: Extend = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a study over values of any keys: a grid, random values, or values that Optuna suggests from earlier results.
+
+    It ends with the trials, best first. Otherwise like `compare`.
+    """
+    study = study_from(file, overrides)
+    if study.sweep is None:
+        raise ConfigError(f"{file} has no `sweep`; run it with: {command_line('compare', file, *(overrides or ()))}")
+    run_all(study, folder, (settings, methods, seeds), at_once, dry_run, extend)
+
+
+def study_from(file: Path, overrides: list[str] | None) -> "Study":
+    """The study in a file, with these overrides of its experiment."""
+    from cfl_ray.config.study import load_study
+
+    return load_study(file, overrides or (), output_base())
+
+
+def selection_of(only: Selected) -> "Selection":
+    """The options --setting, --method and --seed as a selection."""
+    from cfl_ray.study.plan import Selection
+
+    settings, methods, seeds = only
+    return Selection(settings or (), methods or (), seeds or ())
+
+
+def run_all(
+    study: "Study",
+    folder: Path | None,
+    only: Selected,
+    at_once: int | None,
+    dry_run: bool,
+    extend: Path | None = None,
+) -> None:
+    """Runs the selected runs of a study, or lists them (dry_run)."""
+    from cfl_ray.cli.study_progress import StudyDisplay
+    from cfl_ray.study.run import plan_study, run_study
+
+    selection = selection_of(only)
+    folder, extend = (None if one is None else (output_base() or Path()) / one for one in (folder, extend))
+    learns = study.sweep is not None and study.sweep.sampler == "tpe"
+    if dry_run:
+        runs, root = plan_study(study, folder, selection)
+        for run in runs:
+            say(f"{run.name}{': finished' if run.is_finished(root) else ''}")
+        say(f"{len(runs)} runs{' at the ends of the ranges' * learns}; folder: {root}")
+        return
+    with StudyDisplay(out, learns) as display:
+        results = run_study(study, folder, selection, at_once, display, extend)
+    display.finish(results)
+    if results.failed:
+        raise RunError(f"{len(results.failed)} of the runs are not finished; the same command tries them again")
