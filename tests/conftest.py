@@ -1,5 +1,6 @@
 """One thread, as on a client host."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -42,14 +43,41 @@ def single_thread():
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_figures(request, monkeypatch):
-    """Runs draw no figures and no page, which take longer than they do; marked `figures`, a test has them."""
-    if request.node.get_closest_marker("figures") is None:
-        for name in ("runtime.recorder.write_figures", "runtime.driver.write_figures"):
-            monkeypatch.setattr(f"cfl_ray.{name}", lambda *_: None)
-        for name in ("runtime.driver.report_at_the_end", "study.run.report_at_the_end"):
-            monkeypatch.setattr(f"cfl_ray.{name}", lambda *_: None)
+@pytest.fixture(scope="session", autouse=True)
+def no_flush_to_the_disk():
+    """A killed process loses nothing without it, and no test cuts the power; checkpoints and logs flush often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawing():
+    """Runs draw no figures and no page, which take longer than they do, unless `with drawing()`."""
+    from cfl_ray.runtime import driver, recorder
+    from cfl_ray.study import run
+
+    places = (recorder, "write_figures"), (driver, "write_figures"), (driver, "report_at_the_end")
+    functions = [(module, name, getattr(module, name)) for module, name in (*places, (run, "report_at_the_end"))]
+
+    @contextlib.contextmanager
+    def drawing():
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name, function in functions:
+                patch.setattr(module, name, function)
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, _ in functions:
+            patch.setattr(module, name, lambda *_: None)
+        yield drawing
+
+
+@pytest.fixture
+def drawn(drawing):
+    """The runs of a test draw their figures and their page."""
+    with drawing():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "WorkerPool", InlinePool)
     monkeypatch.setattr(InlinePool, "done", [])
-    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *_: None)
     for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_JOB_ID", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -42,7 +41,7 @@ def write(name: str = "study.yaml", **changes) -> str:
     return name
 
 
-def test_a_study_from_check_to_resume(capsys):
+def test_a_study_from_check_to_resume(capsys, drawn):
     file = write(seeds=[0], settings={"a": {}, "b": {"local": {"lr": 0.5}}})
     status, printed, _ = call(capsys, "check", file)
     assert status == 0 and "setting a:" in printed and "4 runs: 4 with each of 1 seeds" in printed

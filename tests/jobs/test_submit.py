@@ -16,6 +16,7 @@ import pytest
 
 from cfl_ray.tracking import read_records
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RAY, COMMAND = (Path(sys.executable).with_name(name) for name in ("ray", "cfl-ray"))
 EXPERIMENT = """
@@ -156,14 +157,12 @@ def test_a_job_runs_and_its_results_are_in_mlflow(submitted, tmp_path):
     assert [point.step for point in client.get_metric_history(run.info.run_id, "accuracy")] == [1, 2, 3]
 
 
-@pytest.mark.slow
 def test_a_job_with_another_token_is_refused(submitted, tmp_path):
     token = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other"), "RAY_AUTH_TOKEN": "0" * 64}
     denied = submitted("jobs/train.py", "small.yaml", f"output={tmp_path}", **token)
     assert denied.returncode != 0 and "succeeded" not in denied.stdout and not list(tmp_path.glob("submitted-*"))
 
 
-@pytest.mark.slow
 def test_a_job_with_invalid_input_fails_with_a_message(submitted):
     done = submitted("jobs/train.py", "local.lrr=1")
     printed = done.stdout + done.stderr
@@ -171,7 +170,6 @@ def test_a_job_with_invalid_input_fails_with_a_message(submitted):
     assert "exit code 2" in printed
 
 
-@pytest.mark.slow
 def test_a_job_on_two_nodes_takes_requests_and_is_stopped_and_resumed(submitted, head, second_node, tmp_path):
     """Requests come from another process on the head; `ray job stop` ends the job as Ctrl-C does."""
     environment, _, dashboard = head

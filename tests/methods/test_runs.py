@@ -30,12 +30,6 @@ DATA = {
 WITH_CLIENT_STATE = {"ditto", "local", "fedper", "fedrep", "lg_fedavg", "cgpfl", "fedac", "apfl", "pfedme"}
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    """Drawing takes longer than these runs, and has tests of its own."""
-    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *arguments: None)
-
-
 def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> cfl_ray.Experiment:
     """Ten synthetic clients in two groups; `sections` are merged into these settings."""
     base = {

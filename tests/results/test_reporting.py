@@ -42,11 +42,12 @@ def experiment(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, drawing):
     """Two seeds of three methods, in folders below one."""
     folder = tmp_path_factory.mktemp("reporting")
-    for seed in (0, 1):
-        cfl_ray.simulate(experiment(folder, seed=seed), folder / "runs" / f"run-{seed}")
+    with drawing():
+        for seed in (0, 1):
+            cfl_ray.simulate(experiment(folder, seed=seed), folder / "runs" / f"run-{seed}")
     return folder / "runs"
 
 
@@ -130,7 +131,7 @@ def test_a_run_ends_with_its_page_and_can_do_without(runs, tmp_path):
     assert not (tmp_path / "run" / "artifacts" / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
+def test_a_page_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, drawn):
     def fails(*arguments):
         raise ZeroDivisionError("of the page")
 
@@ -151,7 +152,7 @@ def test_credentials_are_not_in_the_page(tmp_path):
     assert "hunter2" not in text and "https://***@mlflow.example" in text
 
 
-def test_another_task_has_its_own_columns(tmp_path):
+def test_another_task_has_its_own_columns(tmp_path, drawn):
     draw = np.random.default_rng(0)
     x, client = draw.normal(size=(80, 3)).astype("float32"), np.repeat(np.arange(4), 20)
     federation = cfl_ray.federation_from_arrays(x, x[:, :1], client, targets="real")

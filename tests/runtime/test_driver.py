@@ -17,7 +17,7 @@ def status(folder) -> str:
     return json.loads((folder / "end.json").read_text())["status"]
 
 
-def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp_path, monkeypatch):
+def test_the_next_method_does_not_wait_for_the_end_of_one(experiment, notes, tmp_path, monkeypatch, drawn):
     """The figures of fedavg are drawn when ditto has done a round."""
     write, began = recorder.write_figures, threading.Event()
 

@@ -33,11 +33,6 @@ PLANTED = {
 CFL = {"cfl": {"eps1": 0.6, "eps2": 0.95, "min_rounds": 5}}
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *arguments: None)
-
-
 def planted(**changes) -> Experiment:
     """Clients 0, 2, 4, 6 and 1, 3, 5, 7 disagree about every label."""
     return Experiment(**(PLANTED | changes))

@@ -78,7 +78,7 @@ def test_logs(experiment, figures, notes, tmp_path, limit, room):
             assert (run_dir / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-def test_artifacts(experiment, figures, notes, tmp_path, limit, room):
+def test_artifacts(experiment, figures, notes, tmp_path, limit, room, drawn):
     """The last round is kept; the artifacts are made when the run is resumed."""
     small = experiment(rounds=2)
     with pytest.raises(RunError, match=FULL):

@@ -43,7 +43,7 @@ def experiment(task="regression", **sections) -> Experiment:
 
 
 @pytest.mark.parametrize("task", FIRST)
-def test_scores_have_the_names_of_the_task(task, tmp_path):
+def test_scores_have_the_names_of_the_task(task, tmp_path, drawn):
     """In records, files, results and tables."""
     first = FIRST[task]
     results = simulate(experiment(task, evaluation={"tuned_epochs": 1, "target": 0.9}), tmp_path / "run")

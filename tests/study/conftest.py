@@ -21,8 +21,7 @@ def study(tmp_path):
 
 @pytest.fixture
 def inline(monkeypatch):
-    """Lets studies run in this process, without figures; the list of the runs that were run."""
-    monkeypatch.setattr("cfl_ray.runtime.recorder.write_figures", lambda *_: None)
+    """Lets studies run in this process; the list of the runs that were run."""
     monkeypatch.setattr(run, "WorkerPool", InlinePool)
     monkeypatch.setattr(InlinePool, "done", [])
     return InlinePool.done

@@ -329,7 +329,7 @@ def test_a_metric_that_no_run_may_have_is_told_before_the_runs(study, inline):
     assert warning.startswith("sweep.metric: 'omega_score' is no metric of all methods; it is found only if a method")
 
 
-def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path):
+def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path, drawn):
     tracking = {"tracking": {"enabled": True}, "methods": ["fedavg"], "rounds": 1}
     results = run_study(study(experiment=tracking))
     run_study(study(experiment=tracking, seeds=[0, 1, 2]))

@@ -43,17 +43,23 @@ def recorded(directory, label="ditto"):
     return [json.loads(line)["round"] for line in (directory / label / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_host_killed_in_mid_round(slow, expected, figures, cluster, notes, logged, meanwhile, until):
-    before, killed = [], []
+def test_a_host_and_then_the_server_killed_in_mid_round(
+    slow, expected, figures, cluster, actors, notes, logged, tmp_path, meanwhile, until
+):
+    before, killed = [], []  # lines of the log after each round
 
     def kill():
         killed.append(until(lambda: before and next((pid for pid, _ in logged.read()[before[0] :]), None)))
         logged.end(killed[0])
+        until(lambda: len(before) > 1 and len(logged.read()) >= before[1] + 4)
+        end_all(actors("ServerActor"))
 
-    watcher = notes(lambda round: before or before.append(len(logged.read())))
+    watcher = notes(lambda round: before.append(len(logged.read())))
     meanwhile(kill)
-    assert figures(run(slow(), watcher=watcher)) == expected
+    assert figures(run(slow(), tmp_path / "run", watcher)) == expected
     assert killed and len([line for line in watcher.lines if "its work is done again" in line]) == 1
+    assert len([line for line in watcher.lines if "the server died and was started again" in line]) == 1
+    assert recorded(tmp_path / "run") == [1, 2, 3, 4]
 
 
 def test_a_host_on_which_reads_fail_is_replaced(experiment, figures, cluster, notes, logged, tmp_path):
@@ -129,22 +135,6 @@ def test_last_host_lost_ends_the_run_which_can_be_resumed(
     assert len(killed) == 2 and json.loads((tmp_path / "run/ditto/end.json").read_text())["status"] == "FAILED"
     assert figures(resume(tmp_path / "run")) == figures(simulate(small))
     assert recorded(tmp_path / "run") == [1, 2, 3, 4, 5]
-
-
-def test_server_killed_in_mid_round(
-    slow, expected, figures, cluster, actors, notes, logged, tmp_path, meanwhile, until
-):
-    before = []
-
-    def kill():
-        until(lambda: before and len(logged.read()) >= before[0] + 4)
-        end_all(actors("ServerActor"))
-
-    watcher = notes(lambda round: before or before.append(len(logged.read())))
-    meanwhile(kill)
-    assert figures(run(slow(), tmp_path / "run", watcher)) == expected
-    assert len([line for line in watcher.lines if "the server died and was started again" in line]) == 1
-    assert recorded(tmp_path / "run") == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
