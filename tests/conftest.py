@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -48,6 +49,27 @@ def no_flush_to_the_disk():
     """A killed process loses nothing without it, and no test cuts the power; checkpoints and logs flush often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_mlflow_store(tmp_path_factory):
+    """MLflow takes seconds to create the tables of a store: the later ones are copies of the first."""
+    from cfl_ray.tracking import mlflow
+
+    create, first = mlflow._create_store, tmp_path_factory.mktemp("store") / "mlflow.db"
+
+    def copy_or_create(path):
+        is_new = not path.exists() and not path.with_name(f".{path.name}.new").exists()
+        if is_new and first.exists():
+            shutil.copy(first, path)
+            return
+        create(path)
+        if is_new:
+            shutil.copy(path, first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow, "_create_store", copy_or_create)
         yield
 
 

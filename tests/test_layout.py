@@ -1,6 +1,7 @@
 """The rules of the layout, kept by reading the source: imports, names, words, and how a method's file opens."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -50,6 +51,7 @@ LIGHT = ["cfl_ray.cli.commands", "cfl_ray.cli.tables", "cfl_ray.cli.live_client"
 LIGHT += ["cfl_ray.runtime.on_ray.host_actor", "cfl_ray.runtime.on_ray.server_actor"]
 
 
+@functools.cache
 def imports(tree: ast.AST) -> set[str]:
     """Dotted names of everything imported anywhere in it: in functions and under TYPE_CHECKING as well."""
     found = set()
@@ -92,16 +94,10 @@ def modules() -> dict[str, ast.AST]:
     return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for name, tree in trees.items()}
 
 
-def without_type_checking(tree: ast.AST) -> ast.AST:
-    """A copy of the tree without what only type checkers import."""
-    tree = ast.parse(ast.unparse(tree))
-    for node in ast.walk(tree):
-        for field in ("body", "orelse"):
-            if isinstance(block := getattr(node, field, None), list):
-                block[:] = [
-                    one for one in block if not (isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
-                ]
-    return tree
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    """The tree without what only type checkers import."""
+    kept = [one for one in tree.body if not (isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")]
+    return ast.Module(kept, [])
 
 
 def test_the_walk_sees_the_package():

@@ -1,4 +1,4 @@
-"""What commands print: results to standard output, warnings and errors to the other, without credentials."""
+"""Output of commands: results go to standard output, warnings and errors to the other, all without credentials."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What commands read: experiments with their overrides, and whose files they trust."""
+"""Input of commands: experiments with their overrides, and whose files the user trusts."""
 
 import os
 import sys

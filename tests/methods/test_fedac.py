@@ -396,9 +396,9 @@ class TestSignificance:
 
     @pytest.mark.parametrize("first, participation", [(1, 1.0), (2, 0.5), (8, 0.5), (12, 1.0)])
     def test_the_number_of_planted_groups_is_reached(self, first, participation):
-        one = Stage(planted(32, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
-        population = Population(32, (), 0)
-        drawn = [population.draw(number, participation).ids_M for number in range(1, 13)]
+        one = Stage(planted(20, 4), mlp, LocalSGD(epochs=5, batch_size=40, lr=0.5))
+        population = Population(20, (), 0)
+        drawn = [population.draw(number, participation).ids_M for number in range(1, 9)]
         method = FedAC(num_clusters=first, adapt_after=3, adapt_every=2)
         state = one.play(method, *drawn)
         assert state.num_clusters == 4 and agreement(one.federation.group_N, state.assign_N)["ari"] == 1

@@ -68,15 +68,16 @@ def test_the_last_evaluation_of_the_shorter_run_stays(plain, tmp_path):
 
 def test_it_is_resumed_like_any_run(plain, tmp_path, figures, notes):
     """Stopped in its own rounds; it needs the shorter run no more."""
-    simulate(plain(2), tmp_path / "short")
-    whole = simulate(plain(5))
+    changes = {"methods": ["ditto", "fedavg"]}
+    simulate(plain(2, **changes), tmp_path / "short")
+    whole = simulate(plain(5, **changes))
 
     def stop(round):
         if round == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="go on with: cfl-ray resume .*long"):
-        simulate(plain(5), tmp_path / "long", notes(stop), extend=tmp_path / "short")
+        simulate(plain(5, **changes), tmp_path / "long", notes(stop), extend=tmp_path / "short")
     shutil.rmtree(tmp_path / "short")
     assert figures(resume(tmp_path / "long", on_ray=False)) == figures(whole)
     assert figures(load_run(tmp_path / "long")) == figures(whole)
@@ -96,17 +97,20 @@ def test_a_run_that_did_not_finish_is_extended_from_where_it_stopped(plain, tmp_
 
 
 def test_a_damaged_checkpoint_is_not_copied(plain, tmp_path, figures):
-    simulate(plain(4), tmp_path / "short")
+    changes = {"methods": ["fedavg", "ditto"]}
+    simulate(plain(4, **changes), tmp_path / "short")
     newest = tmp_path / "short/ditto/checkpoints/000004.json"
     newest.write_text(newest.read_text().replace('"round": 4', '"round": 5'))
-    assert figures(simulate(plain(6), tmp_path / "long", extend=tmp_path / "short")) == figures(simulate(plain(6)))
+    assert figures(simulate(plain(6, **changes), tmp_path / "long", extend=tmp_path / "short")) == figures(
+        simulate(plain(6, **changes))
+    )
     for file in (tmp_path / "short/ditto/checkpoints").glob("*.json"):
         file.write_text("{}")
     with pytest.raises(RunError, match="no checkpoint in .*ditto/checkpoints can be used"):
-        simulate(plain(6), tmp_path / "other", extend=tmp_path / "short")
+        simulate(plain(6, **changes), tmp_path / "other", extend=tmp_path / "short")
     shutil.rmtree(tmp_path / "short/ditto/checkpoints")
     with pytest.raises(RunError, match="extend: .*short/ditto has no checkpoint any more"):
-        simulate(plain(6), tmp_path / "other", extend=tmp_path / "short")
+        simulate(plain(6, **changes), tmp_path / "other", extend=tmp_path / "short")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "other"))] == []
 
 

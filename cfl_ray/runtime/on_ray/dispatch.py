@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError, RayTaskError
@@ -17,9 +17,6 @@ from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stall import LOOK_SECONDS, duration
-
-if TYPE_CHECKING:
-    from cfl_ray.runtime.on_ray.backend import Exchange
 
 _CALLS_PER_HOST = 2  # one at work, one waiting, so that the host never waits for the server
 # a chunk that failed on so many hosts, or so many times, ends the run: more than one bad host could do alone
@@ -35,13 +32,26 @@ class _CallUnderWay:
     seconds: float | None
 
 
+class Calls(Protocol):
+    """How the calls of an exchange are made, and what becomes of their results."""
+
+    @property
+    def stays_on_hosts(self) -> bool: ...
+    def start(self, host: Host, chunks: Sequence[Chunk]) -> list[ray.ObjectRef[Any]]: ...
+    def receive(self, chunks: Sequence[Chunk], returns: list[Any]) -> None: ...
+    def seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
+    def usual_seconds(self, chunks: Sequence[Chunk]) -> float | None: ...
+    def clients(self, chunks: Sequence[Chunk]) -> list[int]: ...
+    def instead(self, chunk: Chunk) -> list[Chunk]: ...
+
+
 @dataclass
 class Dispatch:
     """Makes calls until every chunk is done."""
 
     pool: Pool
     schedule: Schedule
-    calls: Exchange
+    calls: Calls
     under_way: dict[ray.ObjectRef[Any], _CallUnderWay] = field(default_factory=dict)  # by first return
     # by host number: the first returns of its calls, in their order; when it could begin its present one; the chunks
     # that hosts which are still alive have done

@@ -97,7 +97,7 @@ def test_own_parts_travel_to_hosts(own, figures, cluster):
     made, _ = own
     expected = figures(simulate(made()))
     assert len(expected) == 4 and len({str(one) for one in expected.values()}) == 4
-    assert figures(run(made(runtime={"hosts": 2}))) == expected
+    assert figures(run(made(runtime={"hosts": 1}))) == expected
 
 
 def test_a_wrong_result_on_a_host_names_the_authors_line(own, cluster):
