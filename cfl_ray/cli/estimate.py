@@ -45,7 +45,7 @@ _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured
 
 @dataclass(frozen=True)
 class DryBackend:
-    """Backend without training, data or client states: results consist of ones, so that only traffic is counted."""
+    """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
 
     spec: ParamSpec
     inputs: int  # floats of one sample
@@ -193,7 +193,7 @@ class Estimate:
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
     """Returns the estimate of an experiment. Raises ConfigError or DataError for one that a run refuses.
 
-    summary: the sizes of its federation, where they are known.
+    summary: the sizes of its federation, if they are known.
     """
     summary = summary or data.describe(experiment.data, experiment.seed, experiment.targets)
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
@@ -230,9 +230,9 @@ def _stand_in(summary: FederationSummary, seed: int) -> Federation:
 
 
 def check_machine(setup: Setup) -> None:
-    """Raises ConfigError where this machine has no room for the hosts, or no GPU to compute on.
+    """Raises ConfigError if this machine has no room for the hosts, or no GPU to compute on.
 
-    No effect where the run joins a cluster: its resources are not known before.
+    No effect if the run joins a cluster: its resources are not known before.
     """
     runtime = setup.experiment.runtime
     if cluster_address(runtime.address) is not None or runtime.backend != "ray":

@@ -48,7 +48,7 @@ def is_file(argument: str) -> bool:
 
 
 def may_import(run_dir: Path, trust: bool) -> bool:
-    """Whether the user trusts the files that a run names; False where there is nothing to ask."""
+    """Whether the user trusts the files that a run names; False if there is nothing to ask."""
     from cfl_ray.results.trust import load_record
     from cfl_ray.run_directory import RunDirectory
 

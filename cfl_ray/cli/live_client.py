@@ -111,7 +111,7 @@ def status(run_dir: Path) -> RunStatus:
 def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
     """Sends a request to a live run and returns what will happen.
 
-    Raises RunError where the run is not live, ConfigError where the request is refused.
+    Raises RunError if the run is not live, ConfigError if the request is refused.
     """
     if not _run(run_dir).is_live:
         refusal = f"{run_dir} is not live, so it takes no request to {verb.partition('_')[0]}; "
@@ -128,7 +128,7 @@ def ask(run_dir: Path, verb: str, *arguments: Any) -> str:
 
 
 def own_step(run_dir: Path) -> str | None:
-    """The step of the round at work in the run on Ray that this process drives; None where it is not known."""
+    """The step of the round at work in the run on Ray that this process drives; None if it is not known."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():  # to join a cluster is not worth it
         return None
@@ -148,7 +148,7 @@ def _ask_server(session: ServerAddress, verb: str, *arguments: Any) -> Any:
 
 
 def _server_status(run_dir: Path, session: ServerAddress) -> dict[str, Any]:
-    """The server's status; only its step where it cannot be asked, empty where the run ended meanwhile."""
+    """The server's status; only its step if it cannot be asked, empty if the run ended meanwhile."""
     try:
         return _ask_server(session, "status")
     except RunError as error:

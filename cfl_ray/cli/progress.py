@@ -187,7 +187,7 @@ class Display(Watcher):
                 self._show(label, f"round {done + 1}: {f'{step}, ' if step else ''}{duration(seconds)} so far")
 
     def _time_left(self, label: str, report: RoundReport) -> str:
-        """Returns the time left of the method and of the run, in words; empty where it is not known."""
+        """Returns the time left of the method and of the run, in words; empty if it is not known."""
         waiting = len(self.labels) - self.labels.index(label) - 1 if label in self.labels else 0
         of_method = self.pace.left_of_method(label, report.round)
         of_run = self.pace.left_of_run(label, report.round, waiting)

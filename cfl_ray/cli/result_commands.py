@@ -62,7 +62,7 @@ def report(
     column: Annotated[
         str | None,
         typer.Option(
-            help="Column of the published tables for runs that are not of a study; not needed where there is only one.",
+            help="Column of the published tables for runs that are not of a study; not needed if there is only one.",
             show_default=False,
         ),
     ] = None,
@@ -91,7 +91,7 @@ def export(
         Path, typer.Option("--output", "-o", help="File: .safetensors, .pt or .onnx.", show_default=False)
     ],
     method: Annotated[
-        str | None, typer.Option(help="Method of the run; not needed where it has only one.", show_default=False)
+        str | None, typer.Option(help="Method of the run; not needed if it has only one.", show_default=False)
     ] = None,
     cluster: Annotated[
         int | None, typer.Option(help="Cluster whose model is written.", min=0, show_default=False)

@@ -99,13 +99,13 @@ def comparison(results: "Results") -> Table:
 
 
 def seconds_a_round(records: "Sequence[RoundRecord]") -> float:
-    """Returns the median of the rounds' seconds, without round 1 where there are others."""
+    """Returns the median of the rounds' seconds, without round 1 if there are others."""
     seconds = [(record.round, record.metrics.get("round_seconds", math.nan)) for record in records]
     return median([one for round, one in seconds if round > 1] or [one for _, one in seconds] or [math.nan])
 
 
 def alone_warning(final: Mapping[str, float]) -> str | None:
-    """Why a clustering is of no use: every client is a cluster of its own; None where it is not so."""
+    """Why a clustering is of no use: every client is a cluster of its own; otherwise None."""
     clusters, clients = final.get("num_clusters", 0.0), final.get("clients_online", 0.0)
     if clusters < 2 or clusters < clients:
         return None
@@ -116,7 +116,7 @@ def alone_warning(final: Mapping[str, float]) -> str | None:
 
 
 def rejection_warning(label: str, records: "Sequence[RoundRecord]") -> str | None:
-    """Why the results of a method may be of no use: updates were rejected; None where none was."""
+    """Why the results of a method may be of no use: updates were rejected; None if none was."""
     rejected = rejected_updates(records)
     if not rejected.count:
         return None
@@ -134,7 +134,7 @@ def _format(name: str, value: float) -> str:
 
 
 def choice_line(methods: "Mapping[str, Method[Any]]", limit: int | None, most: int) -> str | None:
-    """Returns how clients choose models for the evaluation; None where no method compares models, or no limit acts.
+    """Returns how clients choose models for the evaluation; None if no method compares models, or no limit acts.
 
     limit: `evaluation.choice_samples`. most: training samples of the largest client.
     """
@@ -220,7 +220,7 @@ def default_text(value: object) -> str:
 
 
 def range_text(option: Mapping[str, Any]) -> str:
-    """Returns the values that an option takes: its choices or its limits; empty where it has none."""
+    """Returns the values that an option takes: its choices or its limits; empty if it has none."""
     if option["choices"]:
         return " | ".join(map(str, option["choices"]))
     low, high = option["low"], option["high"]
@@ -288,7 +288,7 @@ def show_status(status: "RunStatus", console: Console) -> None:
 
 
 def _status_rows(status: "RunStatus") -> dict[str, str | None]:
-    """Returns the rows of `show_status`; None or an empty text where a fact is not known."""
+    """Returns the rows of `show_status`; None or an empty text if a value is not known."""
     methods = [f"{label} {progress}" for label, progress in status.methods.items()]
     if status.waiting:
         methods.append(f"{status.waiting} waiting")

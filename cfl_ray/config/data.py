@@ -78,7 +78,7 @@ class DataConfig(ConfigSection):
         description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
         "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",
     )
-    download: bool = Field(False, description="let torchvision download the data set where it is missing")
+    download: bool = Field(False, description="let torchvision download the data set if it is missing")
     normalize: list[list[float]] | None = Field(
         None, description="[means, standard deviations] per channel, after scaling to [0, 1]; null: only scaling"
     )
@@ -158,7 +158,7 @@ class DataConfig(ConfigSection):
 
     @property
     def client_warning(self) -> str | None:
-        """Why the column of clients does not decide the clients; None where it does, or none is named."""
+        """Why the column of clients does not decide the clients; None if it does, or none is named."""
         kind = reference_of(self.partition.kind)
         if not isinstance(self, ColumnsDataConfig) or self.columns.client is None or kind == "writer":
             return None
@@ -169,7 +169,7 @@ class DataConfig(ConfigSection):
 
     @property
     def view_warning(self) -> str | None:
-        """Why the given view does not measure clients on their own distribution; None where it does."""
+        """Why the given view does not measure clients on their own distribution; None if it does."""
         part = self.partition
         if self.test.view != "cluster" or part.kind in ("iid", "writer") or self.has_clients:
             return None

@@ -85,7 +85,7 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    # of a run's record: paths as written by absolute ones, and, where the run has moved, new by recorded paths
+    # of a run's record: paths as written by absolute ones, and, if the run has moved, new by recorded paths
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Experiment(ConfigSection):
 
     @property
     def moved(self) -> Mapping[str, str]:
-        """New paths by recorded ones, where this is the record of a run whose folder has moved."""
+        """New paths by recorded ones, if this is the record of a run whose folder has moved."""
         return self._moved
 
     @property
@@ -363,7 +363,7 @@ def _with_option(entries: list[Any], label: str, path: list[str], value: Any, wh
 
 
 def check_cohort(wanted: int, available: int) -> None:
-    """Raises ConfigError where a round wants more clients than the federation has."""
+    """Raises ConfigError if a round wants more clients than the federation has."""
     if wanted > available:
         raise ConfigError(
             f"cohort.clients: {wanted} clients per round, but the federation has {available}; at most {available}"

@@ -32,7 +32,7 @@ class Key:
     """One key of an experiment."""
 
     name: str  # dotted, `[]` after a list of sections: schedule[].join
-    meaning: str  # with the unit, where there is one
+    meaning: str  # with the unit, if it has one
     values: str  # type and range, or the choices
     default: str | None  # as it is written in YAML; None: the key is required
 

@@ -57,7 +57,7 @@ def _in_folder(folder: Path, file: str) -> str:
 
 
 def root_beside(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the values with `folder` as `data.root`, where no root is given and `data.train_files` are there."""
+    """Returns the values with `folder` as `data.root`, if no root is given and `data.train_files` are there."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("root") is not None:
         return values
@@ -90,12 +90,12 @@ def to_record(
 
 
 def record_line(written: Mapping[str, str]) -> str:
-    """Returns the line of a record that keeps the paths as written; empty where there are none."""
+    """Returns the line of a record that keeps the paths as written; empty if there are none."""
     return f"{_WRITTEN}{json.dumps(dict(written))}\n" if written else ""
 
 
 def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
-    """Returns the paths of `values` by their absolute form; none where one file is written in two ways."""
+    """Returns the paths of `values` by their absolute form; none if one file is written in two ways."""
     changed = dict(_changes(absolute, values))
     return changed if with_replaced(absolute, changed) == values else {}
 
@@ -121,8 +121,8 @@ def recorded_in(run_dir: Path) -> str:
 def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     """Returns new values by old ones for the absolute paths of a record that are not here.
 
-    text: of the record; folder: the one that it is in now. A path is looked for where it is as seen from the run
-    directory, and moves only if it is there.
+    text: of the record; folder: where the record is now. A path moves if a file is at the same place relative to the
+    run directory.
     """
     old, new = _header(text, _RECORDED_IN), folder.absolute()
     if not isinstance(old, str) or Path(old) == new:
@@ -147,7 +147,7 @@ def from_record(text: str) -> dict[str, str]:
 
 
 def _header(text: str, begins: str) -> Any:
-    """Returns what a line at the beginning of a record says; None where there is none, or it was edited."""
+    """Returns what a line at the beginning of a record says; None if there is none, or it was edited."""
     for line in text.splitlines()[:_HEADER_LINES]:
         if line.startswith(begins):
             try:

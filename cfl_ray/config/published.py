@@ -27,7 +27,7 @@ class PublishedNumber:
 
     @property
     def scale(self) -> float:
-        """Factor by which our metric, a share 0..1 where this is in percent, is multiplied to compare the two."""
+        """Factor by which our metric, a share 0..1 if this is in percent, is multiplied to compare the two."""
         return 100.0 if self.unit == "percent" else 1.0
 
 
@@ -130,7 +130,7 @@ class PublishedTables(ConfigSection):
             raise ConfigError(explain(error, PublishedTables)) from None
 
     def table(self, name: str) -> PublishedTable:
-        """Returns a table. Raises ConfigError where there is none of this name."""
+        """Returns a table. Raises ConfigError if there is none of this name."""
         if name not in self.tables:
             raise ConfigError(f"no published table is called {name!r}{did_you_mean(name, list(self.tables))}")
         return self.tables[name]

@@ -136,7 +136,7 @@ class SweepConfig(ConfigSection):
 
 
 def _check_list(key: str, values: list[Any]) -> None:
-    """Raises ValueError where a list of values is empty, or two of them would have one folder."""
+    """Raises ValueError if a list of values is empty, or two of them would have one folder."""
     if not values:
         raise ValueError(f"{key} has no values")
     names = [name_of({key: _yaml_copy(value, key)}) for value in values]
@@ -234,7 +234,7 @@ class Study(ConfigSection):
 
     @property
     def setting_names(self) -> list[str]:
-        """Names of the settings; one name where the study has none."""
+        """Names of the settings; one name if the study has none."""
         return list(self.settings) or [ALL_SETTINGS]
 
     def to_yaml(self) -> str:
@@ -274,14 +274,14 @@ class Study(ConfigSection):
 
 
 def is_study_file(file: str | Path) -> bool:
-    """Returns whether a YAML file is a study, and no experiment. Raises ConfigError where it is no YAML."""
+    """Returns whether a YAML file is a study, and no experiment. Raises ConfigError if it is no YAML."""
     return "experiment" in read_yaml(Path(file))
 
 
 def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | None = None) -> Study:
     """Returns the study of a YAML file. Raises ConfigError.
 
-    overrides: SECTION.KEY=VALUE, changes to the experiment of every run, also where a setting has the key. Relative
+    overrides: SECTION.KEY=VALUE, changes to the experiment of every run, also if a setting has the key. Relative
         paths are looked for in the file's folder, then in the working directory.
     base: folder that a relative `output` is in; None: the working directory.
     """
@@ -334,7 +334,7 @@ def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
 
 
 def _find_roots(values: dict[str, Any], folder: Path) -> None:
-    """Sets `data.root` to the folder of the study where `data.train_files` are there."""
+    """Sets `data.root` to the folder of the study if `data.train_files` are there."""
     values["experiment"] = root_beside(values["experiment"], folder)
     shared = values["experiment"].get("data")
     if isinstance(shared, dict) and shared.get("root") is not None:
@@ -371,7 +371,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _override_method(sections: list[dict[str, Any]], path: list[str], value: Any, where: str) -> None:
-    """Sets an option of a method wherever the method is listed. Raises ConfigError where it is nowhere."""
+    """Sets an option of a method wherever the method is listed. Raises ConfigError if it is nowhere."""
     errors = []
     listing = [section for section in sections if isinstance(section.get("methods"), list)]
     for section in listing:
@@ -448,7 +448,7 @@ def place_of(study: Study, setting: str, trial: str) -> str:
 
 
 def short_names(keys: list[str]) -> list[str]:
-    """Returns the last part of each key, or the whole key where another one ends alike."""
+    """Returns the last part of each key, or the whole key if another one ends alike."""
     short = [key.rpartition(".")[2] for key in keys]
     return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
 

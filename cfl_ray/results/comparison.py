@@ -93,7 +93,7 @@ def metrics_of(found: Found) -> list[str]:
 
 
 def measured(found: Found, metrics: Sequence[str]) -> list[str]:
-    """Those of the metrics that a run has."""
+    """The metrics that at least one run has, in the given order."""
     present = metrics_of(found)
     return [name for name in metrics if name in present]
 
@@ -255,7 +255,7 @@ def _paired_tests(found: Found, metric: str) -> list[tuple[float, float]]:
     """(p, effect size) of each method against the best one of its experiment, over the seeds that both have.
 
     Effect size: the mean of the differences over their standard deviation (Cohen's d of pairs). Only finite values
-    count; NaN where nothing is tested.
+    count; NaN if nothing is tested.
     """
     best = _best_methods(found, metric)
     if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):

@@ -51,7 +51,7 @@ def differences(directory: RunDirectory, now: Experiment) -> str:
 
 
 def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
-    """Those keys with both values. info.json has the values at the start, also where config.yaml was edited."""
+    """The keys that differ, with both values. info.json has the values at the start, also if config.yaml was edited."""
     there: Mapping[str, str]
     try:
         there = read_info(directory.path).params
@@ -75,7 +75,7 @@ def _short(value: str) -> str:
 
 
 def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises ConfigError where the config.yaml of a run, which is this experiment, was edited after the run began."""
+    """Raises ConfigError if the config.yaml of a run, which is this experiment, was edited after the run began."""
     if recorded_hash(directory) == experiment.config_hash or not (changed := _changed(directory, experiment)):
         return
     grown = changed[0].startswith("rounds (") and len(changed) == 1
@@ -92,7 +92,7 @@ def check_not_edited(directory: RunDirectory, experiment: Experiment) -> None:
 
 
 def check_hash_of_run(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises ConfigError where the config.yaml of a run is that of another experiment."""
+    """Raises ConfigError if the config.yaml of a run is that of another experiment."""
     if (hash := recorded_hash(directory)) == experiment.config_hash:
         return
     rounds = config.load(directory.config).rounds

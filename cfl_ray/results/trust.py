@@ -43,8 +43,8 @@ def load_record(run_dir: Path, trust: bool = False, connects: bool = True) -> Ex
     """The experiment in the record of a run. Imports nothing.
 
     connects: whether the run's cluster and MLflow server will be used, beside its files.
-    Raises UntrustedError where the record names what this user did not sign on this machine, unless `trust`, and
-    DataError where it is empty: an empty config would be another experiment, that of the defaults.
+    Raises UntrustedError if the record names what this user did not sign on this machine, unless `trust`, and
+    DataError if it is empty: an empty config would be another experiment, that of the defaults.
     """
     if not (read_text(RunDirectory(run_dir).config) or "").strip():
         raise DataError(f"{RunDirectory(run_dir).config} is empty, so it is not known what this run is; restore it")
@@ -79,7 +79,7 @@ def sign_study(folder: Path, study: Study) -> None:
 
 
 def check_owners(config: Experiment | Study) -> None:
-    """Raises UntrustedError where a Python file that a config or a study names belongs to another user."""
+    """Raises UntrustedError if a Python file that a config or a study names belongs to another user."""
     values = config.to_dict() if isinstance(config, Experiment) else config.model_dump(mode="json", by_alias=True)
     for file in _files_in(values):
         owner = file.stat().st_uid
@@ -106,7 +106,7 @@ def _servers_in(experiment: Experiment) -> list[str]:
 
 
 def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
-    """The values of a record as they stand there: where the directory has moved, the paths are those before."""
+    """The config of a run as it was written: paths of a directory that has moved are those before the move."""
     values = yaml.safe_load((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
     return values if isinstance(values, dict) else {}
 
@@ -133,7 +133,7 @@ def _is(key: str, names: Sequence[str]) -> bool:
 
 
 def _connected_to(experiment: Experiment) -> list[str]:
-    """The servers to which a resumed run connects: a cluster of the environment takes the place of the recorded one."""
+    """The servers to which a resumed run connects: RAY_ADDRESS replaces the recorded cluster."""
     replaced = bool(os.environ.get("RAY_ADDRESS"))
     return [name for name in _servers_in(experiment) if not (replaced and name.startswith(_CLUSTER))]
 

@@ -54,9 +54,9 @@ def withdraw_server(run_dir: Path) -> None:
 
 
 def read_server_address(run_dir: Path) -> ServerAddress | None:
-    """The address in session.json, None where there is none.
+    """The address in session.json, None if there is none.
 
-    Raises ConfigError where another user wrote it, or where it was written for another folder.
+    Raises ConfigError if another user wrote it, or if it was written for another folder.
     """
     file = RunDirectory(run_dir).session
     try:

@@ -13,7 +13,7 @@ NEEDED = (3, 11)  # the first MLflow that writes models as exported programs wit
 
 
 def check_mlflow() -> None:
-    """Raises ConfigError where the installed MLflow cannot write models, without importing it."""
+    """Raises ConfigError if the installed MLflow cannot write models, without importing it."""
     found = version("mlflow")
     if tuple(int(part) for part in found.split(".")[:2]) < NEEDED:
         needed = ".".join(map(str, NEEDED))

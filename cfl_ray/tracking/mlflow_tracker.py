@@ -42,14 +42,14 @@ class Destination:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Destination":
-        """That of a run. Raises DataError for a run without one."""
+        """Reads the destination of a run. Raises DataError if it has none."""
         destination = read_record(RunDirectory(run_dir).mlflow, cls)
         if destination is None:
             raise DataError(f"{run_dir} was not started with MLflow: {RunDirectory.mlflow.name} is missing")
         return destination
 
     def is_chosen(self, run_dir: Path) -> bool:
-        """Whether this user has chosen it for this directory."""
+        """Whether this user signed this destination for this run directory."""
         return is_signed(_PURPOSE, run_dir, self.uri, self.signature)
 
 
@@ -67,7 +67,7 @@ class Mlflow:
 
     @classmethod
     def of(cls, run_dir: Path, uri: str) -> "Mlflow":
-        """That of a recorded run. uri: its destination with the credentials.
+        """The tracker of a run that was started before. uri: its destination, with credentials.
 
         Raises DataError if its parent is none of the directories that contain it.
         """

@@ -138,9 +138,7 @@ class RoundRecord:
         return next((event.phase for event in reversed(self.events) if event.event == "phase"), self.phase)
 
     def to_line(self) -> str:
-        """Returns one JSON line of round, time_ms, phase, events and metrics, all beside each other, as
-        `pandas.read_json(lines=True)` reads it.
-        """
+        """Returns the record as one line of JSON for `pandas.read_json(lines=True)`; its metrics are top-level keys."""
         clusters = {"phase": self.phase, "events": [event.to_fields() for event in self.events]}
         own = {name: value for name, value in clusters.items() if value}
         return json.dumps({"round": self.round, "time_ms": self.time_ms, **own, **self.metrics}) + "\n"

@@ -14,7 +14,7 @@ from cfl_ray.security.credentials import with_credentials
 def resolve_uri(tracking: Any, output: str | Path) -> str:
     """Returns the destination of results: `tracking.uri` of the config, MLFLOW_TRACKING_URI, or an SQLite store.
 
-    The first that is set counts, with its credentials where it hides them and they are known. The SQLite store is
+    The first that is set counts, with its credentials if it hides them and they are known. The SQLite store is
     `mlflow.db` below `output`.
     """
     uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(output) / 'mlflow.db'}"
