@@ -11,7 +11,7 @@ import pytest
 
 from cfl_ray.cli import main
 
-PAGES = {name: Path(__file__).parents[1] / f"docs/tutorial/{name}.md" for name in ("data", "method", "table")}
+PAGES = {page.stem: page for page in (Path(__file__).parents[1] / "docs/tutorial").glob("*.md")}
 BEFORE = {"method": ["data"]}  # pages whose files and runs a page goes on with
 _NUMBER = re.compile(r"-?\d+(\.\d+)?$")
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
@@ -63,7 +63,8 @@ def alike(shown: list[str], printed: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", PAGES)
+# the page on tables does what the notebook compare_over_seeds does
+@pytest.mark.parametrize("name", ["data", "method", pytest.param("table", marks=pytest.mark.slow)])
 def test_its_blocks_run_and_print_what_is_shown(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
