@@ -36,7 +36,7 @@ from cfl_ray.system.files import read_text, sha256
 # Keys that say where and how an experiment runs: configs that differ in these alone are the same experiment.
 # Of `runtime`, `engine`, `device` and `clients_per_host` change the rounding, and `round_deadline` can exclude clients.
 # They are not hashed: what `auto` means is known only when hosts have started, and what a deadline excludes depends on
-# the clock, not on its value. `runtime/environment.py` keeps that of a run. `precision` changes results on purpose
+# the clock, not on its value. `results/environment.py` keeps that of a run. `precision` changes results on purpose
 # and counts.
 NOT_HASHED = {"runtime", "tracking", "output", "name"}
 _FORMAT = 2  # of the config hash; a new one for a default that changes

@@ -17,6 +17,7 @@ from cfl_ray.config import Experiment
 from cfl_ray.config.data import NOT_IN_RECIPE
 from cfl_ray.errors import RunStopped
 from cfl_ray.methods import full_label
+from cfl_ray.results.environment import add_fallbacks
 from cfl_ray.results.export import save_models
 from cfl_ray.results.found_runs import FoundRun
 from cfl_ray.results.load import recorded_result
@@ -25,7 +26,6 @@ from cfl_ray.results.results import MethodResult, Results
 from cfl_ray.results.study_folder import is_finished
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.environment import add_fallbacks
 from cfl_ray.runtime.load import load_trained
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.recorder import MethodRecorder, finish, of_task_in, write_figures

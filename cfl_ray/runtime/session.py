@@ -16,10 +16,10 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.nn.precision import products_in
 from cfl_ray.plugins.calling import call_plugin, place_of
 from cfl_ray.plugins.registry import Registry
+from cfl_ray.results.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.results.run_record import stored_hash
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.environment import Environment, HostEnvironment, described, read_environment
 from cfl_ray.runtime.prepare import Setup, compute_device, engine_choice
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport

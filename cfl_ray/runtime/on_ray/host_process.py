@@ -21,7 +21,7 @@ from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.engine.rows import shared_tensor
 from cfl_ray.nn.precision import products_in
-from cfl_ray.runtime.environment import HostEnvironment
+from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
 from cfl_ray.runtime.prepare import Setup, compute_device
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import RunError, RunStopped
-from cfl_ray.runtime.environment import HostEnvironment
+from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host, short_reason
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.placement import alive, free, hosts_asked_for, room

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cfl_ray.data import Federation, open_shards
 from cfl_ray.engine import cpu
 from cfl_ray.errors import DataError, RunError
-from cfl_ray.runtime.environment import Environment, described, read_environment
+from cfl_ray.results.environment import Environment, described, read_environment
 from cfl_ray.runtime.journal import JoinedShards
 from cfl_ray.runtime.on_ray.backend import RayBackend
 from cfl_ray.runtime.on_ray.connect import as_user_error, short_reason

@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import ActorDiedError, NodeDiedError, RaySystemError, RayTaskError
 
 from cfl_ray.errors import ConfigError, DataError, RunError, RunStopped
-from cfl_ray.runtime.environment import HostEnvironment
+from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
