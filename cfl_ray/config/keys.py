@@ -183,8 +183,9 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is typing.Annotated:
         own = [limit for part in arguments[1:] for limit in getattr(part, "metadata", [part])]
         return _type(arguments[0], [*own, *metadata])
-    if origin is list:
-        return "list of " + re.sub(r"\b(list|number|value)\b", r"\1s", _type(arguments[0], []))
+    if origin in (list, tuple):
+        count = f"{len(arguments)} " if origin is tuple else ""
+        return f"list of {count}" + re.sub(r"\b(list|number|value)\b", r"\1s", _type(arguments[0], []))
     limits = [
         f"{sign} {_plain_number(getattr(limit, name))}"
         for limit in metadata
