@@ -75,6 +75,7 @@ class LocalTraining:
     # a second model, which `local_step` gets as a further argument and may move in place; the client state is then
     # that of the companion
     companion: Sent | None = None
+    trace: int = 0  # number of first steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
     chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
 
 
@@ -282,6 +283,7 @@ class Clients:
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
             local_step=how.local_step,
             companion=None if how.companion is None else tables.rows(how.companion),
+            trace=how.trace,
             local=local,
             steps_M=np.asarray(steps_M, np.int64),
             averaging=None if robust else averaging,

@@ -61,6 +61,13 @@ def place_by_loss(state: S, clients: Clients) -> S:
     return after
 
 
+def place_in_any(state: S, clients: Clients) -> S:
+    """As `place_by_loss`, but with a single model all join its cluster."""
+    if state.num_clusters > 1:
+        return place_by_loss(state, clients)
+    return state.advance(assign_N=state.place(clients.ids_M, 0))
+
+
 def least_loss(loss_MK: np.ndarray) -> np.ndarray:
     """The model with the least loss for each client, int64 (M,), the lowest on ties.
 

@@ -97,6 +97,11 @@ class Updates:
         """Mean mini-batch loss over the last local epoch, float64 (M,); NaN for excluded clients."""
         return self.outcome.arrays["train_loss"]
 
+    @property
+    def step_loss_MS(self) -> np.ndarray:
+        """Losses of the first local steps, `LocalTraining.trace` of them, float64; NaN if a client has fewer."""
+        return self.outcome.arrays["step_losses"]
+
 
 @dataclass
 class Traffic:

@@ -231,6 +231,7 @@ class Train(Work):
     local_step: LocalStep | None = None  # None: the gradient of one batch
     companion: Rows | None = None  # a second model of each client, which the local step may move
     proximal: tuple[Proximal[Rows], ...] = ()
+    trace: int = 0  # number of first steps whose losses are returned
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
@@ -248,6 +249,8 @@ class Train(Work):
                 "features": np.full((size, self.features.count), np.nan, np.float32),
                 "norm": np.full(size, np.nan),
             }
+        if self.trace:
+            arrays["step_losses"] = np.full((size, self.trace), np.nan)
         if self.local_test_samples:
             arrays["local_scores"] = np.full((size, 2), np.nan)
         if self.upload_distances:

@@ -67,6 +67,10 @@ class LocalGradient(ABC):
         """The second model (P,), with the buffers of `row_P`; None without one."""
         return torch.cat([*self.companion, row_P[self.network.spec.trained :]]) if self.companion else None
 
+    def step_losses(self, trace: int) -> list[float]:
+        """Losses of the first `trace` steps."""
+        return [float(loss) for loss in self.losses[:trace]]
+
     def masks(self, batch: int, samples: int) -> list[Tensor]:
         """The masks of the dropout layers for a batch of so many samples."""
         if self.noise is None:

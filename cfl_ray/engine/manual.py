@@ -71,8 +71,8 @@ def _train_one(
     take_steps(task, gradient, update, params, proximal)
     persists = task.local.persist and task.local.momentum and task.local.optimizer is None
     anchor_P, loss = moved_anchor(proximal, network, passes.row_P), float(np.mean(gradient.losses[-task.tail :]))
-    companion_P = gradient.moved_companion(passes.row_P)
-    return TrainingResult(index, passes.row_P, loss, anchor_P, velocity if persists else None, companion_P)
+    companion_P, losses = gradient.moved_companion(passes.row_P), gradient.step_losses(task.trace)
+    return TrainingResult(index, passes.row_P, loss, anchor_P, velocity if persists else None, companion_P, losses)
 
 
 class _Gradient(LocalGradient):

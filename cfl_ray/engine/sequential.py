@@ -40,7 +40,8 @@ def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingR
         if task.local.persist and isinstance(update, SGDUpdate) and update.velocity is not None:
             velocity = torch.cat([v.reshape(-1) for v in update.velocity])
         anchor_P = moved_anchor(proximal, network, row_P)
-        yield TrainingResult(index, row_P, loss, anchor_P, velocity, gradient.moved_companion(row_P))
+        companion_P, losses = gradient.moved_companion(row_P), gradient.step_losses(task.trace)
+        yield TrainingResult(index, row_P, loss, anchor_P, velocity, companion_P, losses)
 
 
 def frozen_logits(network: Network, task: TrainingTask) -> Tensor | None:

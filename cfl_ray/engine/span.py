@@ -85,6 +85,8 @@ def _training_without_shortcut(task: TrainingTask) -> str | None:
     """The same of the local training: it must be full-batch SGD of several steps on few samples."""
     if not task.local.is_sgd:
         return "local training is not plain SGD: another optimiser, clipped gradients or a learning rate by step"
+    if task.trace:
+        return "the losses of single steps are wanted"
     if task.local_step is not None:
         return "a local step has several gradients"
     if task.local.persist:

@@ -1,6 +1,6 @@
 """Input and output of an engine: the local training of one client, and its result."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ class TrainingTask:
     proximal: tuple[Proximal[Tensor], ...] = ()
     local_step: LocalStep | None = None
     companion_P: Tensor | None = None  # a second model, which the local step may move
+    trace: int = 0  # number of first steps whose losses are part of the result
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
     velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one
     only_summed: bool = False  # whether the result is only added up: its row may then stay on the device
@@ -74,6 +75,7 @@ class TrainingResult:
     replacement_P: Tensor | None = None  # uploaded instead of the row: a moving anchor, or an attacker's forgery
     velocity: Tensor | None = None  # momentum buffer (trained columns,), if it persists
     companion_P: Tensor | None = None  # the second model after the last step
+    step_losses: Sequence[float] = ()  # of the first `task.trace` steps
     # largest absolute values of the row's weights and buffers, if the engine has computed them for many rows at once
     largest: tuple[float, float] | None = None
 

@@ -65,6 +65,8 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
         arrays["valid"][index], arrays["train_loss"][index] = True, result.train_loss
         if averages is not None:
             averages.add(index, upload_P, chunk.on_device_of(upload_P, work.start, index))
+        if work.trace:
+            arrays["step_losses"][index, : len(result.step_losses)] = result.step_losses
         if work.features is not None:
             start_P = chunk.model(work.start, index) if work.features.change else None
             seed = work.address.seed
@@ -150,7 +152,7 @@ def _summed_together(
 
 def _uses_rows(work: Train) -> bool:
     """Whether more is done with the clients' rows than adding them up and testing them."""
-    return bool(work.features or work.client_state or work.upload_distances or work.defer_aggregation)
+    return bool(work.trace or work.features or work.client_state or work.upload_distances or work.defer_aggregation)
 
 
 # ---- clients whose results are used one by one
@@ -243,6 +245,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         proximal=tuple(term.with_anchor(chunk.on_device(term.anchor, index)) for term in work.proximal),
         local_step=work.local_step,
         companion_P=companion_P,
+        trace=work.trace,
         frozen_P=chunk.frozen(index),
         velocity=velocity,
         only_summed=not _uses_rows(work),

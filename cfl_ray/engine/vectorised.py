@@ -116,12 +116,16 @@ def train_batch(network: Network, tasks: Sequence[TrainingTask]) -> list[Trainin
         anchor_mP = None if anchor_mP is None else anchor_mP.cpu()
         velocity_mP = velocity_mP.cpu() if velocity_mP is not None and tasks[0].local.persist else None
     losses, results = loss_m.tolist(), []
+    traces = torch.stack(plan.traced, 1).tolist() if plan.traced else [[]] * len(tasks)
     for index, task in enumerate(tasks):
         anchor_P = None if anchor_mP is None else anchor_mP[index]
         velocity = velocity_mP[index] if velocity_mP is not None and task.local.persist else None
         row_P, seconds = rows_mP[index], [second_mP[index].to(rows_mP.device) for second_mP in companion]
         companion_P = torch.cat([*seconds, row_P[network.spec.trained :]]) if seconds else None
-        results.append(TrainingResult(index, row_P, losses[index], anchor_P, velocity, companion_P, largest[index]))
+        trace = traces[index][: task.steps]
+        results.append(
+            TrainingResult(index, row_P, losses[index], anchor_P, velocity, companion_P, trace, largest[index])
+        )
     return results
 
 
@@ -153,6 +157,7 @@ class _Plan:
         self.steps = torch.tensor(self.step_counts, device=self.device)
         self.noise = [task.noise() for task in tasks] if network.dropouts else None
         self.frozen = self._frozen_logits(network, tasks)
+        self.traced: list[Tensor] = []  # losses (m,) of the first steps
 
     def _frozen_logits(self, network: Network, tasks: Sequence[TrainingTask]) -> Tensor | None:
         """Logits (m, n, C) of the frozen models; None without one."""
@@ -259,6 +264,8 @@ def _train_rows(
             term.move(rows_mP, number, plan.step_counts)
         in_tail = active & (number >= plan.steps - plan.tail)
         assert gradient.loss_m is not None
+        if number < tasks[0].trace:
+            plan.traced.append(gradient.loss_m)
         total_m += torch.where(in_tail, gradient.loss_m, 0) / plan.tail
     del gradient.gradient  # it refers to `gradient`: samples and rows would stay until the garbage collector runs
     return total_m

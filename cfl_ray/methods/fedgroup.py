@@ -11,15 +11,19 @@ Decomposed Similarity-Based Clustering. ISPA 2021, arXiv:2010.06870, Algorithms 
     w_k <- (w_k + eta_G sum_{l != k} w_l / |w_l|) / (1 + eta_G sum_{l != k} 1 / |w_l|)
                                                          optional, the official code's form
 
-    a client whose data changed leaves its group and is cold-started again                  FlexCFL, `regroup`
+    a client whose data changed leaves its group and is cold-started again                  FlexCFL, migration:
+        if the simulation says that they changed (`regroup`), or, by the shares q of its labels,
+        if sum_c |q_c - q_c at its cold start| > `migrate`                                  checked by the client
 
-Deviations: the simulation tells a client that its data changed; the client does not measure its label distribution.
-K-means has 10 starts of up to 300 iterations (official code: 1 start of 20). Updates longer than `sketch` are
+Deviations: FlexCFL's code compares the sorted numbers of samples by label, which do not change when labels are swapped;
+here each label is compared with itself. The shares are those of the first round in which the client takes part with its
+group. K-means has 10 starts of up to 300 iterations (official code: 1 start of 20). Updates longer than `sketch` are
 projected. P-server is over clients that have a group. If few clients can be reached for the cold start, there are at
 most as many groups as clients.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import scipy
@@ -32,16 +36,29 @@ from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures, record_similarity
 from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
-from cfl_ray.core.clients import Clients, LocalTraining
+from cfl_ray.core.clients import ClientData, Clients, LocalTraining
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.weights import cluster_weights
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupState(CentreState):
+    """The groups, and the shares of labels by which a client checks whether its data changed; it does not send them."""
+
+    label_NC: np.ndarray  # float32: when the client took part first after its cold start; zeros: not yet
+
+    def forget(self, ids: np.ndarray) -> Self:
+        label_NC = self.label_NC.copy()
+        label_NC[ids] = 0
+        return super().forget(ids).advance(label_NC=label_NC)
+
+
 @dataclass(frozen=True)
-class FedGroup(Method[CentreState], name="fedgroup"):
+class FedGroup(Method[GroupState], name="fedgroup"):
     """One-shot grouping of a sample of clients by the directions of their updates; FedAvg per group."""
 
     placement = "the group with the most similar update, by a local training from the first model"
@@ -59,32 +76,47 @@ class FedGroup(Method[CentreState], name="fedgroup"):
     )
     eta_g: float = option(0.0, "eta_G: rate of mixing between groups (FlexCFL: 0 or 0.1)", source="paper", low=0)
     regroup: bool = option(True, "group a client again when its data have changed (FlexCFL)", source="FlexCFL")
+    migrate: float | None = option(
+        None,
+        "group a client again when the shares of its labels differ in sum by more than this (FlexCFL: 0.2); "
+        "null: they are not checked",
+        source="ours: `regroup` needs no check",
+        low=0,
+        high=2,
+    )
     sketch: int = sketch_option()
     weights: str = weights_option()
+
+    @property
+    def needs_classes(self) -> str:
+        return "" if self.migrate is None else "migrate compares the shares of labels"
 
     @property
     def needs_mean(self) -> str:
         return "eta_g above 0 mixes the means of the groups" if self.eta_g else ""
 
-    def init(self, start: Start) -> CentreState:
+    def init(self, start: Start) -> GroupState:
         first_KP = start.new_model(0)[None]
-        return CentreState(
+        return GroupState(
             models_KP=first_KP[:0],
             assign_N=start.unassigned(),
             phase="cluster",
             start_KP=first_KP,
             centre_KF=first_KP[:0],
+            label_NC=np.zeros((start.num_clients, 0), np.float32),
         )
 
-    def round(self, state: CentreState, clients: Clients, rng: Draws) -> CentreState:
+    def round(self, state: GroupState, clients: Clients, rng: Draws) -> GroupState:
         if state.phase == "cluster":
             state = self.cold_start(state, clients.all_reachable(), rng)
+        if self.migrate is not None:
+            state = self.migrated(state, clients, self.migrate)
         state = self.join(state, unplaced(state, clients))
         # w_k <- Avg of SGD_i(w_k) over the group's participants
         state = fedavg_per_cluster(state, clients, self.weights)
         return state.advance(models_KP=self.mix_groups(state.models_KP)) if self.eta_g else state
 
-    def cold_start(self, state: CentreState, reachable: Clients, rng: Draws) -> CentreState:
+    def cold_start(self, state: GroupState, reachable: Clients, rng: Draws) -> GroupState:
         """The state with groups by the updates of a random sample of the reachable clients."""
         count = min(self.alpha * self.num_clusters, len(reachable))
         sample = rng.stream("cold start").choice(len(reachable), count, replace=False)
@@ -115,6 +147,19 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         clients.event("birth", into=range(len(models_KP)), because=because)
         return state.clustered(clients, state.start_KP, models_KP, assign_N, centre_KF)
 
+    def migrated(self, state: GroupState, clients: Clients, threshold: float) -> GroupState:
+        """The state without the groups of the clients whose labels have changed, to be cold-started again."""
+        clients = clients.select(state.assign_N[clients.ids_M] != UNASSIGNED)
+        share_MC, valid_M = clients.describe(label_shares, floats=0)
+        ids, now_MC = clients.ids_M[valid_M], share_MC.numpy()[valid_M]
+        classes = max(now_MC.shape[1], state.label_NC.shape[1])
+        label_NC, now_MC = (np.pad(rows, ((0, 0), (0, classes - rows.shape[1]))) for rows in (state.label_NC, now_MC))
+        known_M = label_NC[ids].any(1)
+        moved_M = known_M & (np.abs(now_MC - label_NC[ids]).sum(1) > threshold)
+        label_NC[ids[~known_M]] = now_MC[~known_M]
+        clients.record("migrated", int(moved_M.sum()))
+        return state.advance(label_NC=label_NC).forget(ids[moved_M])
+
     def groups(self, delta_MF: Tensor, seed: int) -> np.ndarray:
         """int64 (M,): the group of each client of the cold start."""
         if self.similarity == "madc":
@@ -133,18 +178,23 @@ class FedGroup(Method[CentreState], name="fedgroup"):
         others = unit_KP.sum(0) - unit_KP
         return (models_KP + self.eta_g * others) / (1 + self.eta_g * (inverse_K.sum() - inverse_K))
 
-    def join(self, state: CentreState, clients: Clients) -> CentreState:
+    def join(self, state: GroupState, clients: Clients) -> GroupState:
         if state.phase == "cluster":
             return state
         return place_by_training(state, clients, whole_update(clients.spec, self.sketch), "cosine", self.steps(clients))
 
-    def drift(self, state: CentreState, clients: Clients) -> CentreState:
+    def drift(self, state: GroupState, clients: Clients) -> GroupState:
         return state.forget(clients.ids_M) if self.regroup else state
 
-    def serve(self, state: CentreState, clients: Clients) -> Serving:
+    def serve(self, state: GroupState, clients: Clients) -> Serving:
         if state.phase == "cluster":
             return Serving(state.start_KP, clients.first_row())
         return Serving(state.models_KP, state.assign_N[clients.ids_M])
+
+
+def label_shares(client: ClientData, anchor_P: Tensor | None) -> Tensor:
+    """The share of each label in a client's samples."""
+    return torch.bincount(client.y.reshape(-1)) / client.y.numel()
 
 
 def decomposed_cosines(delta_MF: Tensor, components: int) -> Tensor:

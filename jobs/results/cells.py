@@ -18,7 +18,19 @@ CLOSE = 2.0  # points; percent of a number of rounds or Mbit; counts of clients 
 STATES = ("within 2 points", "explained", "open", "not comparable", "not run")
 SEEDS = 3  # from which on a cell counts as repeated
 # predict with models of single clients
-PERSONAL = ("local", "lg_fedavg", "ditto", "fedper", "fedrep", "apfl", "pfedme", "fedac", "cgpfl")
+PERSONAL = (
+    "local",
+    "lg_fedavg",
+    "ditto",
+    "fedper",
+    "fedrep",
+    "apfl",
+    "pfedme",
+    "pfedgraph",
+    "fedcac",
+    "fedac",
+    "cgpfl",
+)
 
 
 def cells_of(study: Study) -> list[StudyRun]:

@@ -72,6 +72,18 @@ def test_fedgroup_regroups_a_client_when_its_data_changed(regroup, expected, tmp
     assert aris[2:] == [1.0] * 2 if regroup else max(aris[2:]) < 0.6
 
 
+def test_flexcfl_migrates_a_client_whose_labels_changed(tmp_path):
+    """Without a word from the simulation: by the shares of labels, which the client compares with those of before."""
+    labels = {"kind": "classes", "clients": 12, "classes_per_client": 2}
+    swap = [{"round": 3, "change": [{"clients": [0, 1], "data_of": [1, 0]}]}]
+    method = {"fedgroup": {"num_clusters": 2, "alpha": 10, "regroup": False, "migrate": 0.2}}
+    data = {"source": "digits", "partition": labels}
+    run = experiment([method], tmp_path, 4, schedule=swap, data=data)
+    found = cfl_ray.simulate(run)["fedgroup"]
+    migrated = [record.metrics.get("migrated") for record in found.records]
+    assert migrated == [0, 0, 2, 0]
+
+
 def test_a_client_whose_data_changed_trains_and_is_tested_on_the_new_ones(tmp_path):
     """Local training alone: a client with new labels has to learn them, and does."""
     change = [{"round": 4, "change": [{"clients": "0-3", "relabel": 2}]}]

@@ -18,7 +18,12 @@ from cfl_ray.methods.fednova import FedNova
 from cfl_ray.methods.ifca import IFCA
 
 ROBUST = [name for name in RULES if name != "mean"]
-REFUSED = {"local": ROBUST, "fednova": ["median", "trimmed_mean", "multi_krum"]}
+REFUSED = {
+    "local": ROBUST,
+    "pfedgraph": ROBUST,
+    "fedcac": ROBUST,
+    "fednova": ["median", "trimmed_mean", "multi_krum"],
+}
 
 
 def results(one, ids, row=0) -> np.ndarray:
@@ -27,7 +32,7 @@ def results(one, ids, row=0) -> np.ndarray:
     return clients.train(clients.send(one.model(row)[None]), features=one.network.spec.all).features_MF.double().numpy()
 
 
-AVERAGING = [name for name in REGISTRY if name != "local"]
+AVERAGING = sorted(name for name, cls in REGISTRY.items() if not cls.only_mean)
 
 
 def play(name: str, *cohorts, **options):

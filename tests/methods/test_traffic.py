@@ -29,9 +29,13 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
     ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),
     ("cfl", {}, (P, P), (P, P)),
+    ("fedgwc", {}, (P, P + 7), (P, P + 7)),
     ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
     ("fesem", {}, (P, P), (P, P)),
     ("cgpfl", {}, (P, P), (P, P)),
+    ("cflgp", {"cluster_rounds": 1}, (P, P), (P, P)),
+    ("pfedgraph", {}, (P, P), (P, P)),
+    ("fedcac", {}, (P, P + 1), (2 * P, P + 1)),  # 23 bits
     (
         "fedgroup",
         {},

@@ -71,6 +71,7 @@ OPTIONS = {
     "fesem": {"num_clusters": 2},
     "fesem_cam": {"num_clusters": 2},
     "cgpfl": {"num_clusters": 2},
+    "cflgp": {"num_clusters": 2, "cluster_rounds": 1},
     "fedac": {"num_clusters": 2},
 }
 ROUNDS_OF_FIRST_PHASE = {"autocfl": 2, "fl_hc": 2, "ifca": 2}  # 1 of the others with two phases

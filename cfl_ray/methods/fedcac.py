@@ -1,0 +1,136 @@
+"""FedCAC: X. Wu, X. Liu, J. Niu, G. Zhu, S. Tang. Bold but Cautious: Unlocking the Potential of Personalized Federated
+Learning through Cautiously Aggressive Collaboration. ICCV 2023, arXiv:2309.11103.
+
+    theta_i <- SGD on f_i from m_i u_i + (1 - m_i) w            critical parameters from u_i, the others from w
+    m_i <- [c >= the tau n-th largest of the layer's n values c],  c = |(theta_i - its start) theta_i|
+    O_ij = 1 - sum |m_i - m_j| / (2 sum m_i)                    overlap of the critical parameters
+    C_i = {i} and all j with O_ij >= mean O + (t / beta) (max O - mean O)
+    u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
+
+m_i and u_i are those of client i's last round; a client that never took part has w alone. A client uploads its model
+and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is beyond the largest overlap, and
+u_i is the client's own model.
+
+Deviations: with a sampled cohort the collaborators are those of the cohort. Layers are the trained tensors (weights and
+biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.clients import Clients, UpdateFeatures
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import OwnModelsState
+from cfl_ray.core.weights import global_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalState(OwnModelsState):
+    """The customised models u_i as the clients' models, with the masks of their critical parameters."""
+
+    mask_SP: Tensor  # bool: m_i
+
+    @property
+    def starts(self) -> Tensor:
+        """w, and m_i u_i + (1 - m_i) w of the clients, (1 + S, P)."""
+        return torch.cat([self.models_KP, torch.where(self.mask_SP, self.own_SP, self.models_KP)])
+
+    def with_critical(self, ids_M: np.ndarray, mask_MP: Tensor, own_MP: Tensor) -> Self:
+        """This state with new masks and customised models of these clients."""
+        state = self.with_models(ids_M, own_MP)
+        added = len(state.seen_S) - len(self.seen_S)
+        mask_SP = torch.cat([self.mask_SP, self.mask_SP.new_zeros(added, mask_MP.shape[1])])
+        mask_SP[torch.from_numpy(state.rows_of(ids_M) - 1)] = mask_MP
+        return state.advance(mask_SP=mask_SP)
+
+    def forget(self, ids: np.ndarray) -> Self:
+        stay_S = torch.from_numpy(~np.isin(self.seen_S, ids))
+        return super().forget(ids).advance(mask_SP=self.mask_SP[stay_S])
+
+
+@dataclass(frozen=True)
+class FedCAC(Method[CriticalState], name="fedcac"):
+    """Critical parameters of a client come from the clients with the same critical ones, the others from all."""
+
+    only_mean = "every client has collaborators of its own, over whom the server averages"
+
+    tau: float = option(0.5, "tau: share of critical parameters in a layer", source="paper", low=0, high=1)
+    beta: int = option(100, "beta: rounds until clients no longer collaborate on them", source="paper", low=1)
+    weights: str = weights_option()
+
+    def init(self, start: Start) -> CriticalState:
+        first_KP = start.new_model(0)[None]
+        return CriticalState(
+            models_KP=first_KP,
+            assign_N=start.one_cluster(),
+            own_SP=first_KP[:0],
+            mask_SP=first_KP[:0].bool(),
+            seen_S=np.zeros(0, np.int64),
+        )
+
+    def round(self, state: CriticalState, clients: Clients, rng: Draws) -> CriticalState:
+        # theta_i <- SGD on f_i from m_i u_i + (1 - m_i) w
+        row_M, spec = state.rows_of(clients.ids_M), clients.spec
+        start = clients.send(state.starts, row_M)
+        clients.select(row_M > 0).send(state.models_KP)  # w and u_i are two models
+        updates = clients.train(start, features=UpdateFeatures(spec.trainable), defer_aggregation=True)
+        clients.count_upload(-(-spec.trained // 32))  # m_i
+        valid_M = updates.valid_M
+        if not valid_M.any():
+            return state
+        # m_i <- [c >= the tau n-th largest of the layer's n values c]
+        theta_MP, start_MP = updates.valid_features_MF, start.models_KP[row_M[valid_M], : spec.trained]
+        mask_MP = critical(theta_MP, start_MP, spec, self.tau)
+        # O_ij = 1 - sum |m_i - m_j| / (2 sum m_i);   C_i
+        together_MM = collaborators(overlaps(mask_MP), clients.round / self.beta)
+        clients.record("collaborators", float(together_MM.sum(1).mean()))
+        # u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
+        weight_MM = np.zeros((len(together_MM), len(clients)))
+        weight_MM[:, valid_M] = together_MM
+        own = clients.average(updates, torch.from_numpy(weight_MM))
+        means = clients.average(updates, global_weights(clients.weights(self.weights)))
+        own_MP = own.averaged(default=state.models_KP.repeat(len(together_MM), 1))
+        whole_MP = torch.zeros(len(mask_MP), spec.size, dtype=torch.bool)
+        whole_MP[:, : spec.trained] = mask_MP
+        state = state.with_critical(clients.ids_M[valid_M], whole_MP, own_MP)
+        return state.advance(models_KP=means.averaged(default=state.models_KP))
+
+    def serve(self, state: CriticalState, clients: Clients) -> Serving:
+        return Serving(state.starts, state.rows_of(clients.ids_M))
+
+
+def critical(theta_MP: Tensor, start_MP: Tensor, spec: ParamSpec, tau: float) -> Tensor:
+    """m_i, bool (M, trained columns); of a layer in which fewer than tau n values of c are above 0, these."""
+    c_MP = ((theta_MP - start_MP) * theta_MP).abs()
+    mask_MP = torch.zeros_like(c_MP, dtype=torch.bool)
+    stops = spec.ends[: spec.num_params]
+    for start, stop in zip((0, *stops), stops, strict=False):
+        if count := int(tau * (stop - start)):
+            layer_Mn = c_MP[:, start:stop]
+            least_M1 = layer_Mn.topk(count, dim=1).values[:, -1:]
+            mask_MP[:, start:stop] = (layer_Mn >= least_M1) & (layer_Mn > 0)
+    return mask_MP
+
+
+def overlaps(mask_MP: Tensor) -> np.ndarray:
+    """O_ij, float64 (M, M); 1 if client i has no critical parameter."""
+    both_MM = sum(part.double() @ part.double().T for part in mask_MP.split(4096, dim=1)).numpy()
+    count_M = both_MM.diagonal()
+    differ_MM = count_M[:, None] + count_M - 2 * both_MM
+    return 1 - differ_MM / np.maximum(2 * count_M, 1)[:, None]
+
+
+def collaborators(overlap_MM: np.ndarray, progress: float) -> np.ndarray:
+    """C_i as bool (M, M): client i, and those with an overlap of at least mean O + progress (max O - mean O)."""
+    own_MM = np.eye(len(overlap_MM), dtype=bool)
+    others = overlap_MM[~own_MM]
+    if not len(others):
+        return own_MM
+    return own_MM | (overlap_MM >= others.mean() + progress * (others.max() - others.mean()))

@@ -1,0 +1,110 @@
+"""FedGWC: losses of single steps, interactions and splits by the formulas, and its reduction to FedAvg."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from linear import ETA, N_0, N_1, gradient, loss, matrix, stage
+from rounds import COHORTS, EnginesAndCheckpoints, floats, groups
+
+from cfl_ray.clustering.agreement import agreement
+from cfl_ray.core.clients import LocalTraining
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedgwc import FedGWC, rewards
+
+
+def losses(one, client, w, steps):
+    found = []
+    for _ in range(steps):
+        found.append(loss(one, client, w))
+        w = w - ETA * gradient(one, client, w)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
+def test_the_losses_of_the_first_steps_are_returned(engine):
+    """Of 3 steps of client 0 and 2 of client 1, with 2 and 4 places for them."""
+    one = stage()
+    one.engine = engine
+    one.__post_init__()
+    clients, w = one.clients(), matrix(one.model())
+    for trace in (2, 4):
+        how = LocalTraining(trace=trace, steps_M=np.array([3, 2]))
+        found = clients.train(clients.send(one.model()[None]), how=how, average=torch.ones(1, 2)).step_loss_MS
+        expected = np.full((2, trace), np.nan)
+        for client, steps in ((0, 3), (1, 2)):
+            expected[client, :steps] = losses(one, client, w, steps)[:trace]
+        assert np.allclose(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def reward_of(loss_mS, sizes):
+    """mean_s exp(-(l - mu)^2 / (2 sigma^2)), with mean and variance by samples."""
+    share = np.array(sizes)[:, None] / sum(sizes)
+    mu = (share * loss_mS).sum(0)
+    variance = (share * (loss_mS - mu) ** 2).sum(0) + 1e-16
+    return np.exp(-((loss_mS - mu) ** 2) / (2 * variance)).mean(1)
+
+
+def test_interactions_follow_the_formulas():
+    """Round 1 with both clients, a = 1; round 2 with client 1 alone, a = 1/2."""
+    one, method, w = stage(), FedGWC(steps_sent=2), None
+    w = matrix(one.model())
+    reward = reward_of(np.array([losses(one, i, w, 2) for i in (0, 1)]), [N_0, N_1])
+    state = one.play(method, None)
+    expected = np.repeat((reward / reward.sum())[:, None], 2, 1)
+    assert state.seen_S.tolist() == [0, 1] and np.allclose(state.interaction_SS, expected, rtol=0, atol=1e-5)
+    v = np.square(expected - 1 / 4).mean()
+    assert state.change_K[0] == pytest.approx(v, abs=1e-5)
+    state = one.play(method, [1], state=state, first=2)
+    after = expected.copy()
+    after[1, 1] = expected[1, 1] / 2 + 1 / 2  # the only participant has the whole reward
+    assert np.allclose(state.interaction_SS, after, rtol=0, atol=1e-5)
+    assert state.change_K[0] == pytest.approx(v / 2 + (after[1, 1] - expected[1, 1]) ** 2 / 2, abs=1e-5)
+
+
+def test_rewards_of_clients_with_few_steps_are_of_these():
+    loss_mS, sizes = np.array([[1.0, 3.0], [2.0, 5.0], [4.0, np.nan]]), np.array([3, 1, 2])
+    found = rewards(loss_mS, sizes)
+    first = reward_of(loss_mS[:, :1], [3, 1, 2])
+    second = reward_of(loss_mS[:2, 1:], [3, 1])
+    assert np.allclose(found, [(first[0] + second[0]) / 2, (first[1] + second[1]) / 2, first[2]])
+
+
+def test_a_settled_cluster_splits_and_its_clients_go_on_from_its_model():
+    one, method = groups(), FedGWC(epsilon=10.0)
+    state = one.play(method, [0, 1, 2, 3])
+    group = np.arange(8) % 2
+    interaction = (group[:, None] == group) + 0.05 * np.random.default_rng(1).random((8, 8))
+    state = replace(
+        state, seen_S=np.arange(8), interaction_SS=interaction, patient_K=np.array([1]), change_K=np.array([0.5])
+    )
+    after = one.play(method, [0, 1, 4, 5], state=state, first=2)
+    assert agreement(group, after.assign_N)["ari"] == 1 and after.assign_N[0] == 0
+    assert torch.equal(after.models_KP[0], after.models_KP[1])
+    (event,) = one.stats.events
+    assert (event.event, event.cluster, event.into) == ("split", 0, (0, 1)) and event.because["davies_bouldin"] < 1
+    assert after.open_K.tolist() == [False, False]  # 4 clients, as many as take part in a round
+    assert after.change_K.tolist() == [1, 1] and after.patient_K.tolist() == [0, 0]
+    left = method.leave(after, np.array([1, 2]))
+    assert left.interaction_SS.shape == (6, 6) and left.seen_S.tolist() == [0, 3, 4, 5, 6, 7]
+    joined = method.join(left, one.clients([1, 2], round=3))
+    assert (joined.assign_N[[1, 2]] >= 0).all()
+
+
+@pytest.mark.parametrize("cohorts", [COHORTS, [None] * 3])
+def test_without_a_split_it_is_fedavg_bit_for_bit(cohorts):
+    one, other = groups(batch_size=30), groups(batch_size=30)
+    found, expected = one.play(FedGWC(epsilon=0.0), *cohorts), other.play(FedAvg(), *cohorts)
+    assert torch.equal(found.models_KP, expected.models_KP)
+    down, up = floats(other)
+    assert floats(one) == (down, up + 7 * (len(cohorts[-1]) if cohorts[-1] else 8))
+
+
+def test_with_all_clients_no_cluster_splits():
+    state = groups().play(FedGWC(epsilon=10.0), *[None] * 4)
+    assert state.num_clusters == 1
+
+
+class TestEngines(EnginesAndCheckpoints):
+    METHOD = FedGWC()
