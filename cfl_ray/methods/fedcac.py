@@ -7,9 +7,9 @@ Learning through Cautiously Aggressive Collaboration. ICCV 2023, arXiv:2309.1110
     C_i = {i} and all j with O_ij >= mean O + (t / beta) (max O - mean O)
     u_i <- mean of theta_j over C_i;   w <- Avg of theta_i
 
-m_i and u_i are those of client i's last round; a client that never took part has w alone. A client uploads its model
-and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is beyond the largest overlap, and
-u_i is the client's own model.
+m_i and u_i are those of client i's last round, and the server keeps them; a client that never took part has w alone. A
+client uploads its model and a bit for each parameter, and receives w and u_i. After beta rounds the threshold is beyond
+the largest overlap, and u_i is the client's own model.
 
 Deviations: with a sampled cohort the collaborators are those of the cohort. Layers are the trained tensors (weights and
 biases each), as in the official code. PFLlib's implementation never advances t: its threshold stays at mean O.

@@ -6,7 +6,7 @@ import torch
 
 from cfl_ray.core.method import Start
 from cfl_ray.core.params import ParamSpec
-from cfl_ray.core.state import UNASSIGNED, State
+from cfl_ray.core.state import UNASSIGNED, OwnModelsState, State
 from cfl_ray.methods import REGISTRY
 
 SPEC = ParamSpec.of(torch.nn.Linear(3, 2))
@@ -105,3 +105,21 @@ def test_fields_of_a_subclass_need_no_default():
 
     state = Own(torch.zeros(1, 2), np.zeros(3, np.int32), np.ones(3))
     assert state.phase == "federate" and state.grown(5).seen_N.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_models_of_clients_are_kept_replaced_and_forgotten():
+    """In the order of their first models; other clients have the global one, row 0."""
+    rows = torch.arange(1.0, 5)[:, None].repeat(1, 2)
+    empty = OwnModelsState(
+        models_KP=torch.zeros(1, 2),
+        assign_N=np.zeros(6, np.int32),
+        own_SP=torch.zeros(0, 2),
+        seen_S=np.zeros(0, np.int64),
+    )
+    state = empty.with_models(np.array([4, 1]), rows[:2]).with_models(np.array([1, 3]), rows[2:])
+    assert state.seen_S.tolist() == [4, 1, 3] and state.all_models[:, 0].tolist() == [0, 1, 3, 4]
+    assert state.rows_of(np.array([3, 0, 4])).tolist() == [3, 0, 1]
+    left = state.forget(np.array([4, 0]))
+    assert left.seen_S.tolist() == [1, 3] and left.own_SP[:, 0].tolist() == [3, 4] and left.assign_N[4] == UNASSIGNED
+    again = left.grown(8).with_models(np.array([7]), rows[:1])
+    assert again.rows_of(np.array([7, 4])).tolist() == [3, 0] and len(empty.own_SP) == 0 and len(left.own_SP) == 2
