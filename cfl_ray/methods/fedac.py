@@ -22,9 +22,9 @@ not known; the defaults are ours. The server does the PCA on centred uploads, so
 
 With the paper's start, the own omega_i, clusters that are found are hardly used: a weak pull leaves clients where their
 own data take them, a strong one holds them at the Omega_k of the round before. In three rotations of Fashion-MNIST no
-mu of 0.1, 0.5 and 2 brings FedAC more than about a point above clients that train alone, where IFCA is seven above
-(`jobs/experiments/fedac/start.yaml`). From the embedding of its cluster it is four above with the same mu and lambda,
-so that start is the default.
+mu of 0.1, 0.5 and 2 brings FedAC more than about a point above clients that train alone, where IFCA is nearly seven
+above (`jobs/experiments/fedac/start.yaml`). From the embedding of its cluster it is four above with the same mu and
+lambda, so that start is the default.
 
 The paper says that CNT reaches the best number of clusters from both sides (4.5, 5.5, Fig. 4). The rule of rho does
 not: two centres in one group are near each other, so their rho is high and they split; a single cluster has no other
