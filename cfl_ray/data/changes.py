@@ -47,7 +47,7 @@ class DataChange:
         return derived | changed
 
     def _relabelled(self, labels: tuple[int, ...], num_classes: int) -> tuple[int, ...]:
-        """What becomes of each label, after this change; empty if every label is as it was in the first round."""
+        """The present label for each label of the first round, after this change; empty if all are as they were."""
         same = tuple(range(num_classes))
         now = [(label + self.offset) % num_classes for label in labels or same]
         if self.swap is not None:

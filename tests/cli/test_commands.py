@@ -509,7 +509,7 @@ def test_training_that_diverges_is_worth_a_warning_and_a_status(capsys):
 
 def test_a_run_without_a_valid_update_at_its_end_has_an_exit_status_of_its_own(capsys):
     few = ["data.partition.clients=5", "schedule=[]", "cohort.fraction=1"]
-    diverging = ["local.lr=100", "local.momentum=0.99", "local.epochs=40", "local.batch_size=10"]
+    diverging = ["local.lr=100", "local.momentum=0.99", "local.epochs=6", "local.batch_size=10"]
     status, output, error = call(capsys, "run", "--in-process", "--run-dir", "far", *few, *QUICK, *diverging)
     why = "all 5 updates of round 1, the last one, were rejected as not finite or not valid"
     assert status == 3 and error.startswith(f"error: fedavg diverged: {why}; lower local.lr") and "results" in output

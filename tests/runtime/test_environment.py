@@ -100,7 +100,8 @@ def test_facts_name_cpu_and_pytorch(experiment):
 def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figures):
     """As on another machine, which has a copy of the output folder in another place."""
     old, new = tmp_path / "old", tmp_path / "new"
-    digits = experiment(data={"source": "digits"}, tracking={"enabled": True})
+    few = {"data": {"source": "digits"}, "local": {"epochs": 1}, "cohort": {"fraction": 0.25}}
+    digits = experiment(**few, tracking={"enabled": True})
     made = digits.model_copy(update={"output": str(old)})
     with pytest.raises(Interrupted):
         simulate(made, old / "run", Interrupting(2))
@@ -108,7 +109,7 @@ def test_a_run_that_has_moved_goes_on_with_its_shards(experiment, tmp_path, figu
     shutil.move(old, new)
     watcher = Interrupting()
     found = figures(resume(new / "run", watcher, on_ray=False))
-    assert found == figures(simulate(experiment(data={"source": "digits"})))
+    assert found == figures(simulate(experiment(**few)))
     assert any(line.startswith(f"{old} of this run is not here; {new} takes its place") for line in watcher.lines)
     # MLflow's store has the absolute folder of its artifacts, which is made anew
     assert not (old / "shards").exists() and [path.name for path in (new / "shards").iterdir()] == cut
