@@ -79,7 +79,10 @@ class Stage:
         return {key: store[key] for key in keys}
 
     def start(self) -> Start:
-        return Start(self.federation.num_clients, self.network.spec, self.model, self.federation.shape.input)
+        network = self.network
+        return Start(
+            self.federation.num_clients, network.spec, self.model, network.input_shape, network.output_shape
+        )
 
     def clients(
         self, ids: Sequence[int] | None = None, round: int = 1, aggregation: AggregationRule = Mean()

@@ -106,7 +106,7 @@ def traffic(
     result that is not as agreed.
     """
     steps = CheckedMethod(method, spec.size)
-    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input)
+    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
     backend = DryBackend(spec, math.prod(shape.input), shape.num_classes)
     state, mbit = steps.init(start), []
     for round in (1, 2):

@@ -19,7 +19,7 @@ from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
-from cfl_ray.core.updates import RoundStats, Traffic, Updates
+from cfl_ray.core.updates import MixtureUpdates, RoundStats, Traffic, Updates
 from cfl_ray.core.work import (
     Address,
     AverageDeferred,
@@ -28,7 +28,9 @@ from cfl_ray.core.work import (
     ClientState,
     Describe,
     EvaluateClients,
+    FitMixture,
     Losses,
+    Mixture,
     Outcome,
     Proximal,
     Rows,
@@ -42,6 +44,8 @@ __all__ = [
     "ClientState",
     "Clients",
     "LocalTraining",
+    "Mixture",
+    "MixtureUpdates",
     "Proximal",
     "RoundStats",
     "Sent",
@@ -77,6 +81,7 @@ class LocalTraining:
     companion: Sent | None = None
     trace: int = 0  # number of first steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
     chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
+    mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
 
 
 class ClientData(Protocol):
@@ -220,13 +225,13 @@ class Clients:
         row_M = np.zeros(len(self), np.int64) if row_M is None else np.asarray(row_M, np.int64)
         if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
             raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
-        self._count_download(self.spec.size if columns is None else columns.count)
+        self.count_download(self.spec.size if columns is None else columns.count)
         return Sent(models_KP, row_M)
 
     def broadcast(self, models_KP: Tensor, *, shared: Columns | None = None) -> Sent:
         """Sends all models to every client. shared: columns that are equal in all models, and sent once."""
         once = shared.count if shared and len(models_KP) else 0
-        self._count_download(len(models_KP) * (self.spec.size - once) + once)
+        self.count_download(len(models_KP) * (self.spec.size - once) + once)
         return Sent(models_KP)
 
     def known_models(self, models_KP: Tensor) -> Sent:
@@ -237,7 +242,8 @@ class Clients:
         """Counts `floats` further numbers per client as uploaded."""
         self.stats.traffic.up_bits += 32 * floats * len(self)
 
-    def _count_download(self, floats: int) -> None:
+    def count_download(self, floats: int) -> None:
+        """Counts `floats` further numbers per client as downloaded."""
         self.stats.traffic.down_bits += 32 * floats * len(self)
 
     # ---- exchanges
@@ -292,6 +298,7 @@ class Clients:
             defer_aggregation=defer_aggregation or (robust and averaging is not None),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             chained=how.chained,
+            mixture=how.mixture,
             local_test_samples=self.local_test_samples if keep_as_local_model else 0,
             tables=tables.as_tuple(),
         )
@@ -305,6 +312,45 @@ class Clients:
             found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
         return self._updates(outcome, averaging, private, work, average_number)
+
+    def train_mixture(
+        self, received: Sent, mixture: Mixture, *, average: np.ndarray, how: LocalTraining = LocalTraining()
+    ) -> MixtureUpdates:
+        """Trains all K models on every client's own data, with the client's weights of its samples for each model.
+
+        The models of a client are trained on the same batches. It uploads all of them, and what `mixture.upload` gives.
+
+        received: the models, after `broadcast`. average: weight (M,) of each client in the K averages.
+        """
+        count = len(received.models_KP)
+        entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), side by side by client
+        steps_E = None if how.steps_M is None else np.repeat(how.steps_M, count)
+        weight_KMK = np.zeros((count, len(self), count))
+        weight_KMK[np.arange(count), :, np.arange(count)] = average
+        mixture = mixture.take(np.repeat(np.arange(len(self)), count))
+        updates = entries.train(
+            received.choose(np.tile(np.arange(count), len(self))),
+            how=replace(how, steps_M=steps_E, mixture=mixture),
+            average=torch.from_numpy(weight_KMK.reshape(count, -1)),
+            keep_as_local_model=False,
+        )
+        found = MixtureUpdates(updates, count)
+        self.stats.train_loss.update(
+            zip(self.ids_M[found.valid_M].tolist(), found.train_loss_M[found.valid_M].tolist(), strict=True)
+        )
+        self.count_upload(mixture.upload_floats)
+        return found
+
+    def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
+        """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
+
+        NaN for a client whose data are not valid.
+        """
+        if not len(self):
+            return np.zeros((0, len(received.models_KP)))
+        tables = (received.models_KP,)
+        work = FitMixture(self._next_address(), self.ids_M, tables, mixture=mixture, steps=steps)
+        return self._run(work).arrays["mixture"]
 
     def _updates(
         self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None

@@ -29,6 +29,7 @@ S = TypeVar("S", bound=State)  # the state of a method
 
 AVERAGING_OPTIONS = ("aggregation", "server_optimizer")  # of every method that averages
 RUN_OPTIONS = ("local", "label")  # of every method in a run: its training and its name
+VOTE = "all models vote"  # `Method.placement` of a soft vote
 SHARED_OPTIONS = (*AVERAGING_OPTIONS, *RUN_OPTIONS)
 _REGISTRY: dict[str, type["Method[Any]"]] = {}  # by name
 
@@ -70,6 +71,7 @@ class Start:
     # returns the k-th independently initialised model, a row (P,); 0 is the common start of all methods
     new_model: Callable[[int], Tensor]
     input_shape: tuple[int, ...] = ()  # of one sample
+    output_shape: tuple[int, ...] = ()  # of the network's output for one sample
 
     def unassigned(self) -> np.ndarray:
         """`State.assign_N` with no client in a cluster, int32 (N,)."""

@@ -1,6 +1,7 @@
 """The models with which clients predict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -17,9 +18,21 @@ class Serving:
     row_M: np.ndarray  # integer (M,); -1: the method has no model for the client yet, and it is not tested
     client_state: ClientState | None = None  # None: clients with the same row share one model
     frozen_P: Tensor | None = None  # frozen model: its logits are added to those of every client's model
-    # True: all models predict together, by the mean of their class probabilities; `row_M` is then for P-tune alone
-    vote: bool = False
+    # weights (M, K) with which all models predict together, by the mean of their class probabilities; `row_M` is then
+    # for P-tune alone. None: each client predicts with its row
+    weight_MK: np.ndarray | None = None
     tune: LocalSGD | None = None  # local training of each client on its own data before it predicts
+
+    @classmethod
+    def vote(cls, models_KP: Tensor, num_clients: int) -> Self:
+        """All clients predict by a soft vote of all models."""
+        count = len(models_KP)
+        return cls(models_KP, np.zeros(num_clients, np.int64), weight_MK=np.full((num_clients, count), 1 / count))
+
+    def select(self, mask_M: np.ndarray) -> Self:
+        """The models of the clients at `mask_M` (bool or indices)."""
+        weight_MK = None if self.weight_MK is None else self.weight_MK[mask_M]
+        return replace(self, row_M=self.row_M[mask_M], weight_MK=weight_MK)
 
     @property
     def is_personal(self) -> bool:

@@ -103,6 +103,55 @@ class Updates:
         return self.outcome.arrays["step_losses"]
 
 
+@dataclass(frozen=True)
+class MixtureUpdates:
+    """Results of a cohort whose clients each trained K models (`Clients.train_mixture`)."""
+
+    updates: Updates  # by client and model, those of a client side by side
+    num_models: int  # K
+
+    def averaged(self, default: Tensor) -> Tensor:
+        """Weighted mean of every model, as `Updates.averaged`; default: the models before (K, P)."""
+        return self.updates.averaged(default)
+
+    def damped(self, start: Tensor, total: float) -> Tensor:
+        """Every model, moved towards its weighted mean by the share of its weight in `total`."""
+        return self.updates.damped(start, total)
+
+    @property
+    def arrived_R(self) -> np.ndarray:
+        """Share of each model's weight that arrived, float64 (K,)."""
+        return self.updates.arrived_R
+
+    @property
+    def valid_M(self) -> np.ndarray:
+        """Bool (M,): whether the update of any model of the client was valid."""
+        return np.logical_or.reduce(self._by_client(self.updates.valid_M), 1)
+
+    @property
+    def weight_MK(self) -> np.ndarray:
+        """Mixture weights after the M step, float64 (M, K); NaN for excluded clients."""
+        return self._of_client("mixture")
+
+    @property
+    def upload_MF(self) -> Tensor:
+        """What `Mixture.upload` gave, float32 (M, F); zeros for excluded clients."""
+        return torch.from_numpy(self._of_client("mixture_upload"))
+
+    @property
+    def train_loss_M(self) -> np.ndarray:
+        """Sum of the weighted losses of all models, float64 (M,), as `Updates.train_loss_M`."""
+        return np.nansum(self._by_client(self.updates.train_loss_M), 1)
+
+    def _by_client(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1, self.num_models, *array.shape[1:])
+
+    def _of_client(self, name: str) -> np.ndarray:
+        """The value of each client: that of its first valid model."""
+        first_M = self._by_client(self.updates.valid_M).argmax(1)
+        return self._by_client(self.updates.outcome.arrays[name])[np.arange(len(first_M)), first_M]
+
+
 @dataclass
 class Traffic:
     """Bits sent to (down) and by (up) clients, summed over clients."""

@@ -156,6 +156,42 @@ class UpdateFeatures:
         return min(self.columns.count, self.sketch or self.columns.count)
 
 
+# loss_nK of n samples under K models, y_n, the client's mixture weights weight_K, and what every client received ->
+# responsibilities (n, K)
+Responsibilities = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of K models for each of M clients, with the weights that it gives to them, pi_ik.
+
+    E step: from the losses of its samples under all K models, in evaluation mode, a client computes the responsibility
+    of each model for each sample. They weigh the samples in the loss of each model, and stay with the client.
+    M step: the client's mixture weights become the means of the responsibilities over its samples.
+    """
+
+    responsibilities: Responsibilities
+    weight_MK: np.ndarray  # float64: mixture weights before the exchange
+    received: Tensor | None = None  # further numbers that every client received, for `responsibilities`
+    # (responsibilities (n, K), y_n) -> `upload_floats` numbers that the client uploads; None: nothing
+    upload: Callable[[Tensor, Tensor], Tensor] | None = None
+    upload_floats: int = 0
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, weight_MK=self.weight_MK[index_m])
+
+    @property
+    def num_models(self) -> int:
+        """K."""
+        return self.weight_MK.shape[1]
+
+    def empty_result(self) -> dict[str, np.ndarray]:
+        """Per-client arrays of excluded clients."""
+        size, count = self.weight_MK.shape
+        upload = np.zeros((size, self.upload_floats), np.float32)
+        return {"mixture": np.full((size, count), np.nan), "mixture_upload": upload}
+
+
 # ---- kinds of work
 
 
@@ -177,7 +213,7 @@ class Work:
         changes: dict[str, Any] = {"tables": ()}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name.endswith("_M") and value is not None:
+            if item.name.endswith(("_M", "_MK")) and value is not None:
                 changes[item.name] = value[index_m]
             elif hasattr(value, "take") and not isinstance(value, np.ndarray):
                 changes[item.name] = value.take(index_m)
@@ -211,6 +247,11 @@ class Work:
         return True
 
     @property
+    def models_per_client(self) -> int:
+        """Models that a client trains: its id stands in `ids_M` as often, side by side, and they stay in one chunk."""
+        return 1
+
+    @property
     def updates_client_state(self) -> bool:
         """Whether the work changes the state of its clients."""
         return False
@@ -236,10 +277,16 @@ class Train(Work):
     defer_aggregation: bool = False
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
+    mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
 
     def rows(self) -> list[Rows]:
         companion = [self.companion] if self.companion else []
-        return [self.start, *super().rows(), *(term.anchor for term in self.proximal), *companion]
+        anchors = [term.anchor for term in self.proximal]
+        return [self.start, *super().rows(), *anchors, *companion, *_all_rows(self.mixture)]
+
+    @property
+    def models_per_client(self) -> int:
+        return 1 if self.mixture is None else self.mixture.num_models
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
         size = len(self.ids_M)
@@ -255,7 +302,7 @@ class Train(Work):
             arrays["local_scores"] = np.full((size, 2), np.nan)
         if self.upload_distances:
             arrays["upload_distance"] = np.full(size, np.nan)
-        return arrays
+        return arrays if self.mixture is None else arrays | self.mixture.empty_result()
 
     def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
         return self.steps_M * np.minimum(num_samples_M, self.local.batch_size or num_samples_M)
@@ -327,6 +374,24 @@ class Losses(Work):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitMixture(Work):
+    """E and M steps without training: each client's mixture weights (M, K) for the K models of table 0."""
+
+    mixture: Mixture
+    steps: int  # E and M steps; the losses do not change between them
+
+    def rows(self) -> list[Rows]:
+        return [*_all_rows(self.mixture), *super().rows()]
+
+    def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
+        return self.mixture.empty_result()
+
+
+def _all_rows(mixture: Mixture | None) -> list[Rows]:
+    return [] if mixture is None else [Rows(0, np.arange(mixture.num_models))]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Describe(Work):
     """A function of each client's data and a model, with features (M, F) as its result."""
 
@@ -352,12 +417,13 @@ class Evaluate(Work):
     """Test of models."""
 
     start: Rows
-    # number of rows of table 0 that predict together, by the mean of their probabilities; 0: only `start`
-    vote: int = 0
+    # weights with which the K rows of table 0 predict together, by the mean of their probabilities; None: only `start`
+    weight_MK: np.ndarray | None = None
     num_scores: int = 3  # of a client: the metrics of the task, then the loss
 
     def rows(self) -> list[Rows]:
-        return [Rows(0, np.arange(self.vote)) if self.vote else self.start, *super().rows()]
+        own = self.start if self.weight_MK is None else Rows(0, np.arange(self.weight_MK.shape[1]))
+        return [own, *super().rows()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,14 @@ class Chunk:
 def chunks_of(work: Work, size: int, num_samples_M: np.ndarray | None = None) -> list[Chunk]:
     """The clients, `size` at a time, sorted by the output row that they are averaged into.
 
+    A client that trains several models stays in one chunk with all of them.
     Depends on the work alone and not on hosts, because sums are rounded within a chunk.
     num_samples_M: training samples of each client, for the costs; None: the chunks cost the same.
     """
     count = len(work.ids_M)
     out_M, order_M, averaging = np.zeros(count, np.int64), np.arange(count), work.averaging
-    if averaging is not None and not work.chained:
+    size *= work.models_per_client
+    if averaging is not None and not work.chained and work.models_per_client == 1:
         out_M[averaging.client_E] = averaging.out_E
         order_M = np.argsort(out_M, kind="stable")
     if work.chained or not count:

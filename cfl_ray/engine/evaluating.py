@@ -16,7 +16,7 @@ from cfl_ray.engine.validation import invalid_data_reason
 
 def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
     """Scores of each client's model, which may be trained before the test (`tune`)."""
-    work, arrays = chunk.work, chunk.empty()
+    work, arrays, mixtures = chunk.work, chunk.empty(), _Mixtures(chunk)
     for index in range(len(chunk)):
         row_P = predicting_row(chunk.on_device(work.start, index), work.client_state, chunk.stored_value(index))
         if work.tune is not None:
@@ -24,7 +24,10 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
             if task is None:
                 continue
             row_P = chunk.train_one(task).row_P
-        logits = _predictor(chunk, index, row_P)
+        if work.weight_MK is None:
+            logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
+        else:
+            logits = mixtures.predictor(index)
         arrays["scores"][index], reason = client_scores(chunk, index, logits, work.max_test_samples)
         if reason:
             chunk.exclude(index, f"its test data have {reason}")
@@ -34,12 +37,16 @@ def evaluate_clients(chunk: OpenChunk[EvaluateClients]) -> Arrays:
 def evaluate_shared(chunk: OpenChunk[EvaluateShared]) -> Arrays:
     """Counts by true and predicted class, or scores, of a model on each test set."""
     work, arrays, shape, task = chunk.work, chunk.empty(), chunk.data.shape, chunk.network.task
+    mixtures = _Mixtures(chunk)
     for index, test_set in enumerate(work.ids_M.tolist()):
         x, y = chunk.data.test_set(test_set)
         if reason := invalid_data_reason(x, y, shape, least=0):
             chunk.exclude(index, f"its test set {test_set} has {reason}")
             continue
-        logits = _predictor(chunk, index, chunk.on_device(work.start, index))
+        if work.weight_MK is None:
+            logits = scoring.additive_logits(chunk.network, chunk.on_device(work.start, index), chunk.frozen(index))
+        else:
+            logits = mixtures.predictor(index, test_set)
         if not work.by_confusion:
             with naming_client(test_set, "testing", "test set"):
                 arrays["scores"][index] = scoring.values(task, logits, x, y) if len(y) else np.nan
@@ -89,10 +96,27 @@ def _tuning_task(chunk: OpenChunk[EvaluateClients], index: int, start_P: Tensor)
     )
 
 
-def _predictor(
-    chunk: OpenChunk[EvaluateClients] | OpenChunk[EvaluateShared], index: int, row_P: Tensor
-) -> scoring.Logits:
-    """Predictor of a client: one model, the sum of its logits and a frozen model's, or a soft vote of several."""
-    if chunk.work.vote:
-        return scoring.soft_vote(chunk.network, [chunk.row(0, model) for model in range(chunk.work.vote)])
-    return scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
+class _Mixtures:
+    """Predictors by mixtures of all models of table 0.
+
+    Units that are tested one after another on the same test set share the probabilities of its samples.
+    """
+
+    def __init__(self, chunk: OpenChunk[EvaluateClients] | OpenChunk[EvaluateShared]):
+        self.chunk = chunk
+        self._latest: tuple[int, Tensor] | None = None  # test set, and the log-probabilities (K, n, C)
+
+    def predictor(self, index: int, test_set: int | None = None) -> scoring.Logits:
+        """The predictor of the client, or test set, at this position of the chunk."""
+        weight_MK = self.chunk.work.weight_MK
+        assert weight_MK is not None
+
+        def logits(x: Tensor) -> Tensor:
+            if self._latest is not None and self._latest[0] == test_set:
+                return scoring.mixed(self._latest[1], weight_MK[index])
+            rows = [self.chunk.row(0, model) for model in range(weight_MK.shape[1])]
+            log_p = scoring.log_probabilities(self.chunk.network, rows, x)
+            self._latest = None if test_set is None else (test_set, log_p)
+            return scoring.mixed(log_p, weight_MK[index])
+
+        return logits

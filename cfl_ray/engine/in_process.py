@@ -24,7 +24,8 @@ class InProcessBackend:
     def run(self, work: Work) -> Outcome:
         self.client_states.begin(work)
         sums, results = HostSums(), []
-        chunks = chunks_of(work, chunk_size(len(work.ids_M), self.worker.engine, self.one_by_one))
+        clients = len(work.ids_M) // work.models_per_client
+        chunks = chunks_of(work, chunk_size(clients, self.worker.engine, self.one_by_one))
         cuts = ((part := work.take(cut.index_m), cut.index_m, self.client_states.of(part)) for cut in chunks)
         for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
             ids = work.ids_M[result.index_m].tolist()

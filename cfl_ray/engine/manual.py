@@ -83,15 +83,17 @@ class _Gradient(LocalGradient):
         self.passes = passes
         self.x, self.y = passes.arranged(task.x), task.y.numpy()
         self.frozen = None if frozen_BC is None else frozen_BC.numpy()
+        self.weight_n = None if task.weight_n is None else task.weight_n.numpy()
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]
         assert not isinstance(index_B, Tensor), "batches of a CPU are arrays"
         y_B = self.y if index_B is None else self.y[index_B]
         frozen_BC = self.frozen if index_B is None or self.frozen is None else self.frozen[index_B]
+        weight_B = self.weight_n if index_B is None or self.weight_n is None else self.weight_n[index_B]
         masks = [mask.numpy() for mask in self.masks(batch, len(y_B))]
         with self.draws(batch):
-            self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks))
+            self.losses.append(self.passes.run(self.x, index_B, y_B, frozen_BC, masks, weight_B))
         return self.parts_of(self.passes.g_P)
 
 

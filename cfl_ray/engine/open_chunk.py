@@ -72,6 +72,8 @@ class OpenChunk(Generic[W]):
     stored: Stored
     kept: KeptByClients = field(default_factory=KeptByClients)
     excluded: dict[int, Exclusion] = field(default_factory=dict)
+    # of a mixture, by client: responsibilities (n, K) and targets, on the CPU
+    responsibilities: dict[int, Samples] = field(default_factory=dict)
     _on_device: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # as long as the chunk is carried out
 
     def __len__(self) -> int:

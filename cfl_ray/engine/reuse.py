@@ -135,7 +135,7 @@ class ReusingBackend:
 
     def _groups(self, work: EvaluateClients | EvaluateShared) -> Iterator[_Group]:
         """The units of each model."""
-        row_M = np.zeros(len(work.ids_M), np.int64) if work.vote else work.start.row_M.astype(np.int64)
+        row_M = work.start.row_M.astype(np.int64)
         state = work.client_state
         if state is not None and state.columns is None and state.share == 1:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)
@@ -146,10 +146,10 @@ class ReusingBackend:
         limit = work.max_test_samples if isinstance(work, EvaluateClients) else None
         name = type(work).__name__ if state is None else f"{type(work).__name__} {state.name}"
         for (row, frozen_row), index_m in zip(pairs.tolist(), np.split(order, bounds), strict=True):
-            if work.vote:
-                models = b"".join(self._checksum(work.tables[0], k) for k in range(work.vote))
-            else:
+            if work.weight_MK is None:
                 models = self._checksum(work.tables[work.start.table], row)
+            else:
+                models = b"".join(self._checksum(work.tables[0], k) for k in range(work.weight_MK.shape[1]))
             yield _Model(name, models, self._checksum(work.tables[frozen.table], frozen_row), limit), index_m
 
     def _versions(self, work: Work) -> np.ndarray:
@@ -275,4 +275,6 @@ def _is_reusable(work: Work) -> bool:
     if isinstance(work, Losses):
         frozen = work.frozen_model
         return frozen is None or (frozen.table > 0 and len(np.unique(frozen.row_M)) == 1)
-    return isinstance(work, Evaluate) and getattr(work, "tune", None) is None
+    if not isinstance(work, Evaluate) or getattr(work, "tune", None) is not None:
+        return False
+    return work.weight_MK is None or bool((work.weight_MK == 1 / work.weight_MK.shape[1]).all())  # a vote

@@ -24,14 +24,19 @@ def additive_logits(network: Network, row_P: Tensor, frozen_P: Tensor | None) ->
     return logits
 
 
-def soft_vote(network: Network, rows: Sequence[Tensor]) -> Logits:
-    """Predictor by soft voting: the logarithm of the mean of the models' class probabilities."""
+def log_probabilities(network: Network, rows: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Logarithms of the class probabilities (K, n, C) of several models."""
+    return torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
 
-    def logits(x: Tensor) -> Tensor:
-        log_p = torch.stack([network.logits_of(row_P, x).log_softmax(1) for row_P in rows])
-        return log_p.logsumexp(0) - np.log(len(rows))
 
-    return logits
+def mixed(log_p: Tensor, weight_K: np.ndarray) -> Tensor:
+    """Logarithms (n, C) of the weighted mean of the class probabilities of K models, log_p (K, n, C).
+
+    Equal weights are a soft vote. The weights add up to 1.
+    """
+    count = len(weight_K)
+    relative_K = torch.from_numpy(np.asarray(weight_K, np.float64) * count).to(log_p).log()
+    return (log_p + relative_K[:, None, None]).logsumexp(0) - np.log(count)
 
 
 @torch.no_grad()

@@ -66,6 +66,7 @@ class _Gradient(LocalGradient):
         )
         self.frozen_BC = frozen_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
+        self.weight_n = None if task.weight_n is None else task.weight_n.to(network.device)
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]
@@ -77,7 +78,12 @@ class _Gradient(LocalGradient):
             layer.mask = mask
         with self.draws(batch), self.network.autocast():
             logits_BC = self.network.module(x_B).float()
-        loss = self.network.task.mean_loss(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y_B)
+        logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
+        if self.weight_n is None:
+            loss = self.network.task.mean_loss(logits_BC, y_B)
+        else:
+            weight_B = self.weight_n if index_B is None else self.weight_n[index_B]
+            loss = (self.network.task.loss(logits_BC, y_B) * weight_B).mean()
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())
         return grads

@@ -248,11 +248,12 @@ class SpanBatch:
         velocity = [torch.zeros_like(values) for values in moving] if task.local.momentum else None
         update = SGDUpdate(task.local, velocity)
         y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.T.numpy()
+        weight_n = None if task.weight_n is None else task.weight_n.numpy()
         for number in range(task.steps):
             z_Hn = product(c_Hn, gram_nn) if number else torch.zeros_like(c_Hn)  # the matrix is symmetric
             for a_j, output_Hn in zip(a.tolist(), outputs_Hn, strict=True):
                 z_Hn.add_(output_Hn, alpha=a_j)
-            loss, grad_Hn = _loss_and_gradient(layers, z_Hn.numpy(), y, frozen)
+            loss, grad_Hn = _loss_and_gradient(layers, z_Hn.numpy(), y, frozen, weight_n)
             update.decay([g_P], [w_P])
             for term in proximal:
                 term.add_to([g_P])
@@ -333,13 +334,15 @@ def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
     return [(task.start_P, 0.0), *anchors]
 
 
-def _loss_and_gradient(layers: Sequence[Layer], z: Array, y: Array, frozen_Cn: Array | None) -> tuple[Any, Array]:
+def _loss_and_gradient(
+    layers: Sequence[Layer], z: Array, y: Array, frozen_Cn: Array | None, weight_n: Array | None
+) -> tuple[Any, Array]:
     """Mean loss and gradient at the first layer's outputs `z` (H, n), which are overwritten."""
     for layer in layers:
         z = layer.forward(z)
     if frozen_Cn is not None:
         z += frozen_Cn
-    loss, grad = mean_cross_entropy(z, y)
+    loss, grad = mean_cross_entropy(z, y, weight_n)
     for layer in reversed(layers):
         grad = layer.backward(grad, needs_input=True)
     return loss, grad
@@ -412,6 +415,7 @@ def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None
     network.module.train()
     first = network.params.index(linear.weight)
     x, y = task.x.to(network.device).flatten(1), task.y.to(network.device)
+    weight_n = None if task.weight_n is None else task.weight_n.to(network.device)
     proximal = [ProximalGradient.of_tensors(network, term, network.params, skip=first) for term in task.proximal]
     with torch.no_grad():
         anchors = [
@@ -426,7 +430,11 @@ def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None
         with torch.no_grad():
             z = span.z()
         logits_BC = rest(z if linear.bias is None else z + linear.bias)
-        loss = cross_entropy(logits_BC if frozen_BC is None else logits_BC + frozen_BC, y)
+        logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
+        if weight_n is None:
+            loss = cross_entropy(logits_BC, y)
+        else:
+            loss = (cross_entropy(logits_BC, y, reduction="none") * weight_n).mean()
         grad_z, *step = torch.autograd.grad(loss, [z, *others], materialize_grads=True)
         with torch.no_grad():
             step.insert(first, torch.zeros(()))  # a placeholder: `span` computes the step of the first layer's weights

@@ -128,7 +128,10 @@ class _Rest:
             for name, shape, start, stop in zip(spec.names[1:], spec.shapes[1:], spec.ends, spec.ends[1:], strict=False)
         ]
         self.y_mn = padded([task.y for task in tasks], network.device)
-        weights = [torch.full((len(task.y),), 1 / len(task.y)) for task in tasks]
+        weights = [
+            torch.full((len(task.y),), 1 / len(task.y)) if task.weight_n is None else task.weight_n / len(task.y)
+            for task in tasks
+        ]
         self.weight_mn = padded(weights, network.device)
         frozen = [logits for task in tasks if (logits := sequential.frozen_logits(network, task)) is not None]
         self.frozen_mnC = padded(frozen, network.device) if frozen else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
-from cfl_ray.engine import scoring
+from cfl_ray.engine import mixtures, scoring
 from cfl_ray.engine.client_state import client_state_value, predicting_row, stored_velocity, with_client_state
 from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
@@ -84,6 +84,7 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
             logits = scoring.additive_logits(chunk.network, row_P, chunk.frozen(index))
             scores, _ = client_scores(chunk, index, logits, work.local_test_samples)
             arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
+    mixtures.after_training(chunk, arrays)
     if averages is not None:
         sums.add(averages)
     return arrays
@@ -225,7 +226,8 @@ def _tasks_together(chunk: OpenChunk[Train], indices: Iterable[int]) -> dict[int
 def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     """The task of one client; None, and the client is excluded, if its data are not valid."""
     samples = chunk.device_samples(index)
-    if samples is None:
+    weight_n = None if samples is None else mixtures.sample_weights(chunk, index)
+    if samples is None or index in chunk.excluded:
         return None
     work, value = chunk.work, chunk.stored_value(index)
     start_P, companion_P, velocity = chunk.on_device(work.start, index), None, None
@@ -248,6 +250,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         trace=work.trace,
         frozen_P=chunk.frozen(index),
         velocity=velocity,
+        weight_n=weight_n,
         only_summed=not _uses_rows(work),
     )
 

@@ -197,10 +197,12 @@ def _indices(tasks: Sequence[TrainingTask]) -> tuple[np.ndarray, np.ndarray, np.
     weight = np.zeros((steps, len(tasks), width), np.float32)
     size = np.zeros((steps, len(tasks)), np.int64)
     for client, batches in enumerate(per_client):
+        weight_n = tasks[client].weight_n
+        weights = None if weight_n is None else weight_n.numpy()
         for number in range(steps):
             batch = batches[min(number, len(batches) - 1)]
             index[number, client, : len(batch)] = batch
-            weight[number, client, : len(batch)] = 1 / len(batch)
+            weight[number, client, : len(batch)] = 1 / len(batch) if weights is None else weights[batch] / len(batch)
             size[number, client] = len(batch) if number < len(batches) else 0
     return index, weight, size, size > 0
 

@@ -16,12 +16,13 @@ from cfl_ray.core.work import (
     Describe,
     EvaluateClients,
     EvaluateShared,
+    FitMixture,
     Losses,
     Train,
     Work,
 )
 from cfl_ray.data.federation import Federation
-from cfl_ray.engine import describing, evaluating, training
+from cfl_ray.engine import describing, evaluating, mixtures, training
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import mixes_chunks
 from cfl_ray.engine.open_chunk import Arrays, KeptByClients, OpenChunk, Stored, Trainer
@@ -100,6 +101,8 @@ def _arrays(chunk: OpenChunk[Any], sums: HostSums, ahead: training.Ahead | None)
             return {"combined": combine_columns(chunk.work, chunk.stored)}
         case Losses():
             return describing.losses(chunk)
+        case FitMixture():
+            return mixtures.fit(chunk)
         case Describe():
             return describing.describe(chunk)
         case EvaluateClients():

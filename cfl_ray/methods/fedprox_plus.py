@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from cfl_ray.core.clients import Clients
-from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.method import VOTE, Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_each
 from cfl_ray.core.serving import Serving
@@ -26,6 +26,8 @@ from cfl_ray.core.state import State
 @dataclass(frozen=True)
 class FedProxPlus(Method[State], name="fedprox_plus"):
     """K global models by FedProx that vote."""
+
+    placement = VOTE
 
     num_models: int = option(5, "K, models that vote; 1 is FedProx", source="Fed-CAM: 5 and 10", low=1)
     mu: float = option(0.01, "mu: weight of the proximal term towards the received model", source="as FedProx", low=0)
@@ -47,4 +49,4 @@ class FedProxPlus(Method[State], name="fedprox_plus"):
         return state
 
     def serve(self, state: State, clients: Clients) -> Serving:
-        return Serving(state.models_KP, clients.first_row(), vote=True)
+        return Serving.vote(state.models_KP, len(clients))

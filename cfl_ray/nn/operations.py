@@ -523,8 +523,11 @@ def array_of(x: Tensor, wide: bool) -> Array:
     return array
 
 
-def mean_cross_entropy(logits_CB: Array, y_B: Array) -> tuple[np.floating, Array]:
-    """The mean cross-entropy and its gradient (C, B), which overwrites the logits."""
+def mean_cross_entropy(logits_CB: Array, y_B: Array, weight_B: Array | None = None) -> tuple[np.floating, Array]:
+    """The mean cross-entropy and its gradient (C, B), which overwrites the logits.
+
+    weight_B: weights of the samples in the mean; None: 1 for all.
+    """
     chosen = (y_B, np.arange(len(y_B)))
     logits_CB -= np.maximum.reduce(logits_CB, 0)
     target_B = logits_CB[chosen]
@@ -533,4 +536,8 @@ def mean_cross_entropy(logits_CB: Array, y_B: Array) -> tuple[np.floating, Array
     p_CB /= total_B
     p_CB[chosen] -= 1
     p_CB *= np.float32(1 / len(y_B))
-    return (np.log(total_B) - target_B).mean(), p_CB
+    loss_B = np.log(total_B) - target_B
+    if weight_B is None:
+        return loss_B.mean(), p_CB
+    p_CB *= weight_B
+    return (loss_B * weight_B).mean(), p_CB

@@ -157,10 +157,17 @@ class Passes:
         return arranged
 
     def run(
-        self, x: Array, index_B: Array | None, y_B: Array, frozen_BC: Array | None, masks: Sequence[Array]
+        self,
+        x: Array,
+        index_B: Array | None,
+        y_B: Array,
+        frozen_BC: Array | None,
+        masks: Sequence[Array],
+        weight_B: Array | None = None,
     ) -> np.floating:
         """Writes the gradient of one batch into `g_P`. Returns the mean loss.
 
+        weight_B: weights of the samples in the mean; None: 1 for all.
         masks: of the dropout layers (B, ...), in the order of `Network.dropouts`.
         """
         for dropout in self.dropouts:
@@ -178,20 +185,26 @@ class Passes:
             else:
                 values[step.output] = step.operation.forward(*[values[index] for index in inputs])
         outputs = values[self.output].copy() if self.keeps_output else values[self.output]
-        loss, grad = self._loss(outputs, y_B, frozen_BC)
+        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
         self._backward(grad)
         return loss
 
-    def _loss(self, outputs: Array, y_B: Array, frozen_BC: Array | None) -> tuple[np.floating, Array]:
+    def _loss(
+        self, outputs: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
+    ) -> tuple[np.floating, Array]:
         """The mean loss and its gradient at the outputs, which may be overwritten."""
         if self.task.is_classification and outputs.ndim == 2:
             if frozen_BC is not None:
                 outputs += frozen_BC.T
-            return mean_cross_entropy(outputs, y_B)
+            return mean_cross_entropy(outputs, y_B, weight_B)
         logits = tensor_of(outputs, self.wide_output).contiguous().requires_grad_()
         with torch.enable_grad():
             whole = logits if frozen_BC is None else logits + torch.from_numpy(frozen_BC)
-            loss = self.task.mean_loss(whole, torch.from_numpy(y_B))
+            targets = torch.from_numpy(y_B)
+            if weight_B is None:
+                loss = self.task.mean_loss(whole, targets)
+            else:
+                loss = (self.task.loss(whole, targets) * torch.from_numpy(weight_B)).mean()
             (grad,) = torch.autograd.grad(loss, logits)
         return np.float32(loss.item()), array_of(grad, self.wide_output)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cfl_ray.core.clients import RoundStats
-from cfl_ray.core.method import Method
+from cfl_ray.core.method import VOTE, Method
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
@@ -23,7 +23,8 @@ from cfl_ray.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from cfl_ray.results.trained import TrainedMethod
 
-VOTE = "all models vote"
+_MEAN_MIXTURE = "a mixture of all models, with the mean weights of all clients"
+_LARGEST = "the model with the largest weight, the first of equal ones"
 _ONLY = "the only model"
 _ENTROPY = "the cluster model whose predictions have the least mean entropy"
 
@@ -114,8 +115,8 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         return _without_labels(trained, trained.inputs(x))
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
     serving = joined.serving
-    if serving.vote:
-        return Newcomer(-1, VOTE, trained.vote(serving))
+    if serving.weight_MK is not None:
+        return _of_mixture(trained, serving.models_KP, serving.weight_MK[0], method.placement)
     if serving.client_state is not None and method.untrained:
         raise ConfigError(f"{trained.label}: {method.untrained}; adapt(x, y) trains it")
     row_P = joined.row()
@@ -133,15 +134,20 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
         return joined.newcomer(joined.row_after_round(), "its own columns, trained by a round of the method")
     row_P = trained.tuned(joined.client, joined.row(), serving.tune or local, joined.samples, serving.frozen_P)
     how = "the method's own training" if serving.tune is not None else "the local training of a round"
-    of = "the first model" if serving.vote else trained.steps.method.placement
+    of = trained.steps.method.placement
+    if serving.weight_MK is not None:
+        of = _LARGEST
     return joined.newcomer(row_P, f"{of}, after {how}")
 
 
 def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
     """By the entropy of predictions, if there are several models to choose from."""
     serving, method, state = trained.serve(trained.online[:1]), trained.steps.method, trained.state
-    if serving.vote:
-        return Newcomer(-1, VOTE, trained.vote(serving))
+    if serving.weight_MK is not None:
+        weight_MK = trained.serve(trained.online).weight_MK
+        assert weight_MK is not None
+        mean_K = weight_MK.mean(0)
+        return _of_mixture(trained, serving.models_KP, mean_K, _mixture_without_labels(method))
     if serving.tune is not None or (serving.client_state is not None and method.untrained):
         reason = method.untrained or "clients predict after a training on labels of their own"
         raise ConfigError(f"{trained.label}: {reason}; give labels: adapt(x, y)")
@@ -172,13 +178,21 @@ def _samples(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndar
     return inputs, targets
 
 
+def _of_mixture(trained: TrainedMethod, models_KP: Tensor, weight_K: np.ndarray, why: str) -> Newcomer:
+    return Newcomer(-1, why, trained.mixture(models_KP, weight_K))
+
+
+def _mixture_without_labels(method: Method[Any]) -> str:
+    return method.placement if method.placement == VOTE else _MEAN_MIXTURE
+
+
 def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
     """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, in words."""
     serving, method = trained.serve(trained.online[:1]), trained.steps.method
     one = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
     adapted = "the method's own training" if serving.tune is not None else f"one {one}"
-    if serving.vote:
-        return VOTE, VOTE, "one local training of the first model"
+    if serving.weight_MK is not None:
+        return method.placement, _mixture_without_labels(method), f"one local training of {_LARGEST}"
     if serving.client_state is not None and method.untrained:
         return f"refused: {method.untrained}", f"refused: {method.untrained}", adapted
     if serving.tune is not None:

@@ -18,10 +18,11 @@ from cfl_ray.core.work import Address
 from cfl_ray.data.federation import Federation, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
+from cfl_ray.engine.scoring import mixed
 from cfl_ray.engine.task import TrainingTask
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.models import ModelRecipe
-from cfl_ray.results.newcomers import VOTE, Newcomer, adapt, place
+from cfl_ray.results.newcomers import Newcomer, adapt, place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,16 +42,15 @@ class AdditiveModel(nn.Module):
         return total
 
 
-class VotingModel(nn.Module):
-    """Soft vote: the logarithm of the mean of the models' class probabilities."""
+class MixtureModel(nn.Module):
+    """The logarithm of the weighted mean of the models' class probabilities; with equal weights, a soft vote."""
 
-    def __init__(self, models: list[nn.Module]):
+    def __init__(self, models: list[nn.Module], weight_K: np.ndarray):
         super().__init__()
-        self.models = nn.ModuleList(models)
+        self.models, self.weight_K = nn.ModuleList(models), weight_K
 
     def forward(self, x: Tensor) -> Tensor:
-        log_p = torch.stack([model(x).log_softmax(-1) for model in self.models])
-        return log_p.logsumexp(0) - float(np.log(len(self.models)))
+        return mixed(torch.stack([model(x).log_softmax(-1) for model in self.models]), self.weight_K)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class TrainedMethod:
         """The model that a client would predict with now, in evaluation mode.
 
         That is the model of its cluster, with the columns that it keeps for itself, after its local training if the
-        method prescribes some, or the vote of all models.
+        method prescribes some, or the mixture of all models.
         Raises ConfigError for a client that does not exist or has no model yet.
         """
         serving = self.serve(np.array([self._known(client)]))
-        if serving.vote:
-            return self.vote(serving)
+        if serving.weight_MK is not None:
+            return self.mixture(serving.models_KP, serving.weight_MK[0])
         row = int(serving.row_M[0])
         if row < 0:
             raise ConfigError(f"{self.label} has no model for client {client} yet")
@@ -222,8 +222,8 @@ class TrainedMethod:
         serving = self.serve(self.online)
         for client, row in zip(self.online.tolist(), np.asarray(serving.row_M).tolist(), strict=True):
             name = None if serving.client_state is None else serving.client_state.name
-            if serving.vote:
-                why_N[client] = VOTE
+            if serving.weight_MK is not None:
+                why_N[client] = method.placement
                 continue
             served_N[client] = row if row < self.num_clusters else -1
             if row < 0:
@@ -258,9 +258,9 @@ class TrainedMethod:
     def _named(self, row_P: Tensor) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.spec.tensors(row_P).items()}
 
-    def vote(self, serving: Serving) -> nn.Module:
-        """The vote of all models, in evaluation mode."""
-        return VotingModel([self.module(row_P) for row_P in serving.models_KP]).eval()
+    def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:
+        """The mixture of models with these weights, in evaluation mode."""
+        return MixtureModel([self.module(row_P) for row_P in models_KP], weight_K).eval()
 
     def module(self, row_P: Tensor, frozen_P: Tensor | None = None) -> nn.Module:
         """The network with this row, in evaluation mode; its outputs are added to those of the frozen row, if any."""

@@ -70,7 +70,7 @@ class Evaluator:
         known_M = serving.row_M >= 0
         found_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
-            known, serving = clients.select(known_M), replace(serving, row_M=serving.row_M[known_M])
+            known, serving = clients.select(known_M), serving.select(known_M)
             personal = serving.is_personal or self.federation.view == "holdout" or self._by_label
             found_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
         return Scores(clients.ids_M, found_MV)
@@ -85,9 +85,9 @@ class Evaluator:
         return self.federation.view == "label" and not self.task.by_confusion
 
     def tuned_scores(self, serving: Serving, clients: Clients, local: LocalSGD) -> Scores:
-        """P-tune(F): the same after F local epochs; of models that vote, the first alone is tuned and tested."""
+        """P-tune(F): the same after F local epochs; of a mixture, only the model of `row_M` is tuned and tested."""
         tune = replace(local, epochs=self.settings.tuned_epochs, steps=None)
-        return self.scores(replace(serving, vote=False, tune=tune), clients)
+        return self.scores(replace(serving, weight_MK=None, tune=tune), clients)
 
     def _personal(self, serving: Serving, clients: Clients) -> Scores:
         """Every client tests a model of its own on its own test data."""
@@ -100,7 +100,7 @@ class Evaluator:
             start=Rows(0, serving.row_M[order]),
             client_state=serving.client_state,
             frozen_model=_frozen_rows(serving, len(clients)),
-            vote=len(serving.models_KP) if serving.vote else 0,
+            weight_MK=None if serving.weight_MK is None else serving.weight_MK[order],
             max_test_samples=self.settings.local_images
             if serving.is_personal and self.federation.view != "holdout"
             else None,
@@ -114,17 +114,22 @@ class Evaluator:
         return Scores(clients.ids_M, found_MV)
 
     def _shared(self, serving: Serving, clients: Clients) -> Scores:
-        """Clients that share a model and a test set share its confusion counts: each pair is tested once."""
+        """Clients that share a test set and a model, or mixture, share its counts: each pair is tested once."""
         test_set_M = self.federation.test_set_of(clients.ids_M)
-        pairs, pair_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
+        if serving.weight_MK is None:
+            pairs, pair_M = np.unique(np.stack([serving.row_M, test_set_M], 1), axis=0, return_inverse=True)
+            row_U, test_set_U, weight_UK = *pairs.T, None
+        else:  # side by side by test set, so that they share what the models make of it
+            pairs, pair_M = np.unique(np.c_[test_set_M, serving.weight_MK], axis=0, return_inverse=True)
+            row_U, test_set_U, weight_UK = np.zeros(len(pairs), np.int64), pairs[:, 0].astype(np.int64), pairs[:, 1:]
         pair_M = pair_M.reshape(-1)
         work = EvaluateShared(
             Address(self.seed, clients.round, _EXCHANGE),
-            pairs[:, 1],
+            test_set_U,
             _tables(serving),
-            start=Rows(0, pairs[:, 0]),
+            start=Rows(0, row_U),
             frozen_model=_frozen_rows(serving, len(pairs)),
-            vote=len(serving.models_KP) if serving.vote else 0,
+            weight_MK=weight_UK,
             num_scores=self._num_scores,
             by_confusion=self.task.by_confusion,
         )

@@ -32,6 +32,8 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "fedac": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "ifca": ({"num_clusters": 2}, {"losses": ("clients", "clusters")}),
     "ifca_cam": ({"num_clusters": 2, "warmup_rounds": 1}, {"losses": ("clients", "clusters")}),
+    "fedem": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),
+    "fedrc": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),
     "fesem": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "fesem_cam": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "cflgp": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),

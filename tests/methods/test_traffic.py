@@ -25,6 +25,8 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("lg_fedavg", {}, (HEAD, HEAD), (HEAD, HEAD)),
     ("fedavg_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
+    ("fedem", {}, (3 * P, 3 * P), (3 * P, 3 * P)),
+    ("fedrc", {}, (3 * P + 6, 3 * P + 6), (3 * P + 6, 3 * P + 6)),  # a table of 2 classes and 3 models, both ways
     ("ifca", {}, (4 * P, P + 1), (4 * P, P + 1)),
     ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
     ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),

@@ -200,7 +200,8 @@ class Exchange:
         """The chunks, without the clients that took too long earlier in this round."""
         work, late, choice = self.work, self._late(), self.backend.pool.choice
         assert choice is not None
-        size = chunk_size(len(work.ids_M), choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
+        clients = len(work.ids_M) // work.models_per_client
+        size = chunk_size(clients, choice.engine, bool(self.setup.experiment.runtime.clients_per_host))
         num_samples_M = self.setup.federation.num_samples_N[work.ids_M] if work.is_per_client else None
         chunks = chunks_of(work, size, num_samples_M)
         if not late:

@@ -1,0 +1,78 @@
+"""States of methods whose clients predict with mixtures of the cluster models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.method import Start
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+
+PLACEMENT = "a mixture of all models, with weights by E and M steps on its training samples"
+ONLY_MEAN = "a client uploads several models in one exchange, which are added up on its host"
+
+Fit = Callable[[Clients], np.ndarray]  # mixture weights (M, K) of clients that have none yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureState(State):
+    """Cluster models, and the weights with which each client mixes them.
+
+    The weights are the clients' own: neither sent nor uploaded. `assign_N` is the model with the largest weight.
+    """
+
+    weight_NK: np.ndarray  # float32 (N, K), pi_i; 0 for a client that has none yet
+
+    @classmethod
+    def first(cls, start: Start, num_models: int, **more: Any) -> Self:
+        """K independently initialised models; no client has weights."""
+        models_KP = torch.stack([start.new_model(k) for k in range(num_models)])
+        weight_NK = np.zeros((start.num_clients, num_models), np.float32)
+        return cls(models_KP=models_KP, assign_N=start.unassigned(), weight_NK=weight_NK, **more)
+
+    def weights_of(self, ids_M: np.ndarray) -> np.ndarray:
+        """Mixture weights, float64 (M, K): equal ones for a client that has none yet."""
+        weight_MK = self.weight_NK[ids_M].astype(np.float64)
+        total_M1 = weight_MK.sum(1, keepdims=True)
+        return np.divide(weight_MK, total_M1, out=np.full_like(weight_MK, 1 / self.num_clusters), where=total_M1 > 0)
+
+    def with_weights(self, clients: Clients, weight_MK: np.ndarray, **changes: Any) -> Self:
+        """The next state, with these mixture weights; clients with NaN keep theirs. Reports them as diagnostics."""
+        known_M = np.isfinite(weight_MK).all(1)
+        ids_m, weight_mK, weight_NK = clients.ids_M[known_M], weight_MK[known_M], self.weight_NK.copy()
+        weight_NK[ids_m] = weight_mK
+        assign_N = self.place(ids_m, weight_mK.argmax(1))
+        after = self.advance(weight_NK=weight_NK, assign_N=assign_N, **changes)
+        if len(ids_m):
+            clients.record("mixture_entropy", float(entropy(weight_mK).mean()))
+            clients.record("mixture_weights", weight_mK, ("clients", "clusters"), ids=ids_m)
+            clients.member_events(self.members_K, after.members_K, clients=len(ids_m))
+        return after
+
+    def serving(self, clients: Clients, fit: Fit) -> Serving:
+        """Each client predicts with its mixture; one that has no weights yet, with those that `fit` gives."""
+        weight_MK = self.weights_of(clients.ids_M)
+        new_M = self.weight_NK[clients.ids_M].sum(1) == 0
+        if new_M.any():
+            found_mK = fit(clients.select(new_M))
+            weight_MK[new_M] = np.where(np.isfinite(found_mK), found_mK, 1 / self.num_clusters)
+        return Serving(self.models_KP, weight_MK.argmax(1), weight_MK=weight_MK)
+
+    def forget(self, ids: np.ndarray) -> Self:
+        weight_NK = self.weight_NK.copy()
+        weight_NK[ids] = 0
+        return super().forget(ids).advance(weight_NK=weight_NK)
+
+
+def equal_weights(num_clients: int, num_models: int) -> np.ndarray:
+    """Mixture weights 1 / K, float64 (M, K)."""
+    return np.full((num_clients, num_models), 1 / num_models)
+
+
+def entropy(weight_MK: np.ndarray) -> np.ndarray:
+    """Entropy of each client's mixture weights in nats, float64 (M,): 0 for a single model, log K for equal weights."""
+    return -(weight_MK * np.log(np.maximum(weight_MK, 1e-300))).sum(1)

@@ -1,0 +1,118 @@
+"""FedRC: Y. Guo, X. Tang, T. Lin. FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust
+Clustering. ICML 2024, arXiv:2301.12379, Algorithm 1.
+
+    gamma_i(s, k) ~ omega_ik exp(-loss(theta_k; s)) / C(y_s, k)      E step: each client i, sample s and model k
+    omega_ik <- (1 / n_i) sum_s gamma_i(s, k)                        M step: omega_i stays with the client
+    theta_ik <- SGD_i(theta_k), on the loss (1 / n_i) sum_s gamma_i(s, k) loss(theta; s)
+    theta_k <- sum_i n_i theta_ik / sum_i n_i                        over the cohort
+    C(y, k) <- sum of gamma(s, k) over the samples with label y / sum of gamma(s, k) over all, of the cohort
+
+C(y, k) is the share of label y in model k. Without it a model that is fed one label becomes likelier for that label,
+and label skew alone would separate clients. With equal shares this is FedEM. A client predicts with
+sum_k omega_ik softmax(f(x; theta_k)).
+
+A client uploads K models and K C label masses, and receives K models and the table.
+
+Deviations: a client trains its K models on the same batches; before the first round, C(y, k) = 1 / C for all labels;
+models are not removed. The official code (LINs-lab/FedRC, ce79229) has momentum .9 and weight decay 5e-4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.clients import Clients, Mixture, Sent
+from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.mixtures import ONLY_MEAN, PLACEMENT, MixtureState, equal_weights
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+
+_LEAST_SHARE = 1e-8  # official code
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedRCState(MixtureState):
+    """The models and mixtures, and the share of each label in each model."""
+
+    share_CK: Tensor  # float32 (C, K), C(y, k); columns add up to 1
+
+
+def responsibilities(loss_nK: Tensor, y_n: Tensor, omega_K: Tensor, share_CK: Tensor | None) -> Tensor:
+    """Responsibilities gamma (n, K), proportional to omega_k exp(-loss_k) / C(y, k)."""
+    assert share_CK is not None
+    return (omega_K.log() - loss_nK - share_CK[y_n].log()).softmax(1)
+
+
+@dataclass(frozen=True)
+class LabelMasses:
+    """The sums of gamma over a client's samples of each label, (C, K), which it uploads."""
+
+    num_classes: int
+
+    def __call__(self, gamma_nK: Tensor, y_n: Tensor) -> Tensor:
+        return torch.zeros(self.num_classes, gamma_nK.shape[1]).index_add_(0, y_n, gamma_nK)
+
+
+@dataclass(frozen=True)
+class FedRC(Method[FedRCState], name="fedrc"):
+    """FedEM whose mixtures do not follow the labels of a client: concepts separate, label skew does not."""
+
+    placement = PLACEMENT
+    only_mean = ONLY_MEAN
+
+    num_models: int = option(3, "K, number of models that are mixed; 1 is FedAvg", source="paper", low=1)
+    fit_steps: int = option(10, "E and M steps of a client that has not trained yet", source="ours", low=1)
+    weights: str = weights_option()
+
+    @property
+    def needs_classes(self) -> str:
+        return "its responsibilities count labels"
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        return "a client trains several models in one exchange"
+
+    def init(self, start: Start) -> FedRCState:
+        (num_classes,) = start.output_shape
+        share_CK = torch.full((num_classes, self.num_models), 1 / num_classes)
+        return FedRCState.first(start, self.num_models, share_CK=share_CK)
+
+    def round(self, state: FedRCState, clients: Clients, rng: Draws) -> FedRCState:
+        received = self.broadcast(state, clients)
+        # gamma_i and omega_i, then theta_ik
+        mixture = self.mixture(state, state.weights_of(clients.ids_M))
+        updates = clients.train_mixture(received, mixture, average=clients.weights(self.weights))
+        # C(y, k)
+        mass_CK = updates.upload_MF.double().sum(0).reshape(state.share_CK.shape)
+        share_CK = (mass_CK / mass_CK.sum(0)).clamp(min=_LEAST_SHARE).float()
+        return state.with_weights(
+            clients,
+            updates.weight_MK,
+            models_KP=updates.averaged(default=state.models_KP),  # theta_k
+            share_CK=torch.where(mass_CK.sum(0) > 0, share_CK, state.share_CK),
+        )
+
+    def join(self, state: FedRCState, clients: Clients) -> FedRCState:
+        return state.with_weights(clients, self.fit(state, self.broadcast(state, clients), clients))
+
+    def serve(self, state: FedRCState, clients: Clients) -> Serving:
+        return state.serving(clients, lambda new: self.fit(state, new.known_models(state.models_KP), new))
+
+    def broadcast(self, state: FedRCState, clients: Clients) -> Sent:
+        """Sends every client the models and the table C."""
+        clients.count_download(state.share_CK.numel())
+        return clients.broadcast(state.models_KP)
+
+    def mixture(self, state: FedRCState, omega_MK: np.ndarray) -> Mixture:
+        """The mixture of each client with the weights omega."""
+        count = len(state.share_CK)
+        return Mixture(
+            responsibilities, omega_MK, state.share_CK, upload=LabelMasses(count), upload_floats=state.share_CK.numel()
+        )
+
+    def fit(self, state: FedRCState, received: Sent, clients: Clients) -> np.ndarray:
+        """Weights omega (M, K) by E and M steps from equal weights."""
+        mixture = self.mixture(state, equal_weights(len(clients), self.num_models))
+        return clients.fit_mixture(received, mixture, steps=self.fit_steps)

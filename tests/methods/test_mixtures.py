@@ -1,0 +1,235 @@
+"""FedEM and FedRC: a round as the papers' formulas in NumPy, special cases, mixtures that are recovered, newcomers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from federations import Spoiled, Stage, planted
+from linear import ETA, N_0, N_1, STEPS, assert_close, data, matrix, stage
+from rounds import COHORTS, EnginesAndCheckpoints, accuracy, floats, groups, mlp
+from torch import nn
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.mixtures import entropy
+from cfl_ray.data import federation_from_arrays
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedem import FedEM
+from cfl_ray.methods.fedrc import FedRC
+
+METHODS = [FedEM, FedRC]
+
+
+def sample_losses(one: Stage, client: int, w: np.ndarray) -> np.ndarray:
+    x, y = data(one, client)
+    logits = x @ w.T
+    return -((logits - np.log(np.exp(logits).sum(1, keepdims=True))) * y).sum(1)
+
+
+def weighted_sgd(one: Stage, client: int, w: np.ndarray, q_n: np.ndarray) -> np.ndarray:
+    """Steps on (1 / n) sum_s q(s) loss(w; s)."""
+    x, y = data(one, client)
+    for _ in range(STEPS):
+        p = np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True)
+        w = w - ETA * (q_n[:, None] * (p - y)).T @ x / len(x)
+    return w
+
+
+def softmax(rows: np.ndarray) -> np.ndarray:
+    p = np.exp(rows - rows.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+class TestFormulas:
+    """Two rounds of two clients and two models, with mixture weights that are not equal."""
+
+    def test_fedem(self):
+        one = stage()
+        theta = [matrix(one.model(k)) for k in (0, 1)]
+        pi = np.full((2, 2), 0.5)
+        for _ in range(2):
+            q = [softmax(np.log(pi[i]) - np.stack([sample_losses(one, i, w) for w in theta], 1)) for i in (0, 1)]
+            trained = [[weighted_sgd(one, i, w, q[i][:, k]) for i in (0, 1)] for k, w in enumerate(theta)]
+            theta = [(N_0 * of_0 + N_1 * of_1) / (N_0 + N_1) for of_0, of_1 in trained]
+            pi = np.stack([q[i].mean(0) for i in (0, 1)])
+        state = one.play(FedEM(num_models=2), None, None)
+        for k in (0, 1):
+            assert_close(state.models_KP[k], theta[k])
+        assert np.allclose(state.weight_NK, pi, atol=1e-6) and np.ptp(pi) > 0.01
+        assert state.assign_N.tolist() == pi.argmax(1).tolist()
+
+    def test_fedrc(self):
+        """The table divides the likelihoods: the second round differs from FedEM's."""
+        one = stage()
+        theta = [matrix(one.model(k)) for k in (0, 1)]
+        omega, share = np.full((2, 2), 0.5), np.full((3, 2), 1 / 3)
+        labels = [data(one, i)[1].argmax(1) for i in (0, 1)]
+        for _ in range(2):
+            loss = [np.stack([sample_losses(one, i, w) for w in theta], 1) for i in (0, 1)]
+            gamma = [softmax(np.log(omega[i]) - loss[i] - np.log(share[labels[i]])) for i in (0, 1)]
+            trained = [[weighted_sgd(one, i, w, gamma[i][:, k]) for i in (0, 1)] for k, w in enumerate(theta)]
+            theta = [(N_0 * of_0 + N_1 * of_1) / (N_0 + N_1) for of_0, of_1 in trained]
+            omega = np.stack([gamma[i].mean(0) for i in (0, 1)])
+            mass = sum(np.stack([gamma[i][labels[i] == label].sum(0) for label in range(3)]) for i in (0, 1))
+            share = mass / mass.sum(0)
+        state = one.play(FedRC(num_models=2), None, None)
+        for k in (0, 1):
+            assert_close(state.models_KP[k], theta[k])
+        assert np.allclose(state.weight_NK, omega, atol=1e-6) and np.allclose(state.share_CK, share, atol=1e-6)
+        assert not np.allclose(stage().play(FedEM(num_models=2), None, None).weight_NK, omega, atol=1e-3)
+
+    def test_clients_outside_the_cohort_hold_a_damped_average_back(self):
+        """Official code of FedEM: they count with the last global model."""
+        one = stage()
+        clients = replace(one.clients([0]), reachable=lambda: (np.arange(2), np.array([N_0, N_1])))
+        plain, damped = (FedEM(num_models=2, damped=damped) for damped in (False, True))
+        first = plain.init(one.start())
+        whole, part = (method.round(first, clients, None).models_KP - first.models_KP for method in (plain, damped))
+        assert torch.allclose(part, whole * N_0 / (N_0 + N_1), atol=1e-6) and whole.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("local", [{}, {"batch_size": 30, "momentum": 0.9}])
+def test_one_model_is_fedavg(method, local):
+    """Bit for bit: the draws are those of FedAvg's only exchange."""
+    found = groups(**local).play(method(num_models=1), *COHORTS).models_KP
+    assert torch.equal(found, groups(**local).play(FedAvg(), *COHORTS).models_KP)
+
+
+def test_fedrc_with_equal_shares_is_fedem():
+    one, other = groups(), groups()
+    first, state = FedRC().init(one.start()), FedEM().init(other.start())
+    found, expected = (
+        method.round(start, stage.clients(), None)
+        for method, start, stage in ((FedRC(), first, one), (FedEM(), state, other))
+    )
+    assert torch.allclose(found.models_KP, expected.models_KP, atol=1e-6)
+    assert np.allclose(found.weight_NK, expected.weight_NK, atol=1e-6)
+
+
+class TestFedEM(EnginesAndCheckpoints):
+    METHOD = FedEM(num_models=2)
+
+
+class TestFedRC(EnginesAndCheckpoints):
+    METHOD = FedRC(num_models=2)
+
+
+@pytest.mark.parametrize("engine", ["manual", "span", "vectorised"])
+@pytest.mark.parametrize("local", [{}, {"batch_size": 25, "steps": 5}])
+def test_engines_weigh_samples_alike(engine, local):
+    one, other = (groups(name, **local) for name in ("sequential", engine))
+    expected, found = (each.play(FedEM(num_models=2), None, None) for each in (one, other))
+    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=2e-5)
+    assert np.allclose(found.weight_NK, expected.weight_NK, atol=1e-4) and np.ptp(expected.weight_NK) > 0.01
+    assert not other.stats.fallbacks or engine == "span"
+
+
+# ---- what mixtures find
+
+
+def mixed_clients(shares: list[float], samples: int = 120, seed: int = 0):
+    """Client i has a share of its samples from one concept and the rest from another, which disagree on every label."""
+    concepts = planted(2, 2, samples=samples * len(shares), seed=seed)
+    parts, owners = [], []
+    for client, share in enumerate(shares):
+        for group, count in ((0, round(share * samples)), (1, samples - round(share * samples))):
+            x, y = concepts.train(group)
+            parts.append((x[client * samples :][:count], y[client * samples :][:count]))
+            owners.append(np.full(count, client))
+    x, y = (torch.cat(list(arrays)).numpy() for arrays in zip(*parts))
+    owner = np.concatenate(owners)
+    return federation_from_arrays(x, y, owner, x_test=x, y_test=y, test_clients=owner, num_classes=4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shares_of_planted_mixtures_are_recovered(method):
+    shares = [0.9, 0.7, 0.5, 0.3, 0.1, 0.8]
+    one = Stage(mixed_clients(shares), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
+    state = one.play(method(num_models=2), *[None] * 40)
+    found = state.weight_NK[:, 0] if state.weight_NK[0, 0] > 0.5 else state.weight_NK[:, 1]
+    assert np.abs(found - shares).max() < 0.12
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_that_disagree_are_separated(method):
+    one = Stage(planted(samples=100), mlp, LocalSGD(epochs=5, lr=0.5, batch_size=40))
+    state = one.play(method(num_models=2), *[None] * 15)
+    assert set(state.assign_N[::2]) != set(state.assign_N[1::2]) and len(set(state.assign_N[::2])) == 1
+    assert entropy(state.weight_NK).max() < 0.3 and accuracy(one, method(num_models=2), state).min() > 0.9
+
+
+def label_skew() -> Stage:
+    """One concept; the even clients have the labels 0 and 1, the odd ones 2 and 3."""
+    x, y = planted(1, 1, samples=800).train(0)
+    order = torch.argsort(y, stable=True)
+    x, y = x[order].numpy(), y[order].numpy()
+    owner = np.where(y < 2, 2 * (np.arange(len(y)) % 3), 2 * (np.arange(len(y)) % 3) + 1)
+    federation = federation_from_arrays(x, y, owner, x_test=x, y_test=y, test_clients=owner, num_classes=4)
+    return Stage(federation, mlp, LocalSGD(epochs=2, batch_size=30, lr=0.3))
+
+
+def test_label_skew_separates_the_clients_of_fedem_and_not_those_of_fedrc():
+    """The mean distance between the mixtures of clients with other labels."""
+    apart = []
+    for method in METHODS:
+        state = label_skew().play(method(num_models=2), *[None] * 15)
+        apart.append(np.abs(state.weight_NK[::2].mean(0) - state.weight_NK[1::2].mean(0)).max())
+    assert apart[0] > 0.5 and apart[1] < 0.25
+
+
+# ---- clients without weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+class TestClientsWithoutWeights:
+    @pytest.fixture
+    def found(self, method):
+        one = groups(federation=planted(samples=100), epochs=5, lr=0.5, batch_size=40)
+        return one, one.play(method(num_models=2), *[[0, 1, 2, 3]] * 15)
+
+    def test_they_predict_with_a_fitted_mixture(self, method, found):
+        one, state = found
+        serving = method(num_models=2).serve(state, one.clients())
+        assert not state.weight_NK[4:].any() and np.allclose(serving.weight_MK.sum(1), 1)
+        assert np.allclose(serving.weight_MK[4:6], state.weight_NK[:2], atol=0.1) and floats(one) == (0, 0)
+        assert accuracy(one, method(num_models=2), state).min() > 0.9
+
+    def test_newcomers_keep_theirs(self, method, found):
+        one, state = found
+        clients = one.clients([6, 7])
+        after = method(num_models=2).join(state, clients)
+        assert np.allclose(after.weight_NK[6:], state.weight_NK[:2], atol=0.1)
+        assert after.assign_N[6:].tolist() == state.assign_N[:2].tolist()
+        gone = method(num_models=2).leave(after, np.array([6]))
+        assert not gone.weight_NK[6].any() and gone.assign_N[6] == -1 and gone.weight_NK[7].any()
+
+    def test_a_client_with_invalid_data_keeps_its_weights(self, method):
+        one = Stage(Spoiled([0]), mlp, LocalSGD(epochs=3, lr=0.3))
+        state = one.play(method(num_models=2), None, None)
+        assert not state.weight_NK[0].any() and state.weight_NK[1:].all() and 0 in one.stats.excluded
+        assert torch.isfinite(state.models_KP).all()
+
+
+def test_a_diverged_model_has_no_weight_and_all_diverged_exclude_the_client():
+    one = groups()
+    state = FedEM(num_models=2).init(one.start())
+    broken = state.models_KP.clone()
+    broken[1] = torch.nan
+    after = one.play(FedEM(num_models=2), None, state=state.advance(models_KP=broken))
+    assert (after.weight_NK == [1, 0]).all()
+    one.play(FedEM(num_models=2), [0, 1], state=state.advance(models_KP=broken * torch.nan))
+    assert "responsibilities" in one.stats.rejected[0]
+
+
+def test_the_train_loss_is_that_of_the_mixture():
+    one = Stage(planted(2, 1), lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), LocalSGD(steps=1, lr=0.1))
+    method = FedEM(num_models=2)
+    state, clients = method.init(one.start()), one.clients()
+    method.round(state, clients, None)
+    for client in (0, 1):
+        x, y = one.federation.train(client)
+        rows = [one.network.logits_of(row_P, x) for row_P in state.models_KP]
+        loss_nK = torch.stack([nn.functional.cross_entropy(logits, y, reduction="none") for logits in rows], 1)
+        expected = ((-loss_nK).softmax(1) * loss_nK).sum(1).mean().item()
+        assert np.isclose(clients.stats.train_loss[client], expected, atol=1e-5)
