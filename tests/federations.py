@@ -80,9 +80,7 @@ class Stage:
 
     def start(self) -> Start:
         network = self.network
-        return Start(
-            self.federation.num_clients, network.spec, self.model, network.input_shape, network.output_shape
-        )
+        return Start(self.federation.num_clients, network.spec, self.model, network.input_shape, network.output_shape)
 
     def clients(
         self, ids: Sequence[int] | None = None, round: int = 1, aggregation: AggregationRule = Mean()

@@ -136,6 +136,8 @@ class ReusingBackend:
     def _groups(self, work: EvaluateClients | EvaluateShared) -> Iterator[_Group]:
         """The units of each model."""
         row_M = work.start.row_M.astype(np.int64)
+        if work.weight_MK is not None:
+            row_M = np.zeros_like(row_M)
         state = work.client_state
         if state is not None and state.columns is None and state.share == 1:
             row_M = np.where(self._versions(work) > 0, _OWN_MODEL, row_M)

@@ -77,7 +77,7 @@ def test_all_tables_in_use_are_listed():
     assert used(train()) == [[0, 1, 2, 0, 1], [2, 2, 1, 1, 0]]
     assert used(Losses(address, ids, (TABLE,), num_models=3)) == [[0, 1, 2]]
     assert used(EvaluateShared(address, ids, (TABLE,), start=start)) == [[1, 2]]
-    assert used(EvaluateClients(address, ids, (TABLE,), start=start, vote=2)) == [[0, 1]]
+    assert used(EvaluateClients(address, ids, (TABLE,), start=start, weight_MK=np.full((len(ids), 2), 0.5))) == [[0, 1]]
     assert used(EvaluateClients(address, ids, (TABLE,), start=start, frozen_model=start)) == [[1, 2], [1, 2]]
 
 

@@ -523,23 +523,31 @@ class TestServing:
         assert found.accuracy_M == pytest.approx(accuracy, abs=1e-6) and found.loss_M == pytest.approx(loss, abs=1e-5)
 
     @pytest.mark.parametrize("federation", [planted(4, 2, 60), holdout()], ids=["shared test sets", "own test data"])
-    def test_models_vote_by_the_mean_of_their_probabilities(self, federation):
+    @pytest.mark.parametrize("votes", [True, False])
+    def test_models_are_mixed_by_the_mean_of_their_probabilities(self, federation, votes):
+        """With equal weights, a vote, or with those of each client."""
         stage, models_KP = self.stage(federation)
+        count = len(models_KP)
+        weight_MK = (
+            np.random.default_rng(0).dirichlet(np.ones(count), 3) if not votes else np.full((3, count), 1 / count)
+        )
         expected, alone = [], []
-        for client in self.IDS:
+        for client, weight_K in zip(self.IDS, weight_MK):
             x, y = federation.test(client)
             with torch.no_grad():
                 each = torch.stack([self.module(stage, row_P)(x).softmax(1) for row_P in models_KP])
-            p = each.mean(0)
+            p = (each * torch.from_numpy(weight_K).float()[:, None, None]).sum(0)
             expected.append(((p.argmax(1) == y).float().mean().item(), -p[range(len(y)), y].log().mean().item()))
             alone.append([(one.argmax(1) == y).float().mean().item() for one in each])
-        found = self.scores(stage, Serving(models_KP, np.zeros(3, int), vote=True))
+        mixture = Serving(models_KP, np.zeros(3, int), weight_MK=weight_MK)
+        found = self.scores(stage, Serving.vote(models_KP, 3) if votes else mixture)
         self.assert_scores(found, expected)
         assert all(not np.allclose(found.accuracy_M, column) for column in np.array(alone).T), "one model decides alone"
 
     def test_one_model_votes_as_it_predicts(self):
         stage, models_KP = self.stage(planted(4, 2, 60))
-        one, other = (self.scores(stage, Serving(models_KP[:1], np.zeros(3, int), vote=vote)) for vote in (True, False))
+        servings = Serving.vote(models_KP[:1], 3), Serving(models_KP[:1], np.zeros(3, int))
+        one, other = (self.scores(stage, serving) for serving in servings)
         assert np.array_equal(one.accuracy_M, other.accuracy_M) and one.loss_M == pytest.approx(other.loss_M, abs=1e-6)
 
     @pytest.mark.parametrize("engine", ["sequential", "manual", "vectorised", "span"])
@@ -584,9 +592,11 @@ class TestServing:
             "tuning does not change the client state"
         )
 
-    @pytest.mark.parametrize("serving", [{"vote": True}, {"tune": LocalSGD(epochs=5, lr=9.0)}], ids=["vote", "tune"])
+    @pytest.mark.parametrize(
+        "serving", [{"weight_MK": np.full((3, 3), 1 / 3)}, {"tune": LocalSGD(epochs=5, lr=9.0)}], ids=["vote", "tune"]
+    )
     def test_p_tune_trains_the_served_model_by_the_settings_of_the_run(self, serving):
-        """For a vote, model `row_M` is tuned; the tuning of the method itself is replaced."""
+        """For a mixture, model `row_M` is tuned; the tuning of the method itself is replaced."""
         stage, models_KP = self.stage(planted(4, 2, 60))
         row_M, expected = np.array([1, 1, 1]), []
         for client in self.IDS:

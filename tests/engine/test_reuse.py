@@ -76,10 +76,10 @@ class TestTests:
     def test_limits_and_votes_are_apart(self, stage):
         stage.test(stage.models(0, 1), [0, 0, 0], 1)
         stage.test(stage.models(0, 1), [0, 0, 0], 1, max_test_samples=2)
-        stage.test(stage.models(0, 1), [0, 0, 0], 1, vote=2)
+        stage.test(stage.models(0, 1), [0, 0, 0], 1, weight_MK=np.full((3, 2), 0.5))
         stage.test(stage.models(0, 1), [0, 0, 0], 1, frozen_model=Rows(0, np.array([1, 1, 1])))
         assert len(stage.asked()) == 4
-        stage.test(stage.models(0, 1), [1, 0, 1], 1, vote=2)
+        stage.test(stage.models(0, 1), [1, 0, 1], 1, weight_MK=np.full((3, 2), 0.5))
         assert not stage.asked()
 
     def test_a_client_state_that_changed_is_tested(self, stage):

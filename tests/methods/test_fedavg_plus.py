@@ -81,7 +81,7 @@ def test_leavers_are_forgotten_and_choose_no_model_when_they_return(voting):
     joined = method.join(state, one.clients([1, 7], round=2))
     assert floats(one) == (0, 0) and np.array_equal(joined.assign_N, state.assign_N)
     serving = method.serve(joined, one.clients([1, 7]))
-    assert torch.equal(serving.models_KP, state.models_KP) and serving.vote
+    assert torch.equal(serving.models_KP, state.models_KP) and (serving.weight_MK == 1 / len(state.models_KP)).all()
 
 
 @both
