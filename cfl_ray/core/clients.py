@@ -299,7 +299,7 @@ class Clients:
             upload_distances=isinstance(self.aggregation, ClippingRule),
             chained=how.chained,
             mixture=how.mixture,
-            local_test_samples=self.local_test_samples if keep_as_local_model else 0,
+            local_test_samples=self.local_test_samples if keep_as_local_model or how.mixture else 0,
             tables=tables.as_tuple(),
         )
         if averaging is not None or defer_aggregation:
@@ -319,6 +319,7 @@ class Clients:
         """Trains all K models on every client's own data, with the client's weights of its samples for each model.
 
         The models of a client are trained on the same batches. It uploads all of them, and what `mixture.upload` gives.
+        P-local measures the model with its largest weight.
 
         received: the models, after `broadcast`. average: weight (M,) of each client in the K averages.
         """
@@ -335,9 +336,11 @@ class Clients:
             keep_as_local_model=False,
         )
         found = MixtureUpdates(updates, count)
-        self.stats.train_loss.update(
-            zip(self.ids_M[found.valid_M].tolist(), found.train_loss_M[found.valid_M].tolist(), strict=True)
-        )
+        ids = self.ids_M[found.valid_M].tolist()
+        self.stats.train_loss.update(zip(ids, found.train_loss_M[found.valid_M].tolist(), strict=True))
+        if self.local_test_samples:
+            scores = map(tuple, found.local_scores_M2[found.valid_M].tolist())
+            self.stats.local_scores.update(zip(ids, scores, strict=True))
         self.count_upload(mixture.upload_floats)
         return found
 

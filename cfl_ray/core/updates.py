@@ -143,6 +143,12 @@ class MixtureUpdates:
         """Sum of the weighted losses of all models, float64 (M,), as `Updates.train_loss_M`."""
         return np.nansum(self._by_client(self.updates.train_loss_M), 1)
 
+    @property
+    def local_scores_M2(self) -> np.ndarray:
+        """Scores of P-local of each client's trained model with the largest weight, float64 (M, 2)."""
+        best_M = np.nan_to_num(self.weight_MK).argmax(1)
+        return self._by_client(self.updates.outcome.arrays["local_scores"])[np.arange(len(best_M)), best_M]
+
     def _by_client(self, array: np.ndarray) -> np.ndarray:
         return array.reshape(-1, self.num_models, *array.shape[1:])
 

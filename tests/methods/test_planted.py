@@ -82,7 +82,9 @@ ONE = {
     "fedavg_plus",
     "fedprox_plus",
 }
-WHOLE = ONE | {"cfl", "fedgwc", "pacfl"}  # no clusters by round 2: two split later, and groups see the same images
+MIXED = {"fedem", "fedrc"}  # every client trains all models
+# no clusters by round 2: two split later, and groups see the same images
+WHOLE = ONE | MIXED | {"cfl", "fedgwc", "pacfl"}
 
 
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - WHOLE))

@@ -22,6 +22,8 @@ REFUSED = {
     "local": ROBUST,
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
+    "fedem": ROBUST,
+    "fedrc": ROBUST,
     "fednova": ["median", "trimmed_mean", "multi_krum"],
 }
 
