@@ -135,7 +135,7 @@ class MixtureUpdates:
 
     @property
     def upload_MF(self) -> Tensor:
-        """What `Mixture.upload` gave, float32 (M, F); zeros for excluded clients."""
+        """Results of `Mixture.upload`, float32 (M, F); zeros for excluded clients."""
         return torch.from_numpy(self._of_client("mixture_upload"))
 
     @property
