@@ -10,7 +10,7 @@ from cfl_ray.core.state import UNASSIGNED, OwnModelsState, State
 from cfl_ray.methods import REGISTRY
 
 SPEC = ParamSpec.of(torch.nn.Linear(3, 2))
-START = Start(5, SPEC, lambda index: torch.arange(8.0) + index)
+START = Start(5, SPEC, lambda index: torch.arange(8.0) + index, (3,), (2,))
 
 
 def test_a_checkpoint_restores_the_state_of_every_method():
