@@ -30,9 +30,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
 
 
+gc.disable()  # until all tests are collected: what is imported and collected until then stays
+
+
 def pytest_collection_finish():
     gc.collect()
-    gc.freeze()  # what is imported and collected by now stays: no later collection walks through it
+    gc.freeze()  # so that no later collection walks through it
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
