@@ -8,8 +8,11 @@
 # The CUDA libraries come with the wheels of PyTorch: the base has none, and the node only needs NVIDIA's driver and container
 # toolkit. Layers from the most stable to the most changing: system, PyTorch, other dependencies, cfl_ray (1 MB).
 # No HEALTHCHECK: the same image is a head, a worker and a single run; KubeRay and the cluster launcher have checks of their own.
-ARG PYTHON=3.12
-FROM python:${PYTHON}-slim-trixie
+#
+# A tag moves with its updates. A build that is the same next year names the base by its digest, which
+# `docker buildx imagetools inspect python:3.12-slim-trixie` prints: --build-arg BASE=python:3.12-slim-trixie@sha256:...
+ARG BASE=python:3.12-slim-trixie
+FROM ${BASE}
 
 # rsync and openssh-client: the cluster launcher copies files into the container, and its head logs in to the workers.
 # wget: probes of KubeRay. tini: reaps processes that Ray leaves behind.

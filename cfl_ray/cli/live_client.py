@@ -188,6 +188,10 @@ def _cluster_events(records: list[RoundRecord]) -> Iterator[ClusterEvent]:
 
 
 def _seconds_per_round(records: list[RoundRecord]) -> float | None:
-    """The median time between the last rounds, with evaluation and checkpoint; insensitive to one pause."""
+    """The median time between the last rounds, with evaluation and checkpoint; insensitive to one pause.
+
+    Of a clock that was put back meanwhile, the rounds since then.
+    """
     between = [(after.time_ms - before.time_ms) / 1000 for before, after in pairwise(records[-6:])]
+    between = [seconds for seconds in between if seconds >= 0]
     return median(between) if between else next((record.metrics.get("round_seconds") for record in records[-1:]), None)

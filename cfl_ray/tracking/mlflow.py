@@ -39,6 +39,7 @@ PHASES_TAG = "phases"
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else it opens as one of language models
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
+_LATEST = "Latest comparison: "  # first words of the description of an experiment, if it is ours
 MAX_PARAM_CHARS = 6000  # MLflow's limit; its client observes the limits on the size of a request
 CREATION_SECONDS = 60.0  # another process may be creating the same SQLite store
 
@@ -99,7 +100,7 @@ class MlflowRun:
         self.log([end.summary])
         _refuse_links(artifacts)
         if table := _table(end.summary.metrics):
-            self._client.set_tag(self.run_id, _NOTE_TAG, "\n\n".join([table, *self._shown(artifacts)]))
+            self._describe(table, artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))
         self._client.set_terminated(self.run_id, end.status, end.time_ms)
@@ -137,15 +138,27 @@ class MlflowRun:
         known = record.phase and record.phase in self.phases
         return [("phase", float(self.phases.index(record.phase)))] if known else []
 
-    def _shown(self, artifacts: Path) -> Iterator[str]:
+    def _describe(self, table: str, artifacts: Path) -> None:
+        """Describes a comparison by its table and figures: on its own page, and, as the latest one, on that of the
+        experiment, unless a user has described that.
+        """
+        run = self._client.get_run(self.run_id)
+        experiment = self._client.get_experiment(run.info.experiment_id)
+        page = f"#/experiments/{experiment.experiment_id}/runs/{self.run_id}"
+        text = "\n\n".join([table, *self._shown(artifacts, page)])
+        self._client.set_tag(self.run_id, _NOTE_TAG, text)
+        if experiment.tags.get(_NOTE_TAG, _LATEST).startswith(_LATEST):
+            text = f"{_LATEST}[{run.info.run_name}]({page})\n\n{text}"
+            self._client.set_experiment_tag(experiment.experiment_id, _NOTE_TAG, text)
+
+    def _shown(self, artifacts: Path, page: str) -> Iterator[str]:
         """The figures of a comparison and a link to its report, as Markdown with addresses on the server."""
         for file in sorted(artifacts.glob("*.png")):
             address = f"get-artifact?{urlencode({'path': file.name, 'run_uuid': self.run_id})}"
             yield f"![{file.stem.replace('_', ' ')}]({address})"
         report = artifacts / Path(RunDirectory.report.name).name
         if report.is_file():
-            experiment_id = self._client.get_run(self.run_id).info.experiment_id
-            yield f"[Report](#/experiments/{experiment_id}/runs/{self.run_id}/artifacts/{report.name})"
+            yield f"[Report]({page}/artifacts/{report.name})"
 
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""

@@ -56,6 +56,8 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
             child.log(record(round))
         (child.run_dir / "artifacts" / "config.yaml").write_text("seed: 7\n")
         child.finish("FINISHED", {"rounds_to_target": 2})
+    for name in ("accuracy_by_round.png", "report.html"):
+        (parent.run_dir / "artifacts" / name).write_text("")
     parent.finish("FINISHED", {"fedavg/accuracy": 0.5, "ifca/accuracy": 0.75, "ifca/ari": 1.0})
 
     by_name = {run.info.run_name: run for run in runs(sqlite, "comparison")}
@@ -68,13 +70,27 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     assert dataset.name == "digits" and len(dataset.digest) == 12 and "data.source" in dataset.profile
     assert ifca.data.tags["mlflow.source.name"] == "cfl-ray"
     table = ["| method | accuracy | ari |", "| --- | --- | --- |", "| fedavg | 0.5 |  |", "| ifca | 0.75 | 1 |"]
-    assert by_name["comparison"].data.tags["mlflow.note.content"].splitlines() == table
+    run_id, note = by_name["comparison"].info.run_id, by_name["comparison"].data.tags["mlflow.note.content"]
+    image = f"![accuracy by round](get-artifact?path=accuracy_by_round.png&run_uuid={run_id})"
     client, experiment_id = adapter.connect(sqlite, "comparison")
-    assert client.get_experiment(experiment_id).tags["mlflow.experimentKind"] == "custom_model_development"
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    assert note.splitlines() == [*table, "", image, "", f"[Report]({page}/artifacts/report.html)"]
+    tags = client.get_experiment(experiment_id).tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    assert tags["mlflow.note.content"] == f"Latest comparison: [comparison]({page})\n\n{note}"
     assert ifca.histories == expected(range(3)) | {"rounds_to_target": [(2, 2, record(2).time_ms)]}
     assert ifca.files == {"config.yaml"}
     assert ifca.info.artifact_uri.startswith(adapter.sqlite_path(sqlite).with_name("mlartifacts").as_uri())
     assert "method" not in by_name["comparison"].data.tags
+
+
+def test_a_description_by_the_user_stays(sqlite, tmp_path):
+    client, experiment_id = adapter.connect(sqlite, "described")
+    client.set_experiment_tag(experiment_id, "mlflow.note.content", "mine")
+    parent = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "described")}, finish_seconds=120)
+    parent.start(RunInfo("comparison"))
+    parent.finish("FINISHED", {"fedavg/accuracy": 0.5})
+    assert client.get_experiment(experiment_id).tags["mlflow.note.content"] == "mine"
 
 
 def test_phases_are_a_tag_and_a_metric_and_the_last_event_is_a_tag(sqlite, tmp_path, runs):

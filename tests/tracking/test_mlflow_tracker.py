@@ -1,15 +1,19 @@
 """Live delivery: to a server that restarts, to unreachable servers, and from a training process that is killed."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
-from cfl_ray.tracking import Mlflow, RunLog, deliver_pending
+from cfl_ray.report.figures import write_figures
+from cfl_ray.tracking import Mlflow, RoundRecord, RunInfo, RunLog, deliver_pending
+from cfl_ray.tracking.mlflow import connect
 
 SECRETS = ("bob", "hunter2", "abcd1234")
 TRAINING = """
@@ -166,3 +170,32 @@ def test_logging_does_not_wait_for_a_delivery_in_progress(tmp_path, info, record
             assert warnings == [], "the request is still in progress"
             tracker.finish("FINISHED", {})
     assert "lacks 1000 rounds" in warnings[0]
+
+
+@pytest.mark.slow
+def test_a_server_shows_the_figures_that_the_description_of_a_comparison_names(server, tmp_path):
+    """Accuracy by round and by traffic, and clusters: addresses relative to the server's page, that need no log-in."""
+
+    def of(place):
+        metrics = {"accuracy_std": 0.1, "num_clusters": 2.0, "ari": 1.0, "mbit_up": 1.0}
+        return [RoundRecord(r, metrics | {"accuracy": r / 10 + place, "mbit_down": float(r)}) for r in (1, 2, 3)]
+
+    log = RunLog(tmp_path, {"mlflow": Mlflow(server.uri, "shown")}, finish_seconds=240)
+    log.start(RunInfo("digits, seed 0"))
+    write_figures(tmp_path / "artifacts", {"fedavg": of(0.1), "ifca": of(0.2)})
+    (tmp_path / "artifacts" / "report.html").write_text("<h1>report</h1>")
+    log.finish("FINISHED", {"fedavg/accuracy": 0.4, "ifca/accuracy": 0.5})
+
+    client, experiment_id = connect(server.uri, "shown")
+    (run,) = client.search_runs([experiment_id])
+    for note in (
+        run.data.tags["mlflow.note.content"],
+        client.get_experiment(experiment_id).tags["mlflow.note.content"],
+    ):
+        images = re.findall(r"!\[([a-z ]+)\]\(([^)]+)\)", note)
+        assert [name for name, _ in images] == ["accuracy by mbit", "accuracy by round", "clusters by round"]
+        for _, address in images:
+            with urllib.request.urlopen(f"{server.uri}/{address}", timeout=60) as answer:
+                assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
+        assert f"[Report](#/experiments/{experiment_id}/runs/{run.info.run_id}/artifacts/report.html)" in note
+    assert set(run.data.metrics) == {"fedavg/accuracy", "ifca/accuracy"}

@@ -1,5 +1,5 @@
 from cfl_ray.tracking import RoundRecord, summarise
-from cfl_ray.tracking.summary import rejected_updates, rounds_to_stable_clusters, why_diverged
+from cfl_ray.tracking.summary import mean_of_runs, rejected_updates, rounds_to_stable_clusters, why_diverged
 
 
 def curve(*accuracies):
@@ -62,3 +62,12 @@ def test_a_method_has_diverged_if_its_last_round_or_its_last_test_has_no_finite_
     assert why_diverged(rounds_with(0, test_loss=nan, accuracy=0.1)) == "its last test loss is nan"
     assert why_diverged(rounds_with(0, test_loss=nan, accuracy=nan)) is None  # no test samples
     assert why_diverged(rounds_with(0, test_loss=inf, accuracy=0.1) + rounds_with(0, test_loss=0.3)) is None
+
+
+def test_the_mean_of_runs_has_the_rounds_and_metrics_that_all_of_them_have():
+    runs = [
+        [RoundRecord(1, {"accuracy": 0.25, "ari": 1.0}), RoundRecord(2, {"accuracy": 0.5})],
+        [RoundRecord(1, {"accuracy": 0.75}), RoundRecord(3, {"accuracy": 1.0})],
+    ]
+    (mean,) = mean_of_runs(runs)
+    assert (mean.round, mean.metrics) == (1, {"accuracy": 0.5}) and mean_of_runs([]) == []

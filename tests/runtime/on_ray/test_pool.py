@@ -164,6 +164,19 @@ def test_hosts_given_up_with_two_hundred_machines_cost_one_look_and_are_forgotte
     assert len(pool.hosts) == 201 and len(fake.started) == 401
 
 
+def test_half_of_the_machines_preempted_at_once_cost_no_wait(made, fake):
+    """Spot machines: the run goes on with the other half at once, and with new ones when there is room for them."""
+    fake.room_at, pool = [0] * 8, made(hosts=8, retries=3)
+    pool.nodes()
+    for host in pool.hosts[::2]:
+        pool.lost(host, NodeDiedError("preempted"))
+    assert fake.now == 0 and [host.number for host in pool.ready()] == [1, 3, 5, 7] and fake.now == 0
+    assert [host.retry.used for host in pool.hosts] == [1, 0] * 4
+    fake.room_at += [60] * 4
+    fake.now = 61
+    assert pool.nodes() == 8 and not pool.given_up
+
+
 def test_what_the_run_waits_for_can_be_read_while_it_waits(made, fake):
     fake.room_at, pool, seen = [700], made(), []
     fake.on_wait = lambda: seen.append(pool.waiting)
