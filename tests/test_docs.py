@@ -1,12 +1,14 @@
 """The documentation shows what happens: its Python runs, its YAML loads, its commands work, its links resolve."""
 
 import inspect
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
+import zipfile
 from math import isfinite
 from pathlib import Path
 
@@ -171,6 +173,26 @@ def test_installations_without_a_gpu_use_the_index_of_the_image():
     for page in ("README.md", "docs/faq.md"):
         assert f"pip install --extra-index-url {index} ." in (ROOT / page).read_text()
     assert f"--index-url {index} torch" in (ROOT / "Dockerfile").read_text()
+
+
+def test_an_extra_index_with_builds_for_cpus_wins_over_pypi(tmp_path):
+    """pip prefers X+cpu to X, whose CUDA libraries are then not asked for; the two indexes are folders here."""
+    for folder, version, needs in (("pypi", "2.9", "Requires-Dist: nvidia-cudnn"), ("cpu", "2.9+cpu", "")):
+        simple = tmp_path / folder / "torch"
+        simple.mkdir(parents=True)
+        name = f"torch-{version}-py3-none-any.whl"
+        (simple / "index.html").write_text(f'<a href="{name}">{name}</a>')
+        with zipfile.ZipFile(simple / name, "w") as wheel:
+            of = f"torch-{version}.dist-info"
+            wheel.writestr(f"{of}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n{needs}\n")
+            wheel.writestr(f"{of}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{of}/RECORD", "")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    indexes = ["--index-url", (tmp_path / "pypi").as_uri(), "--extra-index-url", (tmp_path / "cpu").as_uri()]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    clean["PIP_CONFIG_FILE"] = os.devnull  # nor the indexes of this machine
+    done = subprocess.run([*command, *indexes, "torch"], capture_output=True, text=True, check=True, env=clean)
+    assert [one["metadata"]["version"] for one in json.loads(done.stdout)["install"]] == ["2.9+cpu"]
 
 
 def test_ci_runs_the_readmes_test_command():
