@@ -34,6 +34,8 @@ def test_every_example_is_run_below():
         "table.yaml",
         "dataset.py",
         *(f"{name}.ipynb" for name in NOTEBOOKS),
+        "adapters.py",
+        "adapters.yaml",
         "regression.py",
         "regression.yaml",
         "learning.py",
@@ -45,6 +47,12 @@ def test_a_transformer_on_token_ids():
     """Two groups that disagree about every label: one model is right for half of the clients."""
     found = accuracies("text.yaml")
     assert found["ifca"] > 0.75 and found["fedavg"] < 0.65, found
+
+
+def test_adapters_of_a_frozen_transformer():
+    """The same groups, with adapters and a head that are trained."""
+    found = accuracies("adapters.yaml")
+    assert found["ifca"] > 0.7 and found["fedper"] > 0.6 and found["fedavg"] < 0.65, found
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ class _Sizes:
 
     federation: FederationSummary
     spec: ParamSpec
+    frozen: dict[str, Tensor]  # parameters that are not trained
     local: LocalSGD
     online: int  # clients before round 1
     cohort: int  # clients of a round
@@ -145,10 +146,11 @@ class _Sizes:
     @classmethod
     def of(cls, setup: Setup, federation: FederationSummary) -> "_Sizes":
         experiment = setup.experiment
-        online = len(population_of(experiment, federation.clients).online)
+        online, network = len(population_of(experiment, federation.clients).online), setup.network()
         return cls(
             federation,
-            ParamSpec.of(setup.recipe()),
+            network.spec,
+            network.frozen,
             setup.local,
             online,
             experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
@@ -308,10 +310,12 @@ def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
         f"samples of {'x'.join(map(str, federation.input))}",
     )
     _print(console, tested_on(federation.view, federation.groups))
+    number, size = sum(p.numel() for p in sizes.frozen.values()), sum(p.nbytes for p in sizes.frozen.values())
     _print(
         console,
         f"shards: {federation.bytes / 1e6:.1f} MB; "
-        f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB",
+        f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB"
+        + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if sizes.frozen else ""),
     )
     _print(console, f"a round: {sizes.cohort} clients, about {steps} steps each; {rounds} rounds")
 

@@ -129,8 +129,10 @@ class Display(Watcher):
         self.labels, self.run_dir = list(setup.methods), run_dir
         federation, network = setup.federation, setup.network()
         groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
+        number = sum(tensor.numel() for tensor in network.frozen.values())
+        frozen = f" and {number:,} frozen" * bool(number)
         self._line(
-            f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters; "
+            f"{federation.num_clients} clients{groups}; {network.spec.size:,} parameters{frozen}; "
             f"hosts: {run_info['hosts']} ({run_info['device']})"
         )
         self.tested_on = federation.tested_on

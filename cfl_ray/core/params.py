@@ -1,8 +1,8 @@
 """Models as rows of a matrix.
 
 The parameters of a model are one float32 row (P,), K models are a matrix (K, P), and weighted means over clients are a
-product `weight_KM @ theta_MP`. Frozen parameters and float buffers (BatchNorm statistics) are further columns; they are
-averaged but not trained. Integer buffers are not part of a row.
+product `weight_KM @ theta_MP`. Float buffers (BatchNorm statistics) are further columns; they are averaged but not
+trained. Frozen parameters, which are the same for all clients, and integer buffers are not part of a row.
 
 Axis letters, used as suffixes of names in the whole package:
     N all clients    M clients of the round or exchange    K clusters                  P columns of a row    C classes
@@ -45,7 +45,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """The tensors of a model in the order of their columns: trained parameters, frozen parameters, float buffers."""
+    """The tensors of a model in the order of their columns: trained parameters, float buffers."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -55,12 +55,11 @@ class ParamSpec:
     def of(cls, module: nn.Module) -> "ParamSpec":
         """The layout of a module's rows."""
         params = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
-        frozen = [(name, tuple(p.shape)) for name, p in module.named_parameters() if not p.requires_grad]
         persistent = module.state_dict().keys()  # other buffers are working space
         buffers = [
             (name, tuple(b.shape)) for name, b in module.named_buffers() if b.is_floating_point() and name in persistent
         ]
-        tensors = params + frozen + buffers if params else []
+        tensors = params + buffers if params else []
         return cls(tuple(name for name, _ in tensors), tuple(shape for _, shape in tensors), len(params))
 
     @cached_property
@@ -89,7 +88,7 @@ class ParamSpec:
 
     @cached_property
     def trainable(self) -> Columns:
-        """All trained columns: without frozen parameters and buffers."""
+        """All trained columns: without buffers."""
         return Columns(((0, self.trained),))
 
     def columns(self, prefixes: str | Iterable[str], others: bool = False) -> Columns:
@@ -176,6 +175,6 @@ class ParamSpec:
         }
 
     def row_of(self, module: nn.Module) -> Tensor:
-        """A module's parameters and float buffers as one float32 row (P,), a copy."""
+        """A module's trained parameters and float buffers as one float32 row (P,), a copy."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])

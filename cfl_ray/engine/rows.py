@@ -1,21 +1,12 @@
 """Rows and samples of several clients in one tensor on the device; a row that several of them use is copied once."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 RowLookup = Callable[[int, int], Tensor]  # (table, row) -> the model (P,)
-
-
-def shared_tensor(array: np.ndarray) -> Tensor:
-    """A tensor over shared memory, without a copy. Read-only by agreement: engines copy before they write."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
 
 
 def rows_on(device: torch.device, rows: Sequence[Tensor], copies: bool = True) -> Tensor:

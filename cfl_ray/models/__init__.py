@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.models import cnn, mlp, resnet, vgg
+from cfl_ray.nn.shared import FrozenParameter
 from cfl_ray.plugins.calling import explained, place_of
 from cfl_ray.plugins.registry import Registry
 
@@ -195,7 +196,8 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise ConfigError(f"model.weights: there is no file {file}")
     try:
-        return load_file(file)
+        # such tensors are not copied by the processes of a machine that get the recipe
+        return {name: FrozenParameter(tensor, requires_grad=False) for name, tensor in load_file(file).items()}
     except Exception as error:  # safetensors does not document which errors a damaged file raises
         raise ConfigError(
             f"model.weights: {file} cannot be read as a safetensors file ({str(error).splitlines()[0]}); "

@@ -1,5 +1,6 @@
-"""One network per process, whose parameters any row (P,) can be loaded into."""
+"""One network per process, whose trained parameters any row (P,) can be loaded into."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.core.tasks import CLASSIFICATION, Task
+from cfl_ray.errors import ConfigError
 from cfl_ray.nn import precision as precisions
 from cfl_ray.nn.device_memory import DeviceMemory, device_of
 from cfl_ray.nn.layers import AddressedDropout, replace_layers
+from cfl_ray.nn.shared import FrozenParameter
 
 _WIDE = 32  # channels from which oneDNN is faster channels-last (measured: 1.25 times on a CNN with 32 and 64)
 _TRIAL_BATCHES = (2, 3)  # two sizes: they show which axis of an activation is the batch
@@ -28,8 +31,44 @@ def _channels_last(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last).copy_(x)
 
 
+def _laid_out(x: Tensor, channels_last: bool) -> Tensor:
+    """The tensor itself if its memory has that layout, else a copy."""
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    if x.stride() == torch.empty_like(x, device="meta", memory_format=form).stride():
+        return x
+    return torch.empty_like(x, memory_format=form).copy_(x)
+
+
+def _suits_channels_last(module: nn.Module) -> bool:
+    """Whether a CPU computes its convolutions faster in that layout."""
+    return any(isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in module.modules())
+
+
+def new_module(factory: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
+    """The `index`-th independent initialisation under `seed`."""
+    with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn draw from the global generator
+        torch.manual_seed(torch_stream(seed, -1, -1, index, "init").initial_seed())
+        return factory()
+
+
+def template_of(factory: Callable[[], nn.Module], seed: int) -> nn.Module | None:
+    """The first module under `seed`, of which `Network` makes copies that share the memory of frozen parameters.
+
+    None if no parameter is frozen.
+    """
+    module = new_module(factory, seed, 0)
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return None
+    if _suits_channels_last(module):
+        for parameter in module.parameters():
+            if parameter.ndim == 4 and not parameter.requires_grad:
+                parameter.data = _laid_out(parameter.data, channels_last=True)
+    FrozenParameter.replace_in(module)
+    return module
+
+
 class Network:
-    """A module whose parameters and float buffers are views into one flat row.
+    """A module whose trained parameters and float buffers are views into one flat row.
 
     factory:      builds the module; called once per independent initialisation.
     input_shape:  shape of one sample.
@@ -37,6 +76,9 @@ class Network:
     task:         what it learns.
     precision:    of the passes in training: float32, tf32 or bf16. Parameters are float32 in any case.
     memory_share: of the device's memory that this process may use.
+    seed:         of the run: frozen parameters are those of the first model under it.
+    template:     a module of the factory, with these frozen parameters; the network's own module is a copy that shares
+                  their memory. None: the factory makes it.
     """
 
     def __init__(
@@ -48,40 +90,69 @@ class Network:
         task: Task = CLASSIFICATION,
         precision: str = "float32",
         memory_share: float = 1.0,
+        seed: int = 0,
+        template: nn.Module | None = None,
     ):
         self.task = task
         self.factory, self.input_shape, self.device = factory, tuple(input_shape), device_of(device)
         self.dtype, self.precision = dtype, precision
         self.memory = DeviceMemory(self.device, memory_share)
         self._kept: set[str] = set()  # dropout layers that are not replaced
-        self.module = self._build(seed=0, index=0)
+        self.seed, self.template = seed, template
+        self.module = self._new_module()
         self.spec = ParamSpec.of(self.module)
         row_P = self.spec.row_of(self.module)
         # integer buffers are not part of a row: `load` resets them to these values
         self.counters = {name: b.clone() for name, b in self.module.named_buffers() if not b.is_floating_point()}
         self._trial_forward()
-        self.module.eval().to(self.device)
+        self.module.eval()
+        self._check_layout(self.module, "after a forward pass")
+        self.module.to(self.device)
         self.counters = {name: initial.to(self.device) for name, initial in self.counters.items()}
         self.flat = row_P.to(self.device)
         self.params: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
-        self.channels_last = self.device.type == "cpu" and any(
-            isinstance(m, nn.Conv2d) and m.out_channels >= _WIDE for m in self.module.modules()
-        )
+        self.channels_last = self.device.type == "cpu" and _suits_channels_last(self.module)
         # parameters in another memory layout, with their view into `flat`
         self.reordered: list[tuple[nn.Parameter, Tensor]] = []
         self._bind_to_flat()
         self.load(row_P)
 
     def _build(self, seed: int, index: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # initialisers of torch.nn draw from the global generator
-            torch.manual_seed(torch_stream(seed, -1, -1, index, "init").initial_seed())
-            module = self.factory()
+        module = new_module(self.factory, seed, index)
+        replace_layers(module, self._kept)
+        return module
+
+    def _new_module(self) -> nn.Module:
+        """A module with the frozen parameters of the run."""
+        if self.template is None:
+            return self._build(self.seed, 0)
+        module = copy.deepcopy(self.template)
         replace_layers(module, self._kept)
         return module
 
     def new_model(self, seed: int, index: int) -> Tensor:
-        """Row (P,) of the `index`-th independent initialisation under `seed`."""
-        return self.spec.row_of(self._build(seed, index))
+        """Row (P,) of the `index`-th independent initialisation under `seed`.
+
+        Raises ConfigError if its trained parameters and buffers are not those of the first one.
+        """
+        module = self._build(seed, index)
+        self._check_layout(module, "in another call of its factory")
+        return self.spec.row_of(module)
+
+    def _check_layout(self, module: nn.Module, when: str) -> None:
+        found = ParamSpec.of(module)
+        if found != self.spec:
+            ours, theirs = (dict(zip(spec.names, spec.shapes, strict=True)).items() for spec in (self.spec, found))
+            name = sorted(ours ^ theirs, key=str)[0][0] if ours ^ theirs else "their order"
+            raise ConfigError(
+                f"the model has other trained parameters or buffers {when} ({name} differs); every call of the factory "
+                "must give the same ones, with the same requires_grad, which stays"
+            )
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The parameters that are not trained, by name, on the CPU; not copies."""
+        return {name: p.detach().cpu() for name, p in self.module.named_parameters() if not p.requires_grad}
 
     @torch.no_grad()
     def _trial_forward(self) -> None:
@@ -96,17 +167,20 @@ class Network:
         dropouts = self._dropouts_of(self.module)
         for layer in dropouts.values():
             layer.trial = []
+        frozen = {name: (p, p._version) for name, p in self.module.named_parameters() if not p.requires_grad}
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             for batch in _TRIAL_BATCHES:
                 outputs = self.module.train()(torch.zeros(batch, *self.input_shape, dtype=self.dtype))
                 self.output_shape = tuple(outputs.shape[1:])
             draws = not torch.equal(before, torch.get_rng_state())
+        if written := [name for name, (p, version) in frozen.items() if p._version != version]:
+            raise ConfigError(f"the model writes to its frozen parameter {written[0]}, which all clients share")
         self._kept = {name for name, layer in dropouts.items() if not layer.regular(list(_TRIAL_BATCHES))}
         self.random_forward = draws or bool(self._kept)
         self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
         if self._kept:
-            self.module = self._build(seed=0, index=0)
+            self.module = self._new_module()
         self.dropouts = self._dropouts_of(self.module)
         for name, layer in self.dropouts.items():
             shapes, layer.trial = dropouts[name].trial, None
@@ -115,7 +189,7 @@ class Network:
     @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
         """The error of a forward pass in training mode on so many samples; None without one."""
-        module = self._build(seed=0, index=0).train()
+        module = self._new_module().train()
         try:
             with torch.random.fork_rng(devices=[]):
                 module(torch.zeros(size, *self.input_shape, dtype=self.dtype))
@@ -128,10 +202,13 @@ class Network:
         return {name: m for name, m in module.named_modules() if isinstance(m, AddressedDropout)}
 
     def _bind_to_flat(self) -> None:
-        """Makes every parameter and float buffer a view into `flat`; weights in channels-last layout are copies."""
+        """Makes trained parameters and float buffers views into `flat`; weights in channels-last layout are copies."""
         views = self.spec.tensors(self.flat)
         for name, parameter in self.module.named_parameters():
-            if self.channels_last and parameter.ndim == 4:
+            if not parameter.requires_grad:
+                if parameter.ndim == 4:
+                    parameter.data = _laid_out(parameter.data, self.channels_last)
+            elif self.channels_last and parameter.ndim == 4:
                 parameter.data = _channels_last(views[name])
                 self.reordered.append((parameter, views[name]))
             else:

@@ -1,6 +1,6 @@
 """Trained methods as objects: the models of their clusters, and the models that clients predict with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class TrainedMethod:
     seed: int
     recipe: ModelRecipe
     spec: ParamSpec
+    frozen: Mapping[str, Tensor]  # the network's parameters that are not trained, by name
     steps: CheckedMethod
     clients_of: Callable[[np.ndarray], Clients]  # these clients, in the last round
     online: np.ndarray  # ids of the clients online
@@ -256,7 +257,8 @@ class TrainedMethod:
         return self.backend.worker.train_one(task).row_P.cpu().clone()
 
     def _named(self, row_P: Tensor) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.spec.tensors(row_P).items()}
+        named = self.spec.tensors(row_P) | dict(self.frozen)
+        return {name: tensor.clone() for name, tensor in named.items()}
 
     def mixture(self, models_KP: Tensor, weight_K: np.ndarray) -> nn.Module:
         """The mixture of models with these weights, in evaluation mode."""

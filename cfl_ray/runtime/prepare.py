@@ -1,12 +1,13 @@
 """From an experiment to everything a process needs to work on it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from cfl_ray import data, models
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
@@ -47,7 +48,8 @@ from cfl_ray.engine.worker import Worker
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import resolve
 from cfl_ray.models import ModelRecipe
-from cfl_ray.nn.network import Network
+from cfl_ray.nn.network import Network, template_of
+from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
 from cfl_ray.runtime.first_models import start_of
@@ -83,6 +85,8 @@ class Setup:
     local: LocalSGD = LocalSGD()  # of the methods that have no local training of their own
     own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of those that have, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
+    frozen: str = ""  # digest of the frozen parameters; empty if there are none
+    template: nn.Module | None = None  # see `Network`; None without frozen parameters, or where it cannot be sent
 
     def local_of(self, label: str) -> LocalSGD:
         """The local training of one method."""
@@ -98,7 +102,23 @@ class Setup:
     def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
         """A new network that any model of the experiment can be loaded into."""
         shape, precision = self.federation.shape, self.experiment.runtime.precision
-        return Network(self.recipe, shape.input, device, shape.dtype, self.task, precision, memory_share)
+        network = Network(
+            self.recipe,
+            shape.input,
+            device,
+            shape.dtype,
+            self.task,
+            precision,
+            memory_share,
+            self.experiment.seed if self.frozen else 0,
+            self.template,
+        )
+        if self.frozen and self.template is None and digest_of(network.frozen) != self.frozen:
+            raise ConfigError(
+                "the model has frozen parameters, a process cannot send it to another (pickle), and its factory "
+                "initialises it differently every time; draw its weights with PyTorch's global generator"
+            )
+        return network
 
     def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
         """A new worker for one process. memory_share: of the device's memory that the process may use."""
@@ -154,6 +174,9 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
     setup = Setup(experiment, federation, recipe, methods, availability, task, local, own_local, attack_kind)
+    if (template := template_of(recipe, experiment.seed)) is not None:
+        frozen = digest_of({name: p for name, p in template.named_parameters() if not p.requires_grad})
+        setup = replace(setup, frozen=frozen, template=template)
     _check_attack(setup.attack, federation.num_clients)
     _try_methods(setup)
     _check_batches(setup)

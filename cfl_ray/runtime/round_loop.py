@@ -24,7 +24,7 @@ from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Backend
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
-from cfl_ray.errors import RunStopped, UserError
+from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.nn.network import Network
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
@@ -171,6 +171,7 @@ class RoundLoop:
             self.experiment.seed,
             self.setup.recipe,
             self.network.spec,
+            self.network.frozen,
             self.steps,
             lambda ids: self.clients_of(ids, max(round, 1), RoundStats()),
             self.membership.population.online,
@@ -187,7 +188,13 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
-        return Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores)
+        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores)
+        if snapshot.frozen != self.setup.frozen:
+            raise RunError(
+                f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
+                f"(digest {snapshot.frozen or 'none'}); its factory and model.weights must be as when the run began"
+            )
+        return snapshot
 
     def _restored(self, snapshot: Snapshot, checkpoint: Checkpoint | None) -> RoundReport:
         """Restores what is not in the attributes of this loop, and reports the round again that was saved last."""
@@ -282,7 +289,7 @@ class RoundLoop:
         self.diagnostics.resolve()
         moments = {} if self.server is None else self.server.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
-        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report)
+        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen)
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
             tensors, values = snapshot.encoded(self.num_scores)

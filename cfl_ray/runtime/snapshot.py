@@ -52,6 +52,7 @@ class _Values(_Strict):
     state: dict[str, Any]  # fields of the method's state that are no tensors
     traffic: _Traffic
     report: _Report
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Snapshot:
     local_scores_N2: np.ndarray  # float32: P-local of every client, NaN before its first training
     moments: dict[str, Tensor]  # of the server optimiser
     report: RoundReport  # with all diagnostics that are not recorded yet
+    frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
@@ -86,7 +88,8 @@ class Snapshot:
             "events": [event.to_fields() for event in report.events],
             "fallbacks": report.fallbacks,
         }
-        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values}
+        frozen = {"frozen": self.frozen} if self.frozen else {}
+        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values, **frozen}
 
     @classmethod
     def decoded(cls, checkpoint: Checkpoint, label: str, state_type: type[State], num_scores: int) -> "Snapshot":
@@ -124,7 +127,7 @@ class Snapshot:
             fallbacks=tuple(values.report.fallbacks),
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, moments, report)
+        return cls(state, traffic, local_scores_N2, moments, report, values.frozen)
 
 
 def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, Tensor]:

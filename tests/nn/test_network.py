@@ -8,7 +8,9 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, vectorised
 from cfl_ray.engine.task import TrainingTask
-from cfl_ray.nn.network import Network
+from cfl_ray.errors import ConfigError
+from cfl_ray.nn.network import Network, template_of
+from cfl_ray.nn.shared import digest_of
 
 ENGINES = {"sequential": sequential.train, "vectorised": vectorised.train}
 
@@ -39,14 +41,76 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_frozen_parameters_travel_and_stay(engine):
+def test_frozen_parameters_are_no_columns_and_stay(engine):
     network = Network(frozen, (6,))
-    assert network.spec.trained == 5 * 3 + 3 and network.spec.size == network.spec.trained + 6 * 5 + 5
+    assert network.spec.size == network.spec.trained == 5 * 3 + 3
+    before = {name: tensor.clone() for name, tensor in network.frozen.items()}
+    assert list(before) == ["0.weight", "0.bias"]
     tasks = tasks_of(network)
     for trained in ENGINES[engine](network, tasks):
-        start = tasks[trained.index].start_P
-        assert torch.equal(trained.row_P[network.spec.trained :], start[network.spec.trained :])
-        assert not torch.equal(trained.row_P[: network.spec.trained], start[: network.spec.trained])
+        assert not torch.equal(trained.row_P, tasks[trained.index].start_P)
+    assert all(torch.equal(network.module.get_parameter(name), tensor) for name, tensor in before.items())
+
+
+def test_engines_agree_on_a_network_with_frozen_parameters():
+    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3))
+    rows = [[trained.row_P.clone() for trained in train(network, tasks_of(network))] for train in ENGINES.values()]
+    for one, other in zip(*rows, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_frozen_parameters_are_those_of_the_first_model_of_the_run():
+    alone = Network(frozen, (6,), seed=3)
+    network = Network(frozen, (6,), seed=3, template=template_of(frozen, 3))
+    assert digest_of(alone.frozen) == digest_of(network.frozen) != digest_of(Network(frozen, (6,), seed=4).frozen)
+    assert network.module[0].weight.data_ptr() == network.template[0].weight.data_ptr(), "no copy"
+    assert not torch.equal(network.new_model(3, 0), network.new_model(3, 1))
+
+
+def test_convolutions_are_shared_in_the_layout_that_they_are_computed_in():
+    def factory() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 32, 3).requires_grad_(False), nn.Flatten(), nn.Linear(32 * 4, 2))
+
+    template = template_of(factory, 0)
+    shared, alone = Network(factory, (3, 4, 4), template=template), Network(factory, (3, 4, 4))
+    assert shared.module[0].weight.data_ptr() == template[0].weight.data_ptr()
+    assert shared.module[0].weight.stride() == alone.module[0].weight.stride() == (27, 1, 9, 3)
+
+
+def test_a_network_without_frozen_parameters_has_no_template():
+    assert template_of(Unused, 0) is None and not Network(Unused, (6,)).frozen
+
+
+def test_every_call_of_the_factory_freezes_the_same():
+    calls = []
+
+    def factory() -> nn.Module:
+        module = frozen()
+        calls.append(module[0].weight.requires_grad_(len(calls) > 0))
+        return module
+
+    network = Network(factory, (6,))
+    with pytest.raises(ConfigError, match=r"other trained parameters .* in another call of its factory \(0.weight"):
+        network.new_model(0, 0)
+
+
+def test_requires_grad_stays():
+    class Thawing(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if self.requires_grad_() else None
+
+    with pytest.raises(ConfigError, match=r"other trained parameters .* after a forward pass \(0.bias differs"):
+        Network(lambda: Thawing(*frozen()), (6,))
+
+
+def test_a_frozen_parameter_that_a_forward_pass_writes_to_is_refused():
+    def factory() -> nn.Module:
+        table = nn.Embedding(5, 4, max_norm=0.1)
+        table.weight.requires_grad_(False)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(6 * 4, 3))
+
+    with pytest.raises(ConfigError, match="writes to its frozen parameter 0.weight"):
+        Network(factory, (6,), dtype=torch.int64)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

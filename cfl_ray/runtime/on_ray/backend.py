@@ -29,7 +29,7 @@ from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
-from cfl_ray.engine.rows import shared_tensor
+from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.dispatch import Dispatch

@@ -72,8 +72,9 @@ class ClientHost:
     def start(self, packed: list[ray.ObjectRef[Any]], engine: str, pause: float = 0.0) -> dict[str, Any]:
         """Makes this host ready after a pause (seconds). Returns its node, process id and device.
 
-        packed: the reference of the setup, in a list, so that the host fetches it and errors in that name their cause.
-            This is not the constructor for the same reason: errors there reach the server as the text of a traceback.
+        packed: the references of the setup and, if it is another, of the federation, in a list, so that the host
+            fetches them and errors in that name their cause. This is not the constructor for the same reason: errors
+            there reach the server as the text of a traceback.
         """
         time.sleep(pause)
         from cfl_ray.runtime.on_ray.host_process import HostProcess
@@ -113,7 +114,11 @@ class StartedHost(NamedTuple):
 
 
 def start_host(
-    runtime: RuntimeConfig, setup_ref: ray.ObjectRef[Any], engine: str = "sequential", pause: float = 0.0
+    runtime: RuntimeConfig,
+    setup_ref: ray.ObjectRef[Any],
+    engine: str = "sequential",
+    pause: float = 0.0,
+    federation_ref: ray.ObjectRef[Any] | None = None,
 ) -> StartedHost:
     """Starts a host wherever there is room, or as soon as there is. pause: see `ClientHost.start`.
 
@@ -129,4 +134,5 @@ def start_host(
         scheduling_strategy="SPREAD",
         runtime_env=host_runtime_env(runtime.cpu_capability),
     ).remote()
-    return StartedHost(actor, actor.start.remote([setup_ref], engine, pause))
+    packed = [setup_ref] if federation_ref is None else [setup_ref, federation_ref]
+    return StartedHost(actor, actor.start.remote(packed, engine, pause))

@@ -7,6 +7,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from cfl_ray.core.work import ChunkResult, CombineColumns, Work
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.reduce import HostSums
-from cfl_ray.engine.rows import shared_tensor
 from cfl_ray.nn.precision import products_in
+from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
 from cfl_ray.runtime.prepare import Setup, compute_device
@@ -40,6 +41,8 @@ class HostProcess:
         torch.set_num_threads(1)
         _keep_freed_memory()
         self.setup: Setup = fetch(packed[0])
+        if len(packed) > 1:
+            self.setup = replace(self.setup, federation=fetch(packed[1]))
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "on a host")
         self.device = compute_device(self.setup.experiment, has_gpu=bool(ray.get_gpu_ids()))
         runtime = self.setup.experiment.runtime
@@ -63,15 +66,16 @@ class HostProcess:
         )
 
     def use(self, packed: list[ray.ObjectRef[Any]]) -> None:
-        """Works on the federation of this setup from now on. If it cannot be opened here, every chunk raises why, for
-        nothing waits for this call.
+        """Works on this federation from now on. If it cannot be opened here, every chunk raises why, for nothing waits
+        for this call.
         """
         try:
-            self.setup = fetch(packed[0])
+            federation = fetch(packed[0])
         except Exception as error:
             self.failure = error
             return
-        self.failure, self.worker.federation = None, self.setup.federation
+        self.setup = replace(self.setup, federation=federation)
+        self.failure, self.worker.federation = None, federation
 
     def work(
         self,

@@ -75,6 +75,7 @@ class Pool:
     slow: str = ""  # the hosts that make no progress, in words; read by other threads
     looks: int = 0  # at work under way: grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
+    federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is no longer that of the setup
     _next_look: float = 0.0
 
     def start(self, started: Sequence[StartedHost], setup_ref: ray.ObjectRef[Any]) -> None:
@@ -90,10 +91,9 @@ class Pool:
         """Makes hosts work on this federation from their next chunk on, also those that start later."""
         if federation is self.setup.federation:
             return
-        self.setup = replace(self.setup, federation=federation)
-        self.setup_ref = ray.put(self.setup)
+        self.setup, self.federation_ref = replace(self.setup, federation=federation), ray.put(federation)
         for host in list(self.hosts):
-            host.actor.use.remote([self.setup_ref])
+            host.actor.use.remote([self.federation_ref])
 
     def _host(self, number: int, started: StartedHost, added: bool = False) -> Host:
         retry = RetryPolicy(f"host {number}", self.setup.experiment.runtime.retries)
@@ -114,7 +114,7 @@ class Pool:
 
     def _start_another(self, pause: float = 0.0) -> StartedHost:
         engine = self.choice.engine if self.choice else "sequential"
-        return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause)
+        return start_host(self.setup.experiment.runtime, self.setup_ref, engine, pause, self.federation_ref)
 
     # ---- hosts that start: none gets work before it is ready, since it may wait for room on the cluster for ever
 

@@ -57,7 +57,7 @@ class RaySession:
             _send_plugins_by_value()
             grows = setup.experiment.runtime.wait_for_hosts != "auto" and not self.started_here
             self.hosts = host_count(setup, ray.cluster_resources(), grows)
-            self.setup_ref = ray.put(setup)
+            self.setup_ref = _put(setup)
             self._start_server()
         except BaseException:
             self.close()
@@ -167,6 +167,16 @@ class RaySession:
         self.retry.started()
         ray.kill(self.actor)  # it may only be out of reach; it would work beside the new one
         self._start_server()
+
+
+def _put(setup: Setup) -> ray.ObjectRef[Any]:
+    """The setup in the object store. If the network cannot be pickled, every process makes its frozen parameters."""
+    try:
+        return ray.put(setup)
+    except Exception:
+        if setup.template is None:
+            raise
+        return ray.put(replace(setup, template=None))
 
 
 def _send_plugins_by_value() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cfl_ray.core.work import ClientStateKey, SavedState
 from cfl_ray.engine.client_state import ClientStateStore
-from cfl_ray.engine.rows import shared_tensor
+from cfl_ray.nn.shared import shared_tensor
 
 PACKED_BYTES = 100_000  # of one value, from which on it is an object of its own
 _PACK_BYTES = 1 << 20  # of a pack that the server writes

@@ -1,0 +1,64 @@
+"""Tensors over memory that the processes of a machine share."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def shared_tensor(array: np.ndarray) -> Tensor:
+    """A tensor over shared memory, without a copy. Read-only by agreement: engines copy before they write."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+class FrozenParameter(nn.Parameter):
+    """A parameter that is not trained. Copies of it share its memory; so do processes that get it from Ray's object
+    store, since its pickle hands its bytes to the store as they are.
+    """
+
+    @classmethod
+    def replace_in(cls, module: nn.Module) -> None:
+        """Makes the frozen parameters of a module such parameters, in place; those of other classes stay."""
+        for parameter in module.parameters():
+            if not parameter.requires_grad and type(parameter) is nn.Parameter:
+                if not _is_dense(parameter):
+                    parameter.data = parameter.data.contiguous()
+                parameter.__class__ = cls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenParameter":
+        return FrozenParameter(self.data, requires_grad=False)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., "FrozenParameter"], tuple[Any, ...]]:
+        return _frozen_parameter, (_bytes_of(self), self.dtype, tuple(self.shape), self.stride())
+
+
+def _frozen_parameter(
+    content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> FrozenParameter:
+    return FrozenParameter(shared_tensor(content).view(dtype).as_strided(shape, stride), requires_grad=False)
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of these tensors, with their names and types, whatever their layout in memory."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(_bytes_of(tensor.detach().cpu().contiguous()).data)
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    """The bytes of a dense tensor, in the order of its memory; no copy."""
+    flat = tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    content: np.ndarray = flat.view(torch.uint8).numpy()
+    return content
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
