@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cfl_ray.core.rng import stream
+from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of
 
@@ -23,8 +23,8 @@ class Availability(ABC):
         return False
 
     @abstractmethod
-    def chance(self, round: int, client: int) -> float:
-        """Chance that the client is reachable in the round."""
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        """Chance that each of these clients is reachable in the round."""
 
     @abstractmethod
     def expected(self, round: int) -> float:
@@ -48,8 +48,8 @@ class Bernoulli(Availability):
     def always(self) -> bool:
         return self.mean >= 1
 
-    def chance(self, round: int, client: int) -> float:
-        return self.mean
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        return np.full(len(clients), self.mean)
 
     def expected(self, round: int) -> float:
         return self.mean
@@ -71,18 +71,18 @@ class Diurnal(Availability):
     seed: int
     zones: int | None = None  # None: every client has a phase of its own
 
-    def chance(self, round: int, client: int) -> float:
-        phase = stream(self.seed, -1, -1, int(client), "diurnal phase").random()
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        phases = uniforms(self.seed, -1, -1, clients, "diurnal phase")
         if self.zones is not None:
-            phase = np.floor(phase * self.zones) / self.zones
-        return float(self._chance(round, phase))
+            phases = np.floor(phases * self.zones) / self.zones
+        return self._chance(round, phases)
 
     def expected(self, round: int) -> float:
         phases = np.arange(self.zones or 256) / (self.zones or 256)
         return float(self._chance(round, phases).mean())
 
-    def _chance(self, round: int, phase: float | np.ndarray) -> np.ndarray:
-        wave = np.sin(2 * np.pi * (round / self.period + phase))
+    def _chance(self, round: int, phases: np.ndarray) -> np.ndarray:
+        wave = np.sin(2 * np.pi * (round / self.period + phases))
         return np.clip(self.mean + self.amplitude * wave, 0.0, 1.0)
 
 
@@ -99,8 +99,8 @@ class Trace(Availability):
         now = round * self.unit
         return np.unique(self.client_I[(self.from_I <= now) & (now <= self.to_I)])
 
-    def chance(self, round: int, client: int) -> float:
-        return float(client in self.named(round))
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        return np.isin(clients, self.named(round)).astype(float)
 
     def expected(self, round: int) -> float:
         known = len(np.unique(self.client_I))
@@ -128,8 +128,8 @@ class OwnAvailability(Availability):
             )
         return np.flatnonzero(found)
 
-    def chance(self, round: int, client: int) -> float:
-        return float(client in self.named(round))
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        return np.isin(clients, self.named(round)).astype(float)
 
     def expected(self, round: int) -> float:
         return len(self.named(round)) / self.num_clients

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfl_ray.core.availability import ALWAYS, Availability
-from cfl_ray.core.rng import stream
+from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import ConfigError
 
 
@@ -101,7 +101,7 @@ class Population:
         selected = self._reachable(round, wanted, availability)
         reports = np.ones(len(selected), bool)
         if dropout:
-            reports = np.array([self._chance(round, client, "dropout") >= dropout for client in selected], bool)
+            reports = uniforms(self.seed, round, 0, selected, "dropout") >= dropout
         if len(selected) and not reports.any():
             reports[0] = True
         return Cohort(np.sort(selected[reports]), int((~reports).sum()))
@@ -120,14 +120,10 @@ class Population:
             order = draw.permutation(len(self.online))
         else:
             order = draw.choice(len(self.online), enough, replace=False)
-        found: list[int] = []
-        for position in order:
-            client = int(self.online[position])
-            if self._chance(round, client, "availability") < availability.chance(round, client):
-                found.append(client)
-            if len(found) == wanted:
-                break
-        return np.array(found or [int(self.online[order[0]])], np.int64)
-
-    def _chance(self, round: int, client: int, purpose: str) -> float:
-        return stream(self.seed, round, 0, int(client), purpose).random()
+        found, at = self.online[:0], 0
+        while len(found) < wanted and at < len(order):
+            size = int((wanted - len(found)) / max(availability.expected(round), 1e-6)) + 50
+            ids, at = self.online[order[at : at + size]], at + size
+            draws = uniforms(self.seed, round, 0, ids, "availability")
+            found = np.concatenate([found, ids[draws < availability.chance(round, ids)]])
+        return found[:wanted] if len(found) else self.online[order[:1]]

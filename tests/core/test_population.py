@@ -6,6 +6,7 @@ import pytest
 
 from cfl_ray.core.availability import Bernoulli
 from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.rng import uniforms
 from cfl_ray.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ class TestDraw:
         """At least 80 of 4000 clients are reachable on average: the cohort is complete, however rare they are."""
         population = Population(4000, (), 0)
         for number in (1, 2):
-            chance = np.array([population._chance(number, i, "availability") for i in range(4000)])
+            chance = uniforms(0, number, 0, np.arange(4000), "availability")
             for availability, wanted in itertools.product((0.02, 0.5), (1, 20)):
                 ids = population.draw(number, 0.1, wanted, Bernoulli(availability), 0.0).ids_M
                 assert len(ids) == wanted and (chance[ids] < availability).all()

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import torch
 
-from cfl_ray.core.rng import Draws, stream, torch_stream
+from cfl_ray.core.rng import Draws, stream, torch_stream, uniforms
 
 ADDRESS = (3, 7, 2, 11, "batches")
 
@@ -22,6 +22,14 @@ def test_draws_never_change_from_one_version_to_the_next():
     """
     assert stream(*ADDRESS).integers(0, 1000, 4).tolist() == [662, 972, 129, 661]
     assert torch.randint(1000, (4,), generator=torch_stream(*ADDRESS)).tolist() == [724, 31, 716, 679]
+
+
+def test_numbers_of_many_clients_are_those_of_their_streams():
+    clients = np.array([0, 1, 7, 2**40, -1, 999_999])
+    drawn = uniforms(3, 7, 2, clients, "dropout")
+    assert drawn.tolist() == [stream(3, 7, 2, int(client), "dropout").random() for client in clients]
+    many = uniforms(3, 7, 2, np.arange(20_000), "dropout")  # more than a block
+    assert many[-1] == stream(3, 7, 2, 19_999, "dropout").random() and len(uniforms(3, 7, 2, clients[:0], "x")) == 0
 
 
 def test_every_part_of_an_address_counts():
