@@ -58,6 +58,8 @@ class Requests:
         """The joins and leaves before `round`; later requests are for later rounds."""
         with self.lock:
             self.settled = max(self.settled, round)
+            while len(self.federations) > 1 and self.federations[1][0] <= round:
+                del self.federations[0]  # of earlier rounds
             return [event for event in self.journal.until(round) if event.round == round]
 
     def set_population(self, population: Population) -> None:
