@@ -37,6 +37,9 @@ from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
 from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, value_at
 
+# of values that the clients of a call keep: they are in the heap of the host until the call ends. On a GPU, whose host
+# trains the clients of a call together
+_LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 25, 1 << 29
 _CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
 _IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
 _WITH_RESULT_BYTES = 1 << 23  # of the sums of all chunks, up to which each call returns its own
@@ -147,13 +150,16 @@ class Exchange:
         self.deferred: dict[int, StoredValue] = {}  # by client
         # what the work leaves with its clients, and whether the values of a call are packed
         self.left: list[tuple[dict[int, StoredValue], bool]] = []
+        self.left_bytes = 0  # of each client
         if isinstance(work, Train):
             size = work.tables[work.start.table].shape[1]
             if (state := work.client_state) is not None:
                 floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
                 self.left.append((self.states, 4 * floats <= PACKED_BYTES))
+                self.left_bytes += 4 * floats
             if work.defers_results:
                 self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
+                self.left_bytes += 4 * size
         self.cost = 0.0  # of all chunks
         self.received_cost = 0.0  # of those of which the results are here
         self.return_sums = False  # whether calls return their sums; otherwise these are collected from the hosts
@@ -167,7 +173,9 @@ class Exchange:
         # with a deadline for each chunk, a call has one chunk
         together = runtime.round_deadline is None
         least = self.backend.least_cost(self.work)
-        schedule = Schedule(chunks, together, homes, least, self._nodes(chunks))
+        budget = _LEFT_BYTES if self.backend.pool.device == "cpu" else _LEFT_BYTES_GPU
+        most = budget // self.left_bytes if self.left_bytes else float("inf")
+        schedule = Schedule(chunks, together, homes, least, self._nodes(chunks), most)
         self.cost = schedule.total
         dispatch = Dispatch(self.backend.pool, schedule, self)
         while schedule:

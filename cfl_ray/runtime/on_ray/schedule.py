@@ -22,7 +22,7 @@ class Schedule:
 
     together: whether a call may have several chunks. homes: the only host that may do a chunk, by chunk; None: any.
     least: the cost from which on a call is worth its own overhead. nodes: the node that has the data of a chunk, by
-    chunk; "": every node, or none that is known.
+    chunk; "": every node, or none that is known. most: clients of a call of several chunks, at most.
     """
 
     def __init__(
@@ -32,9 +32,10 @@ class Schedule:
         homes: Sequence[int | None] = (),
         least: float = 0.0,
         nodes: Sequence[str] = (),
+        most: float = float("inf"),
     ):
         self.chunks, self.together = list(chunks), together
-        self.least, self.total = least, sum(chunk.cost for chunk in chunks)
+        self.least, self.most, self.total = least, most, sum(chunk.cost for chunk in chunks)
         self.homes, self.nodes = list(homes) or [None] * len(chunks), list(nodes) or [""] * len(chunks)
         self.cost_left = 0.0
         self._groups: dict[Group, list[int]] = {}  # chunks, the largest last
@@ -95,15 +96,16 @@ class Schedule:
             return self._next_at_home(host, ready, hosts or ready)
         share = max(self.cost_left / (_CALLS * len(ready)), self._even(len(ready))) if self.together else 0.0
         taken: list[int] = []
-        cost = 0.0
+        cost, clients = 0.0, 0
         while self._groups and (not taken or cost < share):
             group = self._group_for(host, node)
             number = self._groups[group][-1]
-            if taken and cost + self.chunks[number].cost > share:
+            chunk = self.chunks[number]
+            if taken and (cost + chunk.cost > share or clients + len(chunk.index_m) > self.most):
                 break
             self._take(group)
             taken.append(number)
-            cost += self.chunks[number].cost
+            cost, clients = cost + chunk.cost, clients + len(chunk.index_m)
         return taken
 
     def _even(self, hosts: int) -> float:

@@ -46,6 +46,14 @@ def test_with_a_call_for_each_chunk_there_is_one_chunk_in_a_call():
     assert calls == [[number] for number in range(9)]
 
 
+def test_a_call_has_at_most_so_many_clients_or_one_chunk():
+    parts = [Chunk(np.arange(3 * at, 3 * at + 3)) for at in range(40)]
+    for most, chunks_of_call in ((9, 3), (8, 2), (1, 1)):
+        calls = [call for each in rounds(Schedule(parts, most=most), range(2)) for call in each if call]
+        assert max(map(len, calls)) == chunks_of_call
+        assert sorted(number for call in calls for number in call) == list(range(40))
+
+
 def test_the_largest_chunk_comes_first_and_alone_where_it_is_more_than_a_share():
     schedule = Schedule(chunks([1, 5, 2, 40, 3]))
     assert schedule.next_for(0, range(2)) == [3]
