@@ -1,5 +1,8 @@
 """Networks of which a part is frozen: rows, traffic and client states hold what is trained; models are whole."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,7 +11,9 @@ from torch import nn
 import cfl_ray
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
+from cfl_ray.nn.shared import digest_of
 from cfl_ray.results.export import export_model
+from cfl_ray.runtime.prepare import prepare
 
 TRAINED = 2 * (8 * 32) + 8 * 10 + 10
 COLUMNS = TRAINED + 2 * 8  # and the running mean and variance
@@ -113,6 +118,22 @@ def test_a_run_goes_on_with_the_same_frozen_part_or_not_at_all(results, tmp_path
     monkeypatch.setattr(f"{__name__}.BIAS", [1.0])
     with pytest.raises(RunError, match=r"the model's frozen parameters \(digest \w+\) are not those of the run"):
         cfl_ray.load_run(tmp_path / "more", more)["ifca"].model(0)
+
+
+def test_a_process_without_the_template_makes_the_same_frozen_part_or_says_so(tmp_path):
+    """If the network cannot be pickled, its template is not sent."""
+    whole = prepare(experiment(tmp_path))
+    alone = replace(whole, template=None)
+    assert digest_of(alone.network().frozen) == digest_of(whole.network().frozen) == whole.frozen
+
+    def unseeded() -> nn.Module:
+        module = Adapted()
+        module.body.bias.data += float(np.random.default_rng().random())
+        return module
+
+    alone = replace(prepare(experiment(tmp_path, model=unseeded)), template=None)
+    with pytest.raises(ConfigError, match="its factory initialises it differently every time"):
+        alone.network()
 
 
 def test_a_network_without_trained_parameters_is_refused(tmp_path):
