@@ -21,7 +21,7 @@ MB = 1e6
 class CountingHost(ClientHost):
     """A host that counts its fetches from the object store."""
 
-    def start(self, packed, engine):
+    def start(self, packed, engine, pause=0.0):
         import ray
 
         self.fetched, get = [], ray.get
@@ -32,7 +32,7 @@ class CountingHost(ClientHost):
             return value
 
         ray.get = counted
-        return super().start(packed, engine)
+        return super().start(packed, engine, pause)
 
     def fetches(self):
         """Bytes of each fetch since the last call, without those of the experiment itself."""
@@ -45,9 +45,9 @@ class CachingHost(ClientHost):
 
     cache = ""
 
-    def start(self, packed, engine):
+    def start(self, packed, engine, pause=0.0):
         os.environ["CFL_RAY_CACHE"] = self.cache
-        return super().start(packed, engine)
+        return super().start(packed, engine, pause)
 
 
 @pytest.fixture
