@@ -50,7 +50,7 @@ class FakeCluster:
         self.asked += 1
         return {node for node in nodes if self.now < self.nodes.get(node, float("inf"))}
 
-    def start(self, runtime=None, setup_ref=None, engine="", pause=0.0):
+    def start(self, runtime=None, setup_ref=None, engine="", pause=0.0, federation_ref=None):
         self.pauses.append(pause)
         number = len(self.started)
         self.started.append(StartedHost(f"actor {number}", f"ready {number}"))
