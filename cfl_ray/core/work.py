@@ -60,6 +60,8 @@ class Proximal(Generic[Anchor]):
     columns: Columns | None = None  # None: all trained columns
     follow: float = 0.0
     every: int = 1
+    # factor (M,) of the weight for each client, of an anchor that does not move; None: 1
+    factor_M: np.ndarray | None = None
 
     @property
     def acts(self) -> bool:
@@ -72,11 +74,17 @@ class Proximal(Generic[Anchor]):
 
     def with_anchor(self, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
         """The same term with the anchor in another form."""
-        return Proximal(self.weight, anchor, self.columns, self.follow, self.every)
+        return Proximal(self.weight, anchor, self.columns, self.follow, self.every, self.factor_M)
+
+    def of_client(self, index: int, anchor: OtherAnchor) -> "Proximal[OtherAnchor]":
+        """The term of the client at this position."""
+        factor = 1.0 if self.factor_M is None else float(self.factor_M[index])
+        return replace(self.with_anchor(anchor), weight=self.weight * factor, factor_M=None)
 
     def take(self: "Proximal[Rows]", index_m: np.ndarray) -> "Proximal[Rows]":
         """The term for the clients at `index_m`."""
-        return self.with_anchor(self.anchor.take(index_m))
+        factor_M = None if self.factor_M is None else self.factor_M[index_m]
+        return replace(self, anchor=self.anchor.take(index_m), factor_M=factor_M)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
         return f"its loss is the cross-entropy of classes, and the task is {network.task.name}"
     if reason := _network_without_shortcut(network):
         return reason
+    weights = {tuple(term.weight for term in task.proximal) for task in tasks}
+    if _together(network) and len(weights) > 1:
+        return "the weights of proximal terms differ between clients"
     return next((reason for task in tasks if (reason := _training_without_shortcut(task))), None)
 
 

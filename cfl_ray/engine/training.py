@@ -244,7 +244,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         steps=int(work.steps_M[index]),
         local=work.local,
         address=work.address,
-        proximal=tuple(term.with_anchor(chunk.on_device(term.anchor, index)) for term in work.proximal),
+        proximal=tuple(term.of_client(index, chunk.on_device(term.anchor, index)) for term in work.proximal),
         local_step=work.local_step,
         companion_P=companion_P,
         trace=work.trace,

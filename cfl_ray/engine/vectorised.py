@@ -345,7 +345,10 @@ class _ProximalGradients:
     """Gradients of one proximal term of every client."""
 
     def __init__(self, network: Network, terms: Sequence[Proximal[Tensor]]):
-        self.term, self.weight = terms[0], terms[0].weight
+        self.term = terms[0]
+        self.weight: float | Tensor = terms[0].weight
+        if any(term.weight != self.weight for term in terms):
+            self.weight = torch.tensor([[term.weight] for term in terms], device=network.device)
         self.anchor_mP = rows_on(network.device, [term.anchor for term in terms], copies=terms[0].follow > 0)
         whole = ((0, network.spec.trained),)
         self.ranges = whole if terms[0].columns is None else terms[0].columns.ranges

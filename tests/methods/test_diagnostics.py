@@ -34,6 +34,7 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "ifca_cam": ({"num_clusters": 2, "warmup_rounds": 1}, {"losses": ("clients", "clusters")}),
     "fedem": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),
     "fedrc": ({"num_models": 2}, {"mixture_weights": ("clients", "clusters")}),
+    "fedsoft": ({"tau": 1}, {"mixture_weights": ("clients", "clusters")}),
     "fesem": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "fesem_cam": ({"num_clusters": 2}, {"centre_distance": ("clients", "clusters")}),
     "cflgp": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),

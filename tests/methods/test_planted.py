@@ -82,7 +82,7 @@ ONE = {
     "fedavg_plus",
     "fedprox_plus",
 }
-MIXED = {"fedem", "fedrc"}  # every client trains all models
+MIXED = {"fedem", "fedrc", "fedsoft"}  # every client counts in all models
 # no clusters by round 2: two split later, and groups see the same images
 WHOLE = ONE | MIXED | {"cfl", "fedgwc", "pacfl"}
 

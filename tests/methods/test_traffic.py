@@ -27,6 +27,7 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("fedprox_plus", {"num_models": 3}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedem", {}, (3 * P, 3 * P), (3 * P, 3 * P)),
     ("fedrc", {}, (3 * P + 6, 3 * P + 6), (3 * P + 6, 3 * P + 6)),  # a table of 2 classes and 3 models, both ways
+    ("fedsoft", {"tau": 5}, (4 * P, P + 2), (2 * P, P)),  # the importances once in five rounds
     ("ifca", {}, (4 * P, P + 1), (4 * P, P + 1)),
     ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
     ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),

@@ -15,7 +15,7 @@ from cfl_ray.runtime.prepare import prepare
 
 DRAW = np.random.default_rng(0)
 FEDERATION = federation_from_arrays(DRAW.normal(size=(60, 4)).astype("float32"), np.arange(60) % 3, np.arange(60) // 10)
-SEVERAL = {"ifca", "ifca_cam", "fesem_cam", "fedem", "fedrc", "fedavg_plus", "fedprox_plus"}
+SEVERAL = {"ifca", "ifca_cam", "fesem_cam", "fedem", "fedrc", "fedsoft", "fedavg_plus", "fedprox_plus"}
 
 
 class Fixed(nn.Linear):

@@ -1,0 +1,111 @@
+"""FedSoft: Y. Ruan, C. Joe-Wong. FedSoft: Soft Clustered Federated Learning with Proximal Local Updating. AAAI 2022,
+arXiv:2112.06053, Algorithm 1.
+
+    n_ik: number of samples of client i whose loss is least under c_k       every tau rounds, all clients
+    u_ik <- max(n_ik / n_i, sigma)                                          importance
+    v_ik <- u_ik n_i / sum_j u_jk n_j                                       probability of selection
+    S_k: m clients, drawn without replacement with the probabilities v_.k
+    w_i <- argmin f_i(w) + (lambda / 2) sum_k u_ik ||w - c_k||^2            clients of any S_k, from their own w_i
+    c_k <- mean of w_i over S_k
+
+A client keeps w_i, and predicts with it; w_i is uploaded once, whatever the number of its S_k. A client without a w_i
+starts from, and predicts with, the centre of its largest importance.
+
+Deviations: all clients that can be reached in a round of the estimate take part in it, but S_k is drawn from the
+cohort, of which those without importances estimate them at once. The proximal problem is solved by the experiment's
+local SGD. The centres start from independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a
+TypeError as published.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from cfl_ray.core.clients import Clients, ClientState, LocalTraining, Mixture, Proximal, Sent
+from cfl_ray.core.method import Method, Start, option
+from cfl_ray.core.mixtures import MixtureState, equal_weights
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+
+PERSONAL = ClientState("personal", private=False)  # w_i
+
+
+def nearest(loss_nK: Tensor, y_n: Tensor, weight_K: Tensor, received: Tensor | None) -> Tensor:
+    """One-hot (n, K): the centre with the least loss for each sample, the first of equal ones."""
+    return one_hot(loss_nK.argmin(1), loss_nK.shape[1]).float()
+
+
+@dataclass(frozen=True)
+class FedSoft(Method[MixtureState], name="fedsoft"):
+    """Each client has a model of its own, drawn to all centres by the shares of its samples that they fit best."""
+
+    placement = "the centre that fits most of its training samples best"
+
+    num_clusters: int = option(2, "K, number of centres", source="paper: CIFAR-10, two distributions", low=1)
+    lam: float = option(0.1, "lambda: weight of the proximal terms", source="paper: MNIST; CIFAR-10: 0.01", low=0)
+    tau: int = option(2, "rounds between two estimates of the importances", source="paper", low=1)
+    clients_per_cluster: int | None = option(
+        15, "m, clients that are drawn for each centre; null: the whole cohort", source="official code", low=1
+    )
+    least_importance: float = option(1e-4, "sigma: least importance u_ik", source="official code", low=0, high=1)
+
+    def init(self, start: Start) -> MixtureState:
+        return MixtureState.first(start, self.num_clusters)
+
+    def round(self, state: MixtureState, clients: Clients, rng: Draws) -> MixtureState:
+        # u_ik
+        due = (clients.round - 1) % self.tau == 0
+        asked = (
+            clients.all_reachable()
+            if due
+            else clients.select(np.flatnonzero(state.weight_NK[clients.ids_M].sum(1) == 0))
+        )
+        if len(asked):
+            state = self.join(state, asked)
+        u_MK = np.maximum(state.weights_of(clients.ids_M), self.least_importance)
+        # S_k
+        drawn_KM = self.draw(u_MK * clients.weights()[:, None], rng)
+        drawn = np.flatnonzero(drawn_KM.any(0))
+        clients, u_MK = clients.select(drawn), u_MK[drawn]
+        # w_i
+        received = clients.broadcast(state.models_KP)
+        terms = [
+            Proximal(self.lam, received.choose(np.full(len(clients), k)), factor_M=u_MK[:, k])
+            for k in range(self.num_clusters)
+        ]
+        updates = clients.train(
+            received.choose(u_MK.argmax(1)),
+            client_state=PERSONAL,
+            how=LocalTraining(proximal=terms),
+            average=torch.from_numpy(drawn_KM[:, drawn].astype(np.float64)),
+        )
+        # c_k
+        return state.advance(models_KP=updates.averaged(default=state.models_KP))
+
+    def draw(self, v_MK: np.ndarray, rng: Draws) -> np.ndarray:
+        """S_k as bool (K, M): clients drawn without replacement, with probabilities in proportion to v_MK."""
+        count, draw = len(v_MK), rng.stream("selection")
+        size = count if self.clients_per_cluster is None else min(self.clients_per_cluster, count)
+        drawn_KM = np.zeros(v_MK.T.shape, bool)
+        for k, v_M in enumerate(v_MK.T):
+            most = min(size, int(np.count_nonzero(v_M)))
+            drawn_KM[k, draw.choice(count, most, replace=False, p=v_M / v_M.sum())] = True
+        return drawn_KM
+
+    def join(self, state: MixtureState, clients: Clients) -> MixtureState:
+        """Newcomers, and the clients of an estimate, send their importances."""
+        after = state.with_weights(clients, self.shares(clients.broadcast(state.models_KP), clients))
+        clients.count_upload(self.num_clusters)
+        return after
+
+    def serve(self, state: MixtureState, clients: Clients) -> Serving:
+        fitted = state.serving(clients, lambda new: self.shares(new.known_models(state.models_KP), new))
+        return Serving(state.models_KP, fitted.row_M, client_state=PERSONAL)
+
+    def shares(self, received: Sent, clients: Clients) -> np.ndarray:
+        """Share n_ik / n_i (M, K) of each client's samples that each centre fits best; NaN without valid data."""
+        mixture = Mixture(nearest, equal_weights(len(clients), self.num_clusters))
+        return clients.fit_mixture(received, mixture)

@@ -1,0 +1,102 @@
+"""FedSoft: a round as the paper's formulas, special cases, and the shares of planted mixtures."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Spoiled, Stage, planted
+from linear import ETA, N_0, N_1, STEPS, assert_close, gradient, matrix, stage
+from rounds import COHORTS, EnginesAndCheckpoints, floats, groups, mlp
+from test_mixtures import mixed_clients, sample_losses
+
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.rng import Draws
+from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fedsoft import FedSoft
+
+LAM = 0.7
+
+
+def test_a_round_by_the_formulas():
+    """Two rounds with the same importances (tau = 2): own models, drawn to both centres by their shares."""
+    one = stage()
+    method = FedSoft(lam=LAM, tau=2, clients_per_cluster=None)
+    c = [matrix(one.model(k)) for k in (0, 1)]
+    share = np.array(
+        [
+            np.bincount(np.stack([sample_losses(one, i, w) for w in c], 1).argmin(1), minlength=2) / n
+            for i, n in enumerate((N_0, N_1))
+        ]
+    )
+    u = np.maximum(share, method.least_importance)
+    w = [c[u[i].argmax()] for i in (0, 1)]
+    for _ in range(2):
+        for i in (0, 1):
+            for _ in range(STEPS):
+                pull = sum(u[i, k] * (w[i] - c[k]) for k in (0, 1))
+                w[i] = w[i] - ETA * (gradient(one, i, w[i]) + LAM * pull)
+        c = [(w[0] + w[1]) / 2] * 2
+    state = one.play(method, None, None)
+    assert 0 < share[0, 0] < 1 and np.allclose(state.weight_NK, share, atol=1e-6)
+    for k in (0, 1):
+        assert_close(state.models_KP[k], c[k])
+        assert_close(one.client_states["personal", k], w[k])
+
+
+def test_clients_are_drawn_in_proportion_to_importance_and_samples():
+    method, v_MK = FedSoft(clients_per_cluster=1), np.array([[0.9, 0.1], [0.1, 0.9], [0.0, 1.0]])
+    drawn = np.mean([method.draw(v_MK, Draws(0, round)) for round in range(600)], 0)
+    assert np.allclose(drawn, (v_MK / v_MK.sum(0)).T, atol=0.06) and drawn[0, 2] == 0
+    whole = FedSoft(clients_per_cluster=5).draw(v_MK, Draws(0, 1))
+    assert whole.tolist() == [[True, True, False], [True, True, True]]
+
+
+def test_one_centre_without_its_term_is_the_mean_of_local_models():
+    """K = 1, lambda = 0: after one round, FedAvg with uniform weights; then every client goes on from its own model."""
+    method = FedSoft(num_clusters=1, lam=0, clients_per_cluster=None)
+    found = groups().play(method, COHORTS[0]).models_KP
+    assert torch.equal(found, groups().play(FedAvg(weights="uniform"), COHORTS[0]).models_KP)
+    one = groups()
+    state = one.play(method, None, None)
+    mean_P = torch.stack([one.client_states["personal", client] for client in range(8)]).double().mean(0)
+    assert torch.allclose(state.models_KP[0].double(), mean_P, atol=1e-6)
+
+
+def test_shares_of_planted_mixtures_are_recovered():
+    shares = [0.7, 0.3, 0.7, 0.3, 0.7, 0.3]
+    one = Stage(mixed_clients(shares), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
+    method = FedSoft(lam=0.1, clients_per_cluster=2)
+    # centres near the concepts: each from a short training on one of them
+    concepts = Stage(planted(2, 2, samples=720), mlp, LocalSGD(epochs=2, batch_size=30, lr=0.5))
+    rows = [concepts.play(FedAvg(), *[[group]] * 4).models_KP for group in (0, 1)]
+    state = one.play(method, None, state=method.init(one.start()).advance(models_KP=torch.cat(rows)))
+    assert np.abs(state.weight_NK[:, 0] - shares).max() < 0.12
+
+
+def test_importances_are_estimated_every_tau_rounds_by_all_reachable_clients():
+    one = groups()
+    size = one.network.spec.size
+    method = FedSoft(tau=2, clients_per_cluster=None)
+    state = one.play(method, [0, 1])
+    assert floats(one) == (2 * 2 * 2 * size, 2 * (size + 2))  # both centres twice; w_i and two shares
+    one.play(method, [0, 1], state=state, first=2)
+    assert floats(one) == (2 * 2 * size, 2 * size)
+
+
+def test_clients_without_valid_data_are_not_drawn():
+    one = Stage(Spoiled([0]), mlp, LocalSGD(epochs=1, lr=0.3))
+    state = one.play(FedSoft(), None, None)
+    assert not state.weight_NK[0].any() and ("personal", 0) not in one.client_states
+    assert torch.isfinite(state.models_KP).all()
+    assert one.play(FedSoft(), [0]).models_KP.shape == state.models_KP.shape
+
+
+@pytest.mark.parametrize("engine", ["manual", "span", "vectorised"])
+def test_weights_by_client_are_the_same_on_every_engine(engine):
+    method = FedSoft(lam=LAM, clients_per_cluster=None)
+    one, other = (groups(name) for name in ("sequential", engine))
+    expected, found = (each.play(method, None, None) for each in (one, other))
+    assert torch.allclose(found.models_KP, expected.models_KP, rtol=0, atol=2e-5)
+
+
+class TestEngines(EnginesAndCheckpoints):
+    METHOD = FedSoft(clients_per_cluster=2)
