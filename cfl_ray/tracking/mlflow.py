@@ -99,7 +99,8 @@ class MlflowRun:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
         _refuse_links(artifacts)
-        if table := _table(end.summary.metrics):
+        # of a study, whose metrics grow with its runs, they are no part of the end
+        if table := _table(end.summary.metrics) or _table(self._client.get_run(self.run_id).data.metrics):
             self._describe(table, artifacts)
         if any(artifacts.iterdir()):
             self._client.log_artifacts(self.run_id, str(artifacts))

@@ -340,6 +340,8 @@ def test_one_parent_in_mlflow_and_no_second_one(study, inline, tmp_path, drawn):
     (parent,) = [one for one in runs if "mlflow.parentRunId" not in one.data.tags]
     names = {"accuracy_by_round.png", "accuracy_by_mbit.png"}  # means over the seeds
     assert names < {file.path for file in client.list_artifacts(parent.info.run_id)}
+    note = parent.data.tags["mlflow.note.content"]
+    assert "| all/fedavg |" in note and all(f"(get-artifact?path={name}&run_uuid=" in note for name in names)
     children = {one.data.tags["seed"]: one for one in runs if one is not parent}
     assert len(runs) == 4 and children.keys() == {"0", "1", "2"}
     for one in children.values():
