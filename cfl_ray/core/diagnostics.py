@@ -17,6 +17,7 @@ from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import call_plugin, described
 
 CLIENTS, CLUSTERS = "clients", "clusters"  # axes whose entries have labels: client ids, numbers of clusters
+MIXTURE_WEIGHTS = "mixture_weights"  # of clients by clusters, drawn in the report
 MOST_PAIRED = 1_000  # clients of a matrix whose other axis is clients or clusters too
 MOST_PAIRED_CLUSTERS = 256  # clusters of such a matrix: it may change in every round
 MOST_LABELLED = 10_000  # clients or clusters otherwise

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from cfl_ray.core.clients import Clients
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS
 from cfl_ray.core.method import Start
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
@@ -49,7 +50,7 @@ class MixtureState(State):
         after = self.advance(weight_NK=weight_NK, assign_N=assign_N, **changes)
         if len(ids_m):
             clients.record("mixture_entropy", float(entropy(weight_mK).mean()))
-            clients.record("mixture_weights", weight_mK, ("clients", "clusters"), ids=ids_m)
+            clients.record(MIXTURE_WEIGHTS, weight_mK, (CLIENTS, CLUSTERS), ids=ids_m)
             clients.member_events(self.members_K, after.members_K, clients=len(ids_m))
         return after
 

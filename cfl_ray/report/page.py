@@ -23,6 +23,7 @@ from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import PageFigure, as_json, tested_in_words, with_spread
 from cfl_ray.report.matrices import matrix_figures
+from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.report_data import Comparison, Report, ReportedExperiment
 from cfl_ray.system.files import PRIVATE, write_text
 
@@ -129,7 +130,7 @@ def _chapter(experiment: ReportedExperiment, numbers: Iterator[int]) -> Chapter:
     parts = {
         "Learning": curves(experiment),
         "Clients": client_figures(experiment),
-        "Clusters": cluster_figures(experiment),
+        "Clusters": [*cluster_figures(experiment), *mixture_figures(experiment)],
         "Similarity and signatures": matrix_figures(experiment),
     }
     return Chapter(

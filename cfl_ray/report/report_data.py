@@ -22,6 +22,8 @@ class MethodRun:
     reassignments: ReassignmentList = ()
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)  # each client's last evaluation, by metric
     matrices: Mapping[str, RecordedMatrix] = field(default_factory=dict)  # the last matrix of each name
+    # mixture weights by recorded round: the round, ids of clients (S,), and their weights (S, K)
+    mixtures: Sequence[tuple[int, np.ndarray, np.ndarray]] = ()
 
     @property
     def is_clustered(self) -> bool:

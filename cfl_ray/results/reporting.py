@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from cfl_ray.config.published import load_published
 from cfl_ray.config.study import load_study
-from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, Diagnostic
+from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
@@ -206,7 +206,14 @@ def _method_run(seed: int, result: MethodResult, with_matrices: bool) -> MethodR
         reassignments=read_reassignments(RunDirectory(result.directory).reassignments),
         scores=_last_scores(RunDirectory(result.directory).client_metrics),
         matrices=_matrices(result) if with_matrices else {},
+        mixtures=_mixtures(result) if with_matrices else (),
     )
+
+
+def _mixtures(result: MethodResult) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """The recorded mixture weights, by round."""
+    recorded = result.diagnostics.get(MIXTURE_WEIGHTS, {})
+    return [(round, weights.labels[0], weights.value) for round, weights in sorted(recorded.items())]
 
 
 def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:

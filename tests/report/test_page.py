@@ -16,6 +16,7 @@ from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
 from cfl_ray.report.drawing import as_json, look, with_spread
 from cfl_ray.report.matrices import matrix_figures
+from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
@@ -224,3 +225,26 @@ def test_signatures_that_are_not_defined_leave_the_others_where_they_are():
 def test_small_values_keep_their_digits():
     assert with_spread(1.34e-5, 1.41e-6) == "1.3e-05 ±\u00a01.4e-06" and with_spread(-2e-4, float("nan")) == "-0.0002"
     assert with_spread(0.0, 0.0) == "0.000 ±\u00a00.000" and with_spread(1e-5, 0.1) == "0.000 ±\u00a00.100"
+
+
+def test_mixture_weights_are_stacked_bars_by_round_with_clients_of_a_group_side_by_side():
+    weights = {1: [[0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], 9: [[0.9, 0.1], [0.2, 0.8], [1.0, 0.0]]}
+    mixtures = [(round, np.array([0, 1, 2]), np.array(weight_SK)) for round, weight_SK in weights.items()]
+    one = ReportedExperiment("small", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]}, {0: 0, 1: 1, 2: 0})
+    (figure,) = mixture_figures(one)
+    first, second = figure.plot["data"]
+    assert figure.plot["layout"]["xaxis"]["ticktext"] == ["0", "2", "1"]
+    assert figure.plot["layout"]["yaxis"]["ticktext"] == ["round 1", "round 9"]
+    top = np.add(first["base"], first["y"])
+    assert np.allclose(top, second["base"]) and np.allclose(np.add(second["base"], second["y"]) - first["base"], 1)
+    assert second["hovertext"][4] == "client 1, round 9: model 1 0.800"
+    assert "round 9 the mean of the largest weights is 0.90" in figure.caption
+    assert mixture_figures(experiment()) == []
+
+
+def test_mixture_weights_of_many_clients_and_rounds_are_sampled():
+    mixtures = [(round, np.arange(500), np.full((500, 3), 1 / 3)) for round in range(1, 21)]
+    one = ReportedExperiment("large", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]})
+    (figure,) = mixture_figures(one)
+    assert "60 of 500 clients are drawn" in figure.caption and len(figure.plot["layout"]["yaxis"]["ticktext"]) == 4
+    assert len(as_json(figure.plot)) < 100_000
