@@ -35,7 +35,9 @@ API = {  # heading -> names; a name without a dot is a public one of cfl_ray
     "Asking clients": [
         "cfl_ray.core.clients.Clients",
         "cfl_ray.core.updates.Updates",
+        "cfl_ray.core.updates.MixtureUpdates",
         "LocalTraining",
+        "Mixture",
         "Proximal",
         "ClientState",
         "UpdateFeatures",
