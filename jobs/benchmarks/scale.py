@@ -133,7 +133,7 @@ class SimulatedPool:
         self.ends: list[tuple[float, int, Ref]] = []
         self.traffic = Traffic()
         self.hosts = [SimulatedHost(number, f"node {1 + number // HOSTS_PER_NODE}", self) for number in range(hosts)]
-        self.choice = EngineChoice("sequential", "")
+        self.choice, self.device = EngineChoice("sequential", ""), "cpu"
         runtime = SimpleNamespace(clients_per_host=None, round_deadline=None)
         shape = SimpleNamespace(num_classes=2)
         federation = SimpleNamespace(num_samples_N=seconds_M, shape=shape, files_of=lambda clients: None)

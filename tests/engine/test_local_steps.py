@@ -123,7 +123,7 @@ def tasks_of(
                 ADDRESS,
                 anchors,
                 local_step,
-                other,
+                frozen_P=other,
             )
         )
     return tasks

@@ -274,10 +274,10 @@ class TestStepsOnTheDevice:
         plan = vectorised._Plan(network, tasks)
         rows_mP = vectorised.rows_on(network.device, [start_P, start_P])
         velocity_mP = vectorised._initial_velocity(network, tasks)
-        assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, []).is_meta
+        assert vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [], []).is_meta
         plan.weight = torch.ones(plan.weight.shape)
         with pytest.raises(RuntimeError, match="device"):
-            vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [])
+            vectorised._train_rows(network, tasks, plan, rows_mP, velocity_mP, [], [])
 
     def test_of_span_use_nothing_of_the_host(self):
         network, here = Network(mlp, FLAT, "meta"), Network(mlp, FLAT)

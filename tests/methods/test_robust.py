@@ -69,7 +69,7 @@ class TestEveryMethod:
         """Bit for bit for clipping; also in every cluster, with private columns, damping, and deferred averages."""
         expected, _ = play(name, *COHORTS)
         assert_equal(play(name, *COHORTS, aggregation={"norm_clipping": {"bound": 1e6}})[0], expected)
-        if name == "fednova":
+        if name in ("fednova", "fedsoft"):  # they have no other weights
             return
         expected, _ = play(name, *COHORTS, weights="uniform")
         found, _ = play(name, *COHORTS, weights="uniform", aggregation={"multi_krum": {"attackers": 0}})
