@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
 from cfl_ray.results.diagnostics_log import by_name, read_diagnostics
 from cfl_ray.results.newcomers import Newcomer
+from cfl_ray.results.recovery import recovery_frame
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
@@ -71,6 +72,19 @@ class MethodResult:
         if self.directory is None:
             return (ClientMetrics(None).kept if self.clients is None else self.clients).to_pandas()
         return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
+
+    def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = 0.02) -> pd.DataFrame:
+        """How long clients took to recover from each change of their data: `results.recovery.recovery_frame`.
+
+        changed: ids of clients by the round before which their data changed; None: as the schedule says.
+        within: difference to the mean of the first metric before the change that counts as recovered.
+        """
+        if changed is None:
+            found: dict[int, list[int]] = {}
+            for change in self.trained.changes:
+                found.setdefault(change.round, []).extend(change.ids)
+            changed = found
+        return recovery_frame(self.client_metrics(), changed, within, self.trained.task.metrics[0].higher_is_better)
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:

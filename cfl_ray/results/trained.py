@@ -14,7 +14,9 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import State
+from cfl_ray.core.tasks import Task
 from cfl_ray.core.work import Address
+from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation, TensorSamples
 from cfl_ray.engine.client_state import predicting_row
 from cfl_ray.engine.in_process import InProcessBackend
@@ -238,6 +240,15 @@ class TrainedMethod:
         return served_N, why_N
 
     # ---- parts
+
+    @property
+    def changes(self) -> tuple[DataChange, ...]:
+        """The changes of data that the schedule has."""
+        return self.federation.changes if isinstance(self.federation, ChangingFederation) else ()
+
+    @property
+    def task(self) -> Task:
+        return self.backend.worker.network.task
 
     def _known(self, client: int) -> int:
         if not 0 <= client < self.federation.num_clients:

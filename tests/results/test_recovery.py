@@ -1,0 +1,62 @@
+"""Recovery of clients after their data changed."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cfl_ray
+from cfl_ray.results.recovery import recovery_frame
+
+
+def frame(scores: dict[int, list[float]], name: str = "accuracy") -> pd.DataFrame:
+    """scores: of the clients 0, 1 .. by round."""
+    rows = [(round, client, value) for round, values in scores.items() for client, value in enumerate(values)]
+    return pd.DataFrame(rows, columns=["round", "client", name])
+
+
+def test_a_change_is_recovered_from_when_the_clients_are_within_two_points():
+    scores = {
+        3: [0.90, 0.80, 0.5],
+        4: [0.30, 0.40, 0.9],
+        5: [0.80, 0.80, 0.9],
+        6: [0.84, 0.83, 0.9],
+        7: [0.9, 0.9, 0.9],
+    }
+    (row,) = recovery_frame(frame(scores), {4: [0, 1]}, 0.02).to_dict("records")
+    assert row == {"round": 4, "clients": 2, "before": pytest.approx(0.85), "after": 0.35, "recovered": 6, "rounds": 3}
+    (strict,) = recovery_frame(frame(scores), {4: [0, 1]}, 0.0).to_dict("records")
+    assert (strict["recovered"], strict["rounds"]) == (7, 4)
+    errors = {round: [1 - value for value in values] for round, values in scores.items()}
+    (other,) = recovery_frame(frame(errors, "mse"), {4: [0, 1]}, 0.02, higher_is_better=False).to_dict("records")
+    assert (other["recovered"], other["rounds"]) == (6, 3)
+
+
+def test_without_recovery_or_evaluation_there_are_no_numbers():
+    scores = {3: [0.9], 4: [0.3]}
+    found = recovery_frame(frame(scores), {4: [0], 1: [0], 9: [0]}, 0.02)
+    assert found["round"].tolist() == [1, 4, 9] and found["rounds"].isna().all()
+    assert np.isnan(found["before"][0]) and found["after"][1] == 0.3 and np.isnan(found["after"][2])
+    assert recovery_frame(frame(scores), {}, 0.02).empty
+
+
+def test_of_a_run_whose_schedule_changes_data():
+    """Half of the clients of one concept come to another one, in which all labels differ."""
+    schedule = [{"round": 5, "change": [{"clients": "0-2", "relabel": 1}, {"clients": [3], "swap": [0, 1]}]}]
+    data = {"source": "synthetic", "synthetic_shape": [16], "synthetic_classes": 4, "partition": {"clients": 6}}
+    experiment = cfl_ray.Experiment(
+        rounds=8,
+        methods=["local"],
+        data=data,
+        local={"epochs": 5, "lr": 0.5},
+        cohort={"fraction": 1.0},
+        schedule=schedule,
+        tracking={"enabled": False},
+        runtime={"engine": "sequential"},
+    )
+    result = cfl_ray.simulate(experiment)["local"]
+    (row,) = result.recovery().to_dict("records")
+    metrics = result.client_metrics()
+    of_four = metrics[metrics["client"] < 4].groupby("round")["accuracy"].mean()
+    assert (row["round"], row["clients"], row["before"], row["after"]) == (5, 4, of_four[4], of_four[5])
+    assert row["after"] < row["before"] or row["rounds"] == 1
+    assert result.recovery({5: [4, 5]})["clients"].tolist() == [2]
