@@ -40,7 +40,17 @@ def test_every_example_is_run_below():
         "regression.yaml",
         "learning.py",
         "learning.yaml",
+        "drift.yaml",
     } | {f"own_{kind}.{ending}" for kind in KINDS for ending in ("py", "yaml")}
+
+
+@pytest.mark.slow
+def test_drift_lowers_the_accuracy_of_every_method_and_personal_models_recover():
+    results = simulate(load(EXAMPLES / "drift.yaml", ["tracking.enabled=false"]))
+    rows = {label: result.recovery().to_dict("records")[0] for label, result in results.methods.items()}
+    assert len(rows) == 12 and all(row["after"] < row["before"] for row in rows.values()), rows
+    assert rows["apfl"]["rounds"] <= 6 and rows["pfedme"]["rounds"] <= 6, rows
+    assert np.isnan(rows["fedavg"]["rounds"]), "one model for clients that disagree"
 
 
 def test_a_transformer_on_token_ids():
