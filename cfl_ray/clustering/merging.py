@@ -1,5 +1,6 @@
 """Merging of clusters by the cosines of their mean signatures. S is the number of clients with a signature."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,42 +62,44 @@ class Merged:
             highest += [self.similarity_kk[at, others_k].max()] if others_k.any() else []
         return float(np.fmax.reduce(highest))
 
-    def merged_rows(self, num_models: int) -> list[int]:
-        """The new clusters that contain several old clusters with a model, which are the first `num_models`."""
-        return [row for row, parts in enumerate(self.parts) if sum(old < num_models for old in parts) > 1]
+    def merged_rows(self, founded: np.ndarray) -> list[int]:
+        """The new clusters that contain several old clusters other than `founded`, which are of this round."""
+        return [row for row, parts in enumerate(self.parts) if len(np.setdiff1d(parts, founded)) > 1]
 
-    def models(self, models_KP: Tensor, first_P: Tensor, average: bool) -> Tensor:
+    def models(self, models_KP: Tensor, average: bool) -> Tensor:
         """Models (K', P) of the new clusters.
 
-        models_KP: models of the old clusters. An old cluster without a row in it has the model `first_P`.
+        models_KP: models of the old clusters.
         average: take the mean of the merged clusters' models, weighted by their numbers of members; False: take the
             model of the cluster whose number was kept.
         """
         if self.parts == [[old] for old in range(len(models_KP))]:
             return models_KP
-
-        def model(old: int) -> Tensor:
-            return models_KP[old] if old < len(models_KP) else first_P
-
         rows: list[Tensor] = []
         for parts in self.parts:
             if not average or len(parts) == 1:
-                rows.append(model(parts[0]))
+                rows.append(models_KP[parts[0]])
                 continue
             share = self.count_K[parts] / max(self.count_K[parts].sum(), 1)
-            weighted = [model(old) * weight for old, weight in zip(parts, share.tolist(), strict=True)]
+            weighted = [models_KP[old] * weight for old, weight in zip(parts, share.tolist(), strict=True)]
             rows.append(sum(weighted, start=torch.zeros(())))
         return torch.stack(rows)
 
 
 def merge_similar(
-    signature_SF: Tensor, cluster_S: np.ndarray, num_clusters: int, threshold: float, active_S: np.ndarray | None = None
+    signature_SF: Tensor,
+    cluster_S: np.ndarray,
+    num_clusters: int,
+    threshold: float,
+    active_S: np.ndarray | None = None,
+    founded: Sequence[int] | np.ndarray = (),
 ) -> Merged:
     """Merges clusters whose mean signatures have a cosine of at least `threshold`, transitively.
 
     signature_SF, cluster_S: signature and cluster of each client. Clusters without members are not merged.
     active_S: bool (S,), clients whose signatures form the means; clusters without such a client are not merged.
         None: all clients.
+    founded: clusters that are new. Of two clusters with equal numbers of members, the older one keeps its number.
     """
     count_K = np.bincount(cluster_S, minlength=num_clusters)
     if active_S is None:
@@ -104,6 +107,7 @@ def merge_similar(
     else:
         mean_KF, active_K = cluster_means(signature_SF[torch.from_numpy(active_S)], cluster_S[active_S], num_clusters)
     compared = np.flatnonzero(active_K)
+    compared = compared[np.argsort(np.isin(compared, founded), kind="stable")]
     unit_kF = normalize(mean_KF[compared], dim=1)
     parts = {k: [k] for k in range(num_clusters)}
     similarity_kk = (unit_kF @ unit_kF.T).clamp(-1, 1).double().numpy()

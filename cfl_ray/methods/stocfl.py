@@ -16,7 +16,8 @@ of its part with more members, as in the official code. (In the paper the first 
 it does not say which model a merged cluster has; `merge_model: mean` averages them.) Hosts project signatures to
 `sketch` features; traffic counts the P floats of the paper, and psi as sent to clients first seen after round 1. A
 cluster that all members have left keeps its model and the mean signature of its last members; a client not seen before
-that is similar enough revives it.
+that is similar enough revives it. If more than `keep_empty` clusters are empty, a new cluster takes the place of that
+which has been empty longest.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class StoCFLState(SignatureState):
 
     anchor_KP: Tensor  # psi (1, P)
     global_KP: Tensor  # omega (1, P)
-    empty_E: np.ndarray  # int64: clusters that all members have left
+    empty_E: np.ndarray  # int64: clusters that all members have left, in the order in which they became empty
     mean_EF: Tensor  # mean signature of the last members of each of these
     lr: float | None = None  # learning rate of all displacements, which the first round fixes; None: not fixed yet
 
@@ -72,6 +73,15 @@ class StoCFLState(SignatureState):
         mean_KF, _ = cluster_means(self.signature_SF, self.cluster_S, self.num_clusters)
         mean_KF[self.empty_E] = self.mean_EF
         return mean_KF
+
+    def with_clusters(self, number_m: np.ndarray, models_mP: Tensor) -> Self:
+        """The state with new clusters of these models, which take the place of empty clusters or follow the last."""
+        if not len(number_m):
+            return self
+        added = max(int(number_m.max()) + 1 - self.num_clusters, 0)
+        models_KP = torch.cat([self.models_KP, self.models_KP.new_empty(added, models_mP.shape[1])])
+        models_KP[torch.from_numpy(number_m)] = models_mP
+        return self.advance(models_KP=models_KP)
 
     def add_members(self, ids_M: np.ndarray, feature_MF: Tensor, cluster_M: np.ndarray, lr: float) -> Self:
         """The state with these clients in these clusters, which are then not empty. lr: rate of their displacements."""
@@ -147,6 +157,13 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         "compare only clusters that have a client in this round, by the mean signature of those clients",
         source="paper; official code: true",
     )
+    keep_empty: int = option(
+        16,
+        "clusters that are kept after all members left, until a similar client revives them; if there are more, new "
+        "clusters take the place of those that have been empty longest",
+        source="ours",
+        low=0,
+    )
     weights: str = weights_option()
 
     def init(self, start: Start) -> StoCFLState:
@@ -198,37 +215,37 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         empty_M, cosine_M = most_similar(feature_MF, state.mean_EF)  # positions in empty_E; -1 if there is none
         alone_M = cosine_M < self.tau
         revived_M = np.append(state.empty_E, UNASSIGNED)[empty_M]
-        num_clusters = state.num_clusters + int(alone_M.sum())
         cluster_M = self.with_new_clusters(state, revived_M, alone_M)
-        state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
+        founded = cluster_M[alone_M]
+        first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
+        state = state.with_clusters(founded, first_KP).add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
         if len(ids_M):
             record_signatures(clients, state.seen_S, state.signature_SF)
 
         # merge all clusters k, l with cos(mean Psi_k, mean Psi_l) >= tau
         active_S = np.isin(state.seen_S, clients.ids_M) if self.active_only else None
-        merged = merge_similar(state.signature_SF, state.cluster_S, num_clusters, self.tau, active_S)
-        self.report_merges(merged, state.num_clusters, clients)
+        merged = merge_similar(state.signature_SF, state.cluster_S, state.num_clusters, self.tau, active_S, founded)
+        self.report_merges(merged, founded, clients)
         if len(revived := np.unique(revived_M[~alone_M])):
             because = {"cosine": cosine_M[~alone_M].max(), "tau": self.tau}
             clients.event("birth", into=np.unique(merged.number_K[revived]), because=because)
 
-        # theta_k of new and merged clusters
-        first_KP = state.global_KP if self.new_model == "global" else state.anchor_KP
-        models_KP = merged.models(state.models_KP, first_KP[0], self.merge_model == "mean")
-        clients.restart_moments(models_KP[merged.merged_rows(state.num_clusters)])
+        # theta_k of merged clusters
+        models_KP = merged.models(state.models_KP, self.merge_model == "mean")
+        clients.restart_moments(models_KP[merged.merged_rows(founded)])
         return state.advance(
             models_KP=models_KP,
             assign_N=state.place(state.seen_S, merged.number_K[state.cluster_S]),
             empty_E=merged.number_K[state.empty_E],
         )
 
-    def report_merges(self, merged: Merged, num_models: int, clients: Clients) -> None:
-        """Reports merges of clusters that have a model, and births of clusters of newcomers only."""
+    def report_merges(self, merged: Merged, founded: np.ndarray, clients: Clients) -> None:
+        """Reports merges of clusters that were not `founded` in this round, and births of those of newcomers only."""
         born: list[int] = []
         for number, parts in enumerate(merged.parts):
-            with_model = [old for old in parts if old < num_models]
-            born += [] if with_model else [number]
-            for old in with_model[1:]:  # the first cluster is kept
+            older = [old for old in parts if old not in founded]
+            born += [] if older else [number]
+            for old in older[1:]:  # the first cluster is kept
                 because = {"cosine": merged.closest([old], inside=True), "tau": self.tau}
                 clients.event("merge", cluster=old, into=[number], because=because)
         if born:
@@ -252,8 +269,15 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         return clients.ids_M[valid_M], feature_MF[valid_M]
 
     def with_new_clusters(self, state: StoCFLState, cluster_M: np.ndarray, alone_M: np.ndarray) -> np.ndarray:
-        """`cluster_M`, but with a new cluster number for every client whose `alone_M` is true."""
-        return np.where(alone_M, state.num_clusters + np.cumsum(alone_M) - 1, cluster_M)
+        """`cluster_M`, but with the number of a new cluster for every client whose `alone_M` is true.
+
+        The first of them get the numbers of clusters that have been empty longest, if more than `keep_empty` are empty.
+        """
+        empty = state.empty_E[~np.isin(state.empty_E, cluster_M[~alone_M])]
+        free = empty[: max(len(empty) - self.keep_empty, 0)]
+        number_M = cluster_M.copy()
+        number_M[alone_M] = np.append(free, state.num_clusters + np.arange(alone_M.sum()))[: alone_M.sum()]
+        return number_M
 
     def join(self, state: StoCFLState, clients: Clients) -> StoCFLState:
         """Newcomers join the most similar cluster if the cosine is at least tau.
@@ -266,8 +290,8 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         models_KP = torch.cat([state.models_KP, state.global_KP])  # row -1: omega, if no cluster exists yet
         cluster_M = self.with_new_clusters(state, best_M, alone_M)
         before_K = state.members_K
+        state = state.with_clusters(cluster_M[alone_M], models_KP[best_M[alone_M]])
         state = state.add_members(ids_M, feature_MF, cluster_M, clients.local.lr)
-        state = state.advance(models_KP=torch.cat([state.models_KP, models_KP[best_M[alone_M]]]))
         clients.member_events(before_K, state.members_K, clients=len(ids_M), tau=self.tau)
         return state
 

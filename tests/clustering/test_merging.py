@@ -87,7 +87,7 @@ def test_nothing_to_merge(cluster_S, clusters):
     merged = merge_similar(torch.ones(len(cluster_S), 3), np.array(cluster_S, np.int64), clusters, 0.5)
     assert merged.number_K.tolist() == list(range(clusters)) and merged.parts == [[k] for k in range(clusters)]
     models_KP = torch.zeros(clusters, 4)
-    assert all(merged.models(models_KP, torch.zeros(4), average) is models_KP for average in (False, True))
+    assert all(merged.models(models_KP, average) is models_KP for average in (False, True))
 
 
 def test_only_clusters_of_active_clients_are_compared():
@@ -109,28 +109,33 @@ def test_means_are_over_active_clients_and_the_larger_cluster_is_by_all_its_memb
 
 
 class TestModels:
-    MODELS = torch.tensor([[1.0, 1], [2, 2], [3, 3]])
-    FIRST = torch.tensor([9.0, 9])
+    MODELS = torch.tensor([[1.0, 1], [2, 2], [3, 3], [9, 9]])
     SIGNATURES = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [0, 1]])
 
     def test_of_the_larger_cluster(self):
-        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)  # 1 has two members; 3 is new
-        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[2, 2], [3, 3]]
+        merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)  # 1 has two members
+        assert merged.models(self.MODELS, average=False).tolist() == [[2, 2], [3, 3]]
 
     def test_mean_weighted_by_members(self):
         """(1 * 1 + 2 * 2) / 3 and (1 * 3 + 1 * 9) / 2."""
         merged = merge_similar(self.SIGNATURES, np.array([0, 1, 2, 1, 3]), 4, 0.5)
-        found = merged.models(self.MODELS, self.FIRST, average=True)
+        found = merged.models(self.MODELS, average=True)
         assert torch.allclose(found, torch.tensor([[5 / 3, 5 / 3], [6, 6]]))
 
     def test_of_clusters_without_members_stay(self):
         merged = merge_similar(self.SIGNATURES[:2], np.array([0, 2]), 3, 0.5)
         assert merged.number_K.tolist() == [0, 1, 0]
-        assert merged.models(self.MODELS, self.FIRST, average=False).tolist() == [[1, 1], [2, 2]]
+        assert merged.models(self.MODELS[:3], average=False).tolist() == [[1, 1], [2, 2]]
+
+    def test_of_two_equally_large_clusters_the_older_one_s_stays(self):
+        """Cluster 0 is new: it has the place of one that was empty."""
+        for founded, kept in (((), 0), ([0], 1)):
+            merged = merge_similar(self.SIGNATURES[:2], np.arange(2), 2, 0.5, founded=np.array(founded, int))
+            assert merged.parts == [[kept, 1 - kept]] and merged.merged_rows(np.array(founded)) == [0][len(founded) :]
 
     def test_without_a_merge_are_the_same_tensor(self):
         merged = merge_similar(self.SIGNATURES[:3], np.arange(3), 3, 1.1)
-        assert merged.models(self.MODELS, self.FIRST, average=False) is self.MODELS
+        assert merged.models(models := self.MODELS[:3], average=False) is models
 
 
 class TestMostSimilar:

@@ -265,6 +265,30 @@ class TestStoCFL:
             assert (one.stats.traffic.down_bits, one.stats.traffic.up_bits) == (32 * 15, 32 * 15)
             assert method.serve(joined, one.clients()).row_M.tolist() == clusters
 
+    @pytest.mark.parametrize("joins", [True, False])
+    def test_empty_clusters_take_a_bounded_number_of_rows(self, joins):
+        """Every client is a cluster of its own; two are present at a time, and come in `join` or in a round.
+
+        In `join`, the first model of a cluster is that of the most similar one, of those that are kept.
+        """
+        found = {}
+        for keep in (0, 3, 100):
+            one = Stage(uneven([4] * 12, (5,)), lambda: nn.Linear(5, 3, bias=False), LocalSGD(steps=1, lr=ETA))
+            method, models = StoCFL(tau=1.0, keep_empty=keep), []
+            state = one.play(method, [0])
+            for round in range(2, 13):
+                present = [round - 2, round - 1]
+                if joins:
+                    state = method.join(state, one.clients(present[1:], round=round))
+                state = one.play(method, present, state=state, first=round)
+                models.append(state.models_KP[state.assign_N[present]])
+                assert set(np.flatnonzero(state.assign_N >= 0)) == set(present) and state.members_K.max() == 1
+                state = method.leave(state, np.array(present[:1]))
+                assert len(state.empty_E) == len(state.mean_EF) == state.num_clusters - 1
+            assert state.num_clusters == min(2 + keep, 12)
+            found[keep] = torch.stack(models)
+        assert joins or (torch.equal(found[0], found[100]) and torch.equal(found[3], found[100]))
+
     @pytest.mark.parametrize("tau", [-1.0, 0.5])
     def test_newcomers_before_there_is_any_cluster(self, tau):
         one = stage()
