@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from cfl_ray.core.state import State
 from cfl_ray.core.tasks import CLASSIFICATION, Task
 from cfl_ray.core.work import ClientStateKey
 from cfl_ray.data import Federation, federation_from_arrays
+from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.worker import Worker
@@ -90,13 +92,14 @@ class Stage:
         self.stats = RoundStats()
         return Clients(
             ids,
-            self.federation.num_samples_N[ids],
+            self.federation.at(round).num_samples_N[ids],
             self.network.spec,
             self.local,
             self.backend,
             self.seed,
             round,
             self.stats,
+            history=partial(distinct_rounds, self.federation, round),
             aggregation=aggregation,
             server=self.server,
         )

@@ -33,6 +33,11 @@ class EvaluationConfig(ConfigSection):
     tuned_epochs: int = Field(
         0, ge=0, description="F of P-tune(F): local epochs of fine-tuning before the test; 0: do not measure it"
     )
+    past: bool = Field(
+        False,
+        description="also test clients whose data have changed on the data that they had before their last change, for "
+        "the backward transfer",
+    )
     target: float | None = Field(
         None,
         description="target of rounds_to_target and mbit_to_target (P-server, and _local for P-local): a value of the "

@@ -98,6 +98,11 @@ class Experiment(ConfigSection):
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
 
+    @property
+    def events(self) -> list[EventConfig]:
+        """The schedule as single events: without processes of drift."""
+        return [single for event in self.schedule for single in event.single_events(self.seed)]
+
     @field_validator("model", mode="before")
     @classmethod
     def _from_name_or_factory(cls, value: Any) -> Any:
@@ -167,7 +172,10 @@ class Experiment(ConfigSection):
     @property
     def unused(self) -> dict[str, str]:
         """Keys that have no effect, dotted, and why."""
-        return (self.data.unused if self.data.federation is None else {}) | self.local.unused | self.cohort.unused
+        changes = any(event.change for event in self.schedule)
+        past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
+        of_data = self.data.unused if self.data.federation is None else {}
+        return of_data | self.local.unused | self.cohort.unused | past
 
     @property
     def config_hash(self) -> str:

@@ -1,7 +1,7 @@
 """The section `schedule`: clients that join, leave or change."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -27,6 +27,39 @@ ClientIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_
 Label = Annotated[int, Field(ge=0)]
 
 
+class RecurrentDriftConfig(ConfigSection):
+    """A concept that goes and comes back."""
+
+    kind: Literal["recurrent"]
+    rounds: list[int] = Field(
+        min_length=1, description="rounds before which the change is undone, made again, undone .., ascending"
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if sorted(set(self.rounds)) != self.rounds:
+            raise ValueError(f"rounds must ascend, got {self.rounds}")
+        return self
+
+
+class IncrementalDriftConfig(ConfigSection):
+    """A concept that reaches one part of the clients after the other."""
+
+    kind: Literal["incremental"]
+    groups: int = Field(ge=2, description="number of parts into which the clients are cut, in the order given")
+    every: int = Field(ge=1, description="rounds from the change of one part to that of the next")
+
+
+class GradualDriftConfig(ConfigSection):
+    """A concept that clients have more and more often: in round t of `over`, each with probability t / over."""
+
+    kind: Literal["gradual"]
+    over: int = Field(ge=2, description="rounds until all clients have it for good")
+
+
+Drift = Annotated[RecurrentDriftConfig | IncrementalDriftConfig | GradualDriftConfig, Field(discriminator="kind")]
+
+
 class DataChangeConfig(ConfigSection):
     """Clients whose data change, from one round on."""
 
@@ -41,6 +74,19 @@ class DataChangeConfig(ConfigSection):
     swap: tuple[Label, Label] | None = Field(
         None, description="two labels that take each other's place, after relabel, e.g. [1, 2]; null: none"
     )
+    back_to: int | None = Field(
+        None,
+        ge=0,
+        description="take the data again that they had in this round, before rotate, relabel and swap; 0: their first "
+        "data; null: keep those of now",
+    )
+    drift: Drift | None = Field(
+        None,
+        description="null: sudden, all of `clients` at once | {kind: recurrent, rounds: [80, 100]}: undone before "
+        "round 80, made again before round 100 | {kind: incremental, groups: 3, every: 10}: a third of the clients "
+        "every ten rounds | {kind: gradual, over: 20}: for 20 rounds every client has the new data or the old ones, "
+        "the new ones with a probability that grows to 1",
+    )
 
     @model_validator(mode="after")
     def _check_change(self) -> Self:
@@ -48,11 +94,65 @@ class DataChangeConfig(ConfigSection):
             raise ValueError(f"rotate must be a multiple of 90 degrees, got {self.rotate}")
         if self.swap is not None and self.swap[0] == self.swap[1]:
             raise ValueError(f"swap names label {self.swap[0]} twice; name two labels")
-        if self.data_of is None and self.swap is None and not self.rotate % 360 and not self.relabel:
-            raise ValueError("nothing would change; say rotate, relabel, swap or data_of")
+        sources = [name for name in ("data_of", "back_to") if getattr(self, name) is not None]
+        if not sources and self.swap is None and not self.rotate % 360 and not self.relabel:
+            raise ValueError("nothing would change; say rotate, relabel, swap, data_of or back_to")
+        if len(sources) > 1:
+            raise ValueError("data_of and back_to both say which data the clients have; give one of them")
         if self.data_of is not None and len(self.data_of) != len(self.clients):
             raise ValueError(f"data_of names {len(self.data_of)} clients for {len(self.clients)}; give one for each")
+        if self.drift and (both := sorted({*self.clients} & {*(self.data_of or ())})):
+            raise ValueError(
+                f"client {both[0]} gives its data and gets others, which {self.drift.kind} drift would do more than "
+                "once; take the data of clients that stay as they are"
+            )
+        if isinstance(self.drift, IncrementalDriftConfig) and self.drift.groups > len(self.clients):
+            raise ValueError(f"drift.groups is {self.drift.groups} for {len(self.clients)} clients")
         return self
+
+    def of(self, positions: Sequence[int]) -> Self:
+        """The same change, at once, of the clients at these positions."""
+        clients = [self.clients[i] for i in positions]
+        data_of = None if self.data_of is None else [self.data_of[i] for i in positions]
+        return self.model_copy(update={"clients": clients, "data_of": data_of, "drift": None})
+
+    def undone(self, round: int, positions: Sequence[int]) -> "DataChangeConfig":
+        """The change back to the data of `round`."""
+        return DataChangeConfig(clients=[self.clients[i] for i in positions], back_to=round)
+
+    def sudden_changes(self, round: int, seed: int) -> Iterator[tuple[int, "DataChangeConfig"]]:
+        """Yields the single changes, and the rounds before which they happen, of the process that begins in `round`."""
+        count, drift = len(self.clients), self.drift
+        everyone = range(count)
+        match drift:
+            case None:
+                yield round, self
+            case RecurrentDriftConfig():
+                yield round, self.of(everyone)
+                for number, at in enumerate(drift.rounds):
+                    yield at, self.of(everyone) if number % 2 else self.undone(round - 1, everyone)
+            case IncrementalDriftConfig():
+                for group in range(drift.groups):
+                    first, past = (count * (group + more) // drift.groups for more in (0, 1))
+                    yield round + group * drift.every, self.of(range(first, past))
+            case GradualDriftConfig():
+                yield from self._gradual_changes(drift.over, round, seed)
+
+    def _gradual_changes(self, over: int, round: int, seed: int) -> Iterator[tuple[int, "DataChangeConfig"]]:
+        import numpy as np
+
+        from cfl_ray.core.rng import uniforms  # imports torch, for which `cfl-ray status` does not wait
+
+        is_new_M = np.zeros(len(self.clients), bool)
+        for past in range(over):
+            draw_M = uniforms(seed, round + past, -1, np.array(self.clients), "gradual drift")
+            before_M, is_new_M = is_new_M, draw_M < (past + 1) / over
+            for positions, change in (
+                (np.flatnonzero(~before_M & is_new_M).tolist(), self.of),
+                (np.flatnonzero(before_M & ~is_new_M).tolist(), lambda positions: self.undone(round - 1, positions)),
+            ):
+                if positions:
+                    yield round + past, change(positions)
 
 
 class EventConfig(ConfigSection):
@@ -66,8 +166,28 @@ class EventConfig(ConfigSection):
     )
     leave: ClientIds = Field([], description="clients that leave, ids and ranges")
     change: list[DataChangeConfig] = Field(
-        [], description="changes of clients' data, in the order given, e.g. [{clients: 0-9, rotate: 90}]"
+        [],
+        description="changes of clients' data, in the order given, e.g. [{clients: 0-9, rotate: 90}]; each at once or, "
+        "with `drift`, as a process that begins here",
     )
+
+    @model_validator(mode="after")
+    def _check_rounds(self) -> Self:
+        for change in self.change:
+            if change.back_to is not None and change.back_to >= self.round:
+                raise ValueError(f"back_to must be a round before round {self.round}, got {change.back_to}")
+            if isinstance(change.drift, RecurrentDriftConfig) and change.drift.rounds[0] <= self.round:
+                raise ValueError(f"drift.rounds must be after round {self.round}, got {change.drift.rounds[0]}")
+        return self
+
+    def single_events(self, seed: int) -> list["EventConfig"]:
+        """The events, in the order of their rounds, of which this one consists: one, unless a change is a process."""
+        changes: dict[int, list[DataChangeConfig]] = {self.round: []}
+        for change in self.change:
+            for round, single in change.sudden_changes(self.round, seed):
+                changes.setdefault(round, []).append(single)
+        first = self.model_copy(update={"change": changes.pop(self.round)})
+        return [first, *(EventConfig(round=round, change=changes[round]) for round in sorted(changes))]
 
 
 def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:

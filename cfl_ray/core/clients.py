@@ -33,6 +33,7 @@ from cfl_ray.core.work import (
     Mixture,
     Outcome,
     Proximal,
+    Replay,
     Rows,
     Train,
     UpdateFeatures,
@@ -108,6 +109,10 @@ class ClientData(Protocol):
         """The row (P,) after local training from `row_P` with this round's settings, or with `changes` to them."""
 
 
+# (ids (M,), rounds of each) -> (distinct rounds of each, numbers of samples (M,))
+History = Callable[[np.ndarray, Sequence[Sequence[int]]], tuple[tuple[tuple[int, ...], ...], np.ndarray]]
+
+
 @dataclass(frozen=True)
 class Clients:
     """The clients of a round, in a fixed order."""
@@ -125,6 +130,9 @@ class Clients:
     choice_samples: int | None = None  # most training samples for `losses`; None: no limit beside its argument
     # returns ids and sample counts of all clients that could take part in the round; None: these clients are all
     reachable: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(repr=False, default=None)
+    # the rounds in which clients' data differ, and their samples in all of them; None: no data change
+    history: History | None = field(repr=False, default=None)
+    replay: Replay | None = field(repr=False, default=None)  # set by `replaying`
     aggregation: AggregationRule = Mean()  # used in every average
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
@@ -136,14 +144,29 @@ class Clients:
 
     def select(self, mask_M: np.ndarray) -> "Clients":
         """The clients at `mask_M` (bool or indices); their traffic counts for the same round."""
-        return replace(self, ids_M=self.ids_M[mask_M], num_samples_M=self.num_samples_M[mask_M])
+        index_m = np.arange(len(self))[mask_M]
+        replay = None if self.replay is None else self.replay.take(index_m)
+        return replace(self, ids_M=self.ids_M[index_m], num_samples_M=self.num_samples_M[index_m], replay=replay)
+
+    def replaying(self, rounds_M: Sequence[Sequence[int]]) -> "Clients":
+        """The clients with the union of their data of earlier rounds, in place of the present data, in all exchanges.
+
+        Equal data of several rounds count once. `num_samples_M` is that of the union.
+
+        rounds_M: rounds of each client, from 0 (the first data) to the present one, at least one.
+        """
+        if self.history is None:
+            return self
+        distinct_M, num_samples_M = self.history(self.ids_M, rounds_M)
+        is_present = all(rounds == (self.round,) for rounds in distinct_M)
+        return replace(self, num_samples_M=num_samples_M, replay=None if is_present else Replay(distinct_M))
 
     def all_reachable(self) -> "Clients":
         """All clients that are online, reachable and do not drop out in this round, including this cohort."""
         if self.reachable is None:
             return self
         ids, num_samples = self.reachable()
-        return replace(self, ids_M=ids, num_samples_M=num_samples)
+        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
         """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform"."""
@@ -457,7 +480,7 @@ class Clients:
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
-        outcome = self.backend.run(work)
+        outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))
         self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
         self.stats.fallbacks |= outcome.fallbacks
         return outcome

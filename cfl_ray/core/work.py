@@ -200,6 +200,16 @@ class Mixture:
         return {"mixture": np.full((size, count), np.nan), "mixture_upload": upload}
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Rounds of which each of M clients uses its data, as their union, in place of the present data."""
+
+    rounds_M: tuple[tuple[int, ...], ...]
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, rounds_M=tuple(self.rounds_M[index] for index in index_m.tolist()))
+
+
 # ---- kinds of work
 
 
@@ -213,6 +223,7 @@ class Work:
     client_state: ClientState | None = None
     frozen_model: Rows | None = None  # its logits are added to those of the other models
     averaging: Averaging | None = None
+    replay: Replay | None = None  # None: clients use their present data
     chained: bool = False  # all clients in one chunk; each starts from the result of the one before
     deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none
 

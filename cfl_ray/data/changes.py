@@ -1,7 +1,7 @@
 """Clients whose data change during an experiment: rotated, relabelled, or replaced by another client's data."""
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,12 +32,17 @@ class DataChange:
     offset: int = 0  # offset of the labels, in addition to earlier ones
     data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
     swap: tuple[int, int] | None = None  # two labels that take each other's place, at last
+    back_to: int | None = None  # `ids` first get the data that they had in this round; None: keep those of now
 
-    def apply(self, derived: dict[int, DerivedData], num_classes: int) -> dict[int, DerivedData]:
-        """Returns the data of all clients whose data have ever changed, after this change. derived: before it."""
-        sources = self.data_of or self.ids
+    def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
+        """Returns the data of all clients whose data have ever changed, after this change.
+
+        in_round: returns those of a round, of this one before the change.
+        """
+        derived, sources = in_round(self.round), self.data_of or self.ids
+        given = derived if self.back_to is None else in_round(self.back_to)
         # a list, made before any client's data are replaced, so that two clients can swap their data
-        present = [derived.get(source, DerivedData(source)) for source in sources]
+        present = [given.get(source, DerivedData(source)) for source in sources]
         changed = {
             client: replace(
                 data, turns=(data.turns + self.turns) % 4, labels=self._relabelled(data.labels, num_classes)
@@ -220,16 +225,15 @@ class ChangingFederation(ChangedFederation):
     def _timeline(self) -> tuple[list[int], list[ChangedFederation]]:
         """The rounds with a change, ascending, and the federation from each of these rounds on."""
         rounds: list[int] = []
-        federations: list[ChangedFederation] = []
-        derived: dict[int, DerivedData] = {}
+        derived: list[dict[int, DerivedData]] = [{}]  # before the first change, then from each round on
         for change in self.changes:
-            derived = change.apply(derived, self.shape.num_classes)
+            after = change.apply(lambda round: derived[bisect_right(rounds, round)], self.shape.num_classes)
             if rounds and rounds[-1] == change.round:
-                federations.pop()
+                derived.pop()
             else:
                 rounds.append(change.round)
-            federations.append(ChangedFederation(self._base, derived))
-        return rounds, federations
+            derived.append(after)
+        return rounds, [ChangedFederation(self._base, one) for one in derived[1:]]
 
     def at(self, round: int) -> Federation:
         rounds, federations = self._timeline

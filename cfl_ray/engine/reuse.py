@@ -271,8 +271,8 @@ class ReusingBackend:
 
 
 def _is_reusable(work: Work) -> bool:
-    """Whether the result depends on models and data alone."""
-    if not len(work.ids_M):
+    """Whether the result depends on models and present data alone."""
+    if not len(work.ids_M) or work.replay is not None:
         return False
     if isinstance(work, Losses):
         frozen = work.frozen_model

@@ -22,6 +22,7 @@ from cfl_ray.core.work import (
     Work,
 )
 from cfl_ray.data.federation import Federation
+from cfl_ray.data.replay import ReplayedFederation
 from cfl_ray.engine import describing, evaluating, mixtures, training
 from cfl_ray.engine.attack import Attack
 from cfl_ray.engine.engines import mixes_chunks
@@ -83,6 +84,9 @@ class Worker:
 
     def _open(self, work: Work, row: RowLookup, device_row: DeviceRows, stored: Stored) -> OpenChunk[Any]:
         data, train_one = self.federation.at(work.address.round), Trainer(self.network, self.engine)
+        if work.replay is not None:
+            rounds_of = dict(zip(work.ids_M.tolist(), work.replay.rounds_M, strict=True))
+            data = ReplayedFederation(self.federation, work.address.round, rounds_of)
         return OpenChunk(work, self.network, data, self.attack, self.samples, train_one, row, device_row, stored)
 
     def train_one(self, task: TrainingTask) -> TrainingResult:

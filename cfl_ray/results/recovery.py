@@ -5,22 +5,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cfl_ray.core.diagnostics import Diagnostic
+
 if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
     import pandas as pd
 
 
 def recovery_frame(
-    client_metrics: "pd.DataFrame", changed: Mapping[int, Sequence[int]], within: float, higher_is_better: bool = True
+    client_metrics: "pd.DataFrame",
+    changed: Mapping[int, Sequence[int]],
+    within: float,
+    higher_is_better: bool = True,
+    past_scores: Mapping[int, Diagnostic] | None = None,
 ) -> "pd.DataFrame":
-    """One row per round before which data changed: round, clients, before, after, recovered, rounds.
+    """One row per round before which data changed: round, clients, before, after, recovered, rounds, backward_transfer.
 
     before, after: means of the first metric over the clients whose data changed, in the last evaluation before the
     change and the first one after it. recovered: the first evaluated round in which the mean is within `within` of
     `before` again, or better; rounds: rounds of training until then, the round of the change included. NaN: never, or
-    not evaluated.
+    not evaluated. backward_transfer: mean over these clients of their score on the data that they had before the
+    change, in the last evaluation before their next one, minus `before` of the client; if higher scores are better,
+    below 0 means that they have forgotten. NaN: not measured (`evaluation.past`).
 
     client_metrics: round, client, then the metrics, as `MethodResult.client_metrics`.
     changed: the clients whose data changed, by round.
+    past_scores: scores of clients on the data before their last change, by the round in which they were reported.
     """
     import pandas as pd
 
@@ -42,6 +51,27 @@ def recovery_frame(
                 "after": later.iloc[0] if len(later) else np.nan,
                 "recovered": recovered,
                 "rounds": recovered - round + 1,
+                "backward_transfer": _backward_transfer(own, score, round, set(ids), changed, past_scores or {}),
             }
         )
-    return pd.DataFrame(rows, columns=["round", "clients", "before", "after", "recovered", "rounds"])
+    columns = ["round", "clients", "before", "after", "recovered", "rounds", "backward_transfer"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _backward_transfer(
+    own: "pd.DataFrame",
+    score: str,
+    round: int,
+    ids: set[int],
+    changed: Mapping[int, Sequence[int]],
+    past_scores: Mapping[int, Diagnostic],
+) -> float:
+    before = own[own["round"] < round].dropna(subset=score).groupby("client")[score].last()
+    now: dict[int, float] = {}
+    for reported, diagnostic in sorted(past_scores.items()):
+        if reported >= round:
+            again = {client for at, others in changed.items() if round < at <= reported for client in others}
+            scores = zip(diagnostic.labels[0].tolist(), diagnostic.value.tolist(), strict=True)
+            now |= {client: value for client, value in scores if client in ids - again}
+    differences = [value - before[client] for client, value in now.items() if client in before.index]
+    return float(np.nanmean(differences)) if differences else float("nan")

@@ -23,7 +23,7 @@ from cfl_ray.results.recovery import recovery_frame
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import RoundRecord
-from cfl_ray.tracking.record import is_evaluated
+from cfl_ray.tracking.record import PAST_SCORES, is_evaluated
 
 if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
     import pandas as pd
@@ -74,7 +74,9 @@ class MethodResult:
         return read_client_metrics(RunDirectory(self.directory).client_metrics).to_pandas()
 
     def recovery(self, changed: Mapping[int, Sequence[int]] | None = None, *, within: float = 0.02) -> pd.DataFrame:
-        """How long clients took to recover from each change of their data: `results.recovery.recovery_frame`.
+        """How long clients took to recover from each change of their data, and what they forgot.
+
+        A row for each change: `results.recovery.recovery_frame`.
 
         changed: ids of clients by the round before which their data changed; None: as the schedule says.
         within: difference to the mean of the first metric before the change that counts as recovered.
@@ -84,7 +86,9 @@ class MethodResult:
             for change in self.trained.changes:
                 found.setdefault(change.round, []).extend(change.ids)
             changed = found
-        return recovery_frame(self.client_metrics(), changed, within, self.trained.task.metrics[0].higher_is_better)
+        higher_is_better = self.trained.task.metrics[0].higher_is_better
+        past_scores = self.diagnostics.get(PAST_SCORES)
+        return recovery_frame(self.client_metrics(), changed, within, higher_is_better, past_scores)
 
     @property
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:

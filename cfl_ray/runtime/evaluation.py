@@ -71,7 +71,8 @@ class Evaluator:
         found_MV = np.full((len(clients), self._num_scores), np.nan)
         if known_M.any():
             known, serving = clients.select(known_M), serving.select(known_M)
-            personal = serving.is_personal or self.federation.view == "holdout" or self._by_label
+            apart = self.federation.view == "holdout" or self._by_label or clients.replay is not None
+            personal = serving.is_personal or apart
             found_MV[known_M] = (self._personal if personal else self._shared)(serving, known).table_MV
         return Scores(clients.ids_M, found_MV)
 
@@ -102,8 +103,9 @@ class Evaluator:
             frozen_model=_frozen_rows(serving, len(clients)),
             weight_MK=None if serving.weight_MK is None else serving.weight_MK[order],
             max_test_samples=self.settings.local_images
-            if serving.is_personal and self.federation.view != "holdout"
+            if (serving.is_personal or clients.replay is not None) and self.federation.view != "holdout"
             else None,
+            replay=None if clients.replay is None else clients.replay.take(order),
             num_scores=self._num_scores,
             tune=serving.tune,
             steps_M=None if steps_M is None else steps_M[order],

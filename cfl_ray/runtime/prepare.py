@@ -314,8 +314,9 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
             change.relabel,
             None if change.data_of is None else tuple(change.data_of),
             change.swap,
+            change.back_to,
         )
-        for event in experiment.schedule
+        for event in experiment.events
         for change in event.change
     ]
 
@@ -355,7 +356,7 @@ def population_of(experiment: Experiment, num_clients: int) -> Population:
 
 def ignored_events(experiment: Experiment) -> str | None:
     """Which events of the schedule have no effect, in words; None if all take place."""
-    if late := sorted({event.round for event in experiment.schedule if event.round > experiment.rounds}):
+    if late := sorted({event.round for event in experiment.events if event.round > experiment.rounds}):
         rounds = f"round{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         return f"the events of the schedule in {rounds} are ignored: the last round is {experiment.rounds}"
     return None

@@ -24,7 +24,7 @@ from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_diagnostics import LabelCounts, RoundDiagnostics, compared_clients, of_clusters
 from cfl_ray.runtime.round_report import RoundDraft
-from cfl_ray.tracking.record import LABEL_COUNTS, taken_names
+from cfl_ray.tracking.record import LABEL_COUNTS, PAST_SCORES, taken_names
 
 
 class RoundEvaluation:
@@ -80,6 +80,8 @@ class RoundEvaluation:
         if self.settings.local:
             draft.metrics |= self._local_metrics(local_scores_N2, clients)
         draft.metrics |= self._metrics_of_some(scores, serving, clients)
+        if self.settings.past:
+            diagnostics.take(draft, self._tests_on_past_data(draft, serving, clients))
         self.steps.diagnose(state, clients)
         draft.exclude(stats)
         traffic, mbit = draft.stats.traffic, 1e-6 / present.num_clients  # bits of all clients -> Mbit per client
@@ -122,6 +124,23 @@ class RoundEvaluation:
             found[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
             if newcomers.any():
                 found[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
+        return found
+
+    def _tests_on_past_data(self, draft: RoundDraft, serving: Serving, clients: Clients) -> Diagnostics:
+        """Tests clients on the data that they had before their last change."""
+        found = Diagnostics(self.label, seed=self.seed)
+        federation = self.membership.federation
+        changed_N = np.zeros(federation.num_clients, np.int64)  # round of the last change; 0: none
+        for round in range(1, draft.round + 1):
+            changed_N[federation.changed(round)] = round
+        chosen_M = changed_N[clients.ids_M] > 0
+        if not chosen_M.any():
+            return found
+        chosen = clients.select(chosen_M)
+        past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
+        score_M = self.evaluator.scores(serving.select(chosen_M), past).primary_M
+        found.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M, 0.0)
+        draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
         return found
 
     def _labels_of_compared(self, round: int, stats: RoundStats, diagnostics: RoundDiagnostics) -> Diagnostics:

@@ -9,6 +9,7 @@ the rounds since then, with the same results. A round that was saved and not yet
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Backend
+from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.engine.reuse import ReusingBackend
 from cfl_ray.errors import RunError, RunStopped, UserError
@@ -317,6 +319,7 @@ class RoundLoop:
             stats,
             local_test_samples=test_samples if test_locally else 0,
             reachable=lambda: self.membership.reachable(round),
+            history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,

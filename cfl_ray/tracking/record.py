@@ -24,6 +24,7 @@ ROUND_METRICS = {
     "accuracy_local_trained": "P-local over the clients that have trained",
     "trained_share": "share of the clients that have trained",
     "accuracy_tuned": "P-tune(F): the same, of the P-server model after F local epochs",
+    "accuracy_past": "the same as accuracy, of clients whose data have changed, on their data before the last change",
     "accuracy_honest": "the same as accuracy over the clients that do not attack, where some do",
     "accuracy_std": "standard deviation over clients of the P-server accuracy",
     "accuracy_p10": "10th percentile over clients of the P-server accuracy",
@@ -58,11 +59,21 @@ RUN_METRICS = {
     "newcomer_accuracy_tuned": "mean P-tune(F) accuracy of the clients that joined after the start, 0..1",
 }
 METRICS = ROUND_METRICS | RUN_METRICS
+PAST_SCORES = "past_scores"  # diagnostic: the first metric of each client on its data before their last change
 # of records, of client_metrics.arrow, and of tables of several runs
 _COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
 _COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p", "effect"}
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-_DERIVED = ("_local", "_local_trained", "_tuned", "_honest", "_std", "_p10", "_p90")  # of the first metric of a task
+_DERIVED = (
+    "_local",
+    "_local_trained",
+    "_tuned",
+    "_past",
+    "_honest",
+    "_std",
+    "_p10",
+    "_p90",
+)  # of the first metric of a task
 
 
 def score_metrics_of(names: Sequence[str]) -> set[str]:
@@ -78,7 +89,9 @@ def cluster_diagnostics_of(score: str) -> tuple[str, str]:
 
 def taken_names(names: Sequence[str]) -> frozenset[str]:
     """Names that no diagnostic of a method can have, with the metrics `names` of the task."""
-    return frozenset({*METRICS, *_COLUMNS, *score_metrics_of(names), *cluster_diagnostics_of(names[0]), LABEL_COUNTS})
+    return frozenset(
+        {*METRICS, *_COLUMNS, *score_metrics_of(names), *cluster_diagnostics_of(names[0]), LABEL_COUNTS, PAST_SCORES}
+    )
 
 
 def check_score_name(name: str) -> None:

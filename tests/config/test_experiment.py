@@ -184,7 +184,7 @@ class TestErrors:
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1]}]}]},
-                "^schedule.0.change.0: nothing would change; say rotate, relabel, swap or data_of",
+                "^schedule.0.change.0: nothing would change; say rotate, relabel, swap, data_of or back_to",
             ),
             (
                 {"schedule": [{"round": 1, "change": [{"clients": [1], "swap": [2, 2]}]}]},
@@ -197,6 +197,32 @@ class TestErrors:
             (
                 {"schedule": [{"round": 1, "change": [{"clients": "1-3", "data_of": 5}]}]},
                 "^schedule.0.change.0: data_of names 1 clients for 3; give one for each",
+            ),
+            (
+                {"schedule": [{"round": 3, "change": [{"clients": 1, "back_to": 3}]}]},
+                "^schedule.0: back_to must be a round before round 3, got 3",
+            ),
+            (
+                {"schedule": [{"round": 3, "change": [{"clients": 1, "back_to": 1, "data_of": 2}]}]},
+                "^schedule.0.change.0: data_of and back_to both say which data the clients have",
+            ),
+            *(
+                ({"schedule": [{"round": 3, "change": [{"clients": "1-3", "relabel": 1, "drift": drift} | more]}]}, why)
+                for drift, more, why in (
+                    ({"kind": "recurrent", "rounds": [9, 5]}, {}, "rounds must ascend, got .9, 5."),
+                    (
+                        {"kind": "recurrent", "rounds": [3]},
+                        {},
+                        "^schedule.0: drift.rounds must be after round 3, got 3",
+                    ),
+                    ({"kind": "incremental", "groups": 4, "every": 1}, {}, "drift.groups is 4 for 3 clients"),
+                    ({"kind": "gradual", "over": 1}, {}, "drift.gradual.over: .*greater than or equal to 2, got 1"),
+                    (
+                        {"kind": "gradual", "over": 4},
+                        {"data_of": [3, 7, 8]},
+                        "client 3 gives its data and gets others, which gradual drift would do more than once",
+                    ),
+                )
             ),
             ({"cohort": {"availability": 1.5}}, "^cohort.availability.chance: .*less than or equal to 1, got 1.5$"),
             (
@@ -265,7 +291,8 @@ class TestYaml:
             [
                 "schedule=[{round: 2, join: [3, 5-9], leave: 11-12, "
                 "change: [{clients: 0-4, rotate: 90}, {clients: [1, 2], data_of: [2, 1]}, "
-                "{clients: 3, swap: [1, 2]}]}]",
+                "{clients: 3, swap: [1, 2]}, {clients: 5, back_to: 1}, "
+                "{clients: 0-3, relabel: 1, drift: {kind: gradual, over: 3}}]}]",
                 "cohort.availability=0.5",
             ],
             ["cohort.availability={kind: diurnal, chance: 0.3, zones: 4}"],
@@ -286,6 +313,52 @@ class TestYaml:
         experiment = load(None, ["schedule=[{round: 2, join: [3, 5-9, 12, 13], leave: 20-21}]"])
         assert experiment.schedule[0].join == [3, 5, 6, 7, 8, 9, 12, 13] and experiment.schedule[0].leave == [20, 21]
         assert yaml.safe_load(experiment.to_yaml())["schedule"][0]["join"] == [3, "5-9", 12, 13]
+
+    def test_a_drift_becomes_single_events(self):
+        def events(drift, seed=0, **change):
+            change = {"clients": [7, 1, 4, 5], "swap": [0, 1], "drift": drift} | change
+            one = Experiment(seed=seed, schedule=[{"round": 5, "join": [9], "change": [change]}])
+            assert one.events[0].join == [9] and not any(event.join for event in one.events[1:])
+            return [(event.round, item.clients, item.back_to) for event in one.events for item in event.change]
+
+        everyone = [7, 1, 4, 5]
+        assert events(None) == [(5, everyone, None)]
+        recurrent = events({"kind": "recurrent", "rounds": [8, 9, 12]})
+        assert recurrent == [(5, everyone, None), (8, everyone, 4), (9, everyone, None), (12, everyone, 4)]
+        incremental = events({"kind": "incremental", "groups": 3, "every": 2})
+        assert incremental == [(5, [7], None), (7, [1], None), (9, [4, 5], None)]
+        (first, *_) = Experiment(
+            schedule=[
+                {
+                    "round": 1,
+                    "change": [
+                        {
+                            "clients": [3, 4],
+                            "data_of": [8, 9],
+                            "drift": {"kind": "incremental", "groups": 2, "every": 1},
+                        }
+                    ],
+                }
+            ]
+        ).events
+        assert first.change[0].data_of == [8]
+
+    def test_in_gradual_drift_the_new_data_become_more_frequent(self):
+        def share(seed):
+            drift = {"kind": "gradual", "over": 10}
+            change = {"clients": "0-399", "relabel": 1, "drift": drift}
+            has_new, shares = np.zeros(400, bool), []
+            for event in Experiment(seed=seed, schedule=[{"round": 3, "change": [change]}]).events:
+                for item in event.change:
+                    assert (has_new[item.clients] == (item.back_to == 2)).all() and item.back_to in (None, 2)
+                    has_new[item.clients] = item.back_to is None
+                shares.append((event.round, has_new.mean()))
+            return shares
+
+        found = share(0)
+        assert [round for round, _ in found] == list(range(3, 13)) and found[-1][1] == 1
+        assert np.allclose([mean for _, mean in found], np.arange(1, 11) / 10, rtol=0, atol=0.1)
+        assert found == share(0) != share(1)
 
     def test_a_trace_that_changed_is_another_experiment(self, tmp_path):
         file, hashes = tmp_path / "trace.csv", []

@@ -169,3 +169,18 @@ def test_only_images_can_be_rotated():
         ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), turns=1)])
     with pytest.raises(DataError, match=r"rotate by 180 degrees needs images .*, these samples have shape \(6,\)"):
         ChangingFederation(uneven([4, 4]), [DataChange(1, (0,), turns=2)])
+
+
+def test_a_client_gets_the_data_of_an_earlier_round_again(base):
+    changes = [
+        DataChange(3, (0, 1), turns=1),
+        DataChange(5, (0,), offset=1),
+        DataChange(7, (0, 1), back_to=4, offset=2),
+        DataChange(9, (0, 1), back_to=0),
+    ]
+    changing = ChangingFederation(base, changes)
+    for client in (0, 1):
+        x, y = base.train(client)
+        assert equal(changing.at(7).train(client), (torch.rot90(x, 1, (-2, -1)), (y + 2) % 4))
+        assert equal(changing.at(9).train(client), base.train(client))
+    assert changing.at(9).group_N.tolist() == base.group_N.tolist()

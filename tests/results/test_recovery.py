@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 import cfl_ray
+from cfl_ray.core.diagnostics import Diagnostic
 from cfl_ray.results.recovery import recovery_frame
 
 
@@ -23,6 +24,7 @@ def test_a_change_is_recovered_from_when_the_clients_are_within_two_points():
         7: [0.9, 0.9, 0.9],
     }
     (row,) = recovery_frame(frame(scores), {4: [0, 1]}, 0.02).to_dict("records")
+    assert np.isnan(row.pop("backward_transfer"))
     assert row == {"round": 4, "clients": 2, "before": pytest.approx(0.85), "after": 0.35, "recovered": 6, "rounds": 3}
     (strict,) = recovery_frame(frame(scores), {4: [0, 1]}, 0.0).to_dict("records")
     assert (strict["recovered"], strict["rounds"]) == (7, 4)
@@ -39,6 +41,19 @@ def test_without_recovery_or_evaluation_there_are_no_numbers():
     assert recovery_frame(frame(scores), {}, 0.02).empty
 
 
+def test_backward_transfer_is_of_each_client_until_its_next_change():
+    """Client 0 changes again before round 7: of its first change the scores of rounds 4 to 6 count."""
+    scores = {3: [0.9, 0.8], 4: [0.3, 0.4], 6: [0.8, 0.7], 8: [0.5, 0.6]}
+
+    def past(ids, values):
+        return Diagnostic(np.array(values, np.float32), ("clients",), (np.array(ids),))
+
+    reported = {4: past([0, 1], [0.9, 0.7]), 6: past([0, 1], [0.7, 0.6]), 8: past([0, 1], [0.2, 0.5])}
+    found = recovery_frame(frame(scores), {4: [0, 1], 7: [0]}, 0.02, past_scores=reported)
+    expected = [((0.7 - 0.9) + (0.5 - 0.8)) / 2, 0.2 - 0.8]
+    assert found["backward_transfer"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_of_a_run_whose_schedule_changes_data():
     """Half of the clients of one concept come to another one, in which all labels differ."""
     schedule = [{"round": 5, "change": [{"clients": "0-2", "relabel": 1}, {"clients": [3], "swap": [0, 1]}]}]
@@ -50,6 +65,7 @@ def test_of_a_run_whose_schedule_changes_data():
         local={"epochs": 5, "lr": 0.5},
         cohort={"fraction": 1.0},
         schedule=schedule,
+        evaluation={"past": True, "local_images": 1000},
         tracking={"enabled": False},
         runtime={"engine": "sequential"},
     )
@@ -59,4 +75,12 @@ def test_of_a_run_whose_schedule_changes_data():
     of_four = metrics[metrics["client"] < 4].groupby("round")["accuracy"].mean()
     assert (row["round"], row["clients"], row["before"], row["after"]) == (5, 4, of_four[4], of_four[5])
     assert row["after"] < row["before"] or row["rounds"] == 1
+    past = result.diagnostics["past_scores"]
+    assert min(past) == 5 and past[8].labels[0].tolist() == [0, 1, 2, 3]
+    model, (x, y) = result.personal_model(0), result.test(0, round=4)
+    assert (model(x).argmax(1) == y).float().mean().item() == pytest.approx(past[8].value[0].item())
+    forgotten = past[8].value.mean() - row["before"]
+    assert row["backward_transfer"] == pytest.approx(forgotten, abs=1e-6) and forgotten < -0.2
+    assert result.records[-1].metrics["accuracy_past"] == pytest.approx(past[8].value.mean())
+    assert "accuracy_past" not in result.records[3].metrics
     assert result.recovery({5: [4, 5]})["clients"].tolist() == [2]

@@ -1,0 +1,83 @@
+"""Data of earlier rounds. Changes are functions of the first data, so nothing is stored: they are computed again."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from cfl_ray.data.federation import Federation, GroupTransform, TensorSamples
+
+Rounds = tuple[int, ...]
+
+
+def distinct_rounds(
+    federation: Federation, round: int, ids_M: np.ndarray, rounds_M: Sequence[Sequence[int]]
+) -> tuple[tuple[Rounds, ...], np.ndarray]:
+    """The rounds of each client in which its data differ, and its number of samples in all of them, int64 (M,).
+
+    Equal data count once, as those of the latest of their rounds, or of `round` if they are the present data.
+    Raises ValueError for rounds outside 0 .. round.
+    """
+    found, size_M = [], np.zeros(len(ids_M), np.int64)
+    for position, (client, rounds) in enumerate(zip(ids_M.tolist(), rounds_M, strict=True)):
+        if bad := [one for one in rounds if not 0 <= one <= round]:
+            raise ValueError(f"client {client} can replay data of rounds 0 .. {round}, got round {bad[0]}")
+        version_of = {federation.at(one).data_version(client): one for one in sorted(rounds)}
+        present = federation.at(round).data_version(client)
+        found.append(tuple(round if version == present else one for version, one in version_of.items()))
+        size_M[position] = sum(int(federation.at(one).num_samples_N[client]) for one in found[-1])
+    return tuple(found), size_M
+
+
+class ReplayedFederation(Federation):
+    """The federation of `round`, in which clients have the union of their data of several rounds.
+
+    rounds_of: the rounds of each such client.
+    """
+
+    def __init__(self, federation: Federation, round: int, rounds_of: Mapping[int, Rounds]):
+        self._federation, self._rounds_of, self._present = federation, rounds_of, federation.at(round)
+        present = self._present
+        self.shape, self.view, self.recipe, self.normalize = (
+            present.shape,
+            present.view,
+            present.recipe,
+            present.normalize,
+        )
+        self.num_samples_N, self.group_N = present.num_samples_N, present.group_N
+
+    def _of(self, client: int) -> list[Federation]:
+        rounds = self._rounds_of.get(client)
+        return [self._present] if rounds is None else [self._federation.at(round) for round in rounds]
+
+    def data_version(self, client: int) -> Hashable:
+        first, *others = (federation.data_version(client) for federation in self._of(client))
+        return (first, *others) if others else first
+
+    def train(self, client: int) -> TensorSamples:
+        return _union([federation.train(client) for federation in self._of(client)])
+
+    def holdout(self, client: int) -> TensorSamples:
+        return _union([federation.holdout(client) for federation in self._of(client)])
+
+    def test(self, client: int, max_images: int | None = None, seed: int = 0) -> TensorSamples:
+        return _union([federation.test(client, max_images, seed) for federation in self._of(client)])
+
+    def group_transform(self, group: int) -> GroupTransform:
+        return self._present.group_transform(group)
+
+    def num_test_sets(self) -> int:
+        return self._present.num_test_sets()
+
+    def test_set(self, index: int) -> TensorSamples:
+        return self._present.test_set(index)
+
+    def test_set_of(self, clients: np.ndarray) -> np.ndarray:
+        return self._present.test_set_of(clients)
+
+    def labels_of(self, clients: np.ndarray) -> np.ndarray | None:
+        return self._present.labels_of(clients)
+
+
+def _union(parts: Sequence[TensorSamples]) -> TensorSamples:
+    return parts[0] if len(parts) == 1 else (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
