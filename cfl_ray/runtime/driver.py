@@ -83,6 +83,7 @@ class Driver:
         self.study = study  # None: the run is not in a study
         self.experiment = setup.experiment
         self.stopped = False  # on request
+        self.parent: RunLog | None = None  # of the comparison of all methods
         self.writer = ThreadPoolExecutor(1, "end-of-method")
         self.ending: Future[None] | None = None  # of the previous method
         self.uri: str | None = None  # of MLflow; None: results stay in files
@@ -94,6 +95,7 @@ class Driver:
         parent = self._run_log(None)
         status: EndStatus = "FAILED"
         results: dict[str, MethodResult] = {}
+        self.parent = parent
         try:
             for label in self.setup.methods:
                 if self.stopped:
@@ -152,7 +154,8 @@ class Driver:
     def _rounds(self, label: str, recorder: MethodRecorder) -> RoundReport:
         """Records the rounds of the method, and returns the last. Raises RunStopped if a request ended the run."""
         tell = self.watcher.method
-        for report in self.session.rounds(label):  # first the restored one, which may not be recorded yet
+        record_wait = partial(self._record_wait, label, recorder)
+        for report in self.session.rounds(label, record_wait):  # first the restored one, which may not be recorded yet
             recorder.add(report)
             if report.fallbacks and self.directory is not None:
                 add_fallbacks(self.directory, label, report.fallbacks)
@@ -163,6 +166,12 @@ class Driver:
         if not report.finished:
             raise RunStopped(f"stopped after round {report.round} of {label}, as asked")
         return report
+
+    def _record_wait(self, label: str, recorder: MethodRecorder, text: str) -> None:
+        """Records what a round waits for, in the runs of its method and of the comparison."""
+        where = f"{label} round {recorder.last_round + 1}"
+        for run_log in filter(None, (recorder.run_log, self.parent)):
+            run_log.tell(f"{where}: {text}")
 
     def _check_ending(self, wait: bool = False) -> None:
         """Raises the error of the end of the previous method, if that is complete. wait: until it is complete."""

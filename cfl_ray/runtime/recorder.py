@@ -35,6 +35,11 @@ class MethodRecorder:
         self.diagnostics = DiagnosticsLog(directory)
         self.summary: dict[str, float] = {}
 
+    @property
+    def last_round(self) -> int:
+        """The last round that is recorded; 0: none."""
+        return self.records[-1].round if self.records else 0
+
     def add(self, report: RoundReport) -> None:
         """Records a round in each file that does not have it.
 
@@ -47,7 +52,7 @@ class MethodRecorder:
         if report.scores_MV is not None:
             self.clients.add(report.round, report.scores_MV)
         self.diagnostics.add(report.round, numbers, report.diagnostics)
-        if self.records and report.round <= self.records[-1].round:
+        if report.round <= self.last_round:
             return
         run_only = {*RUN_METRICS, *self.of_newcomers}
         metrics = {name: value for name, value in report.metrics.items() if name not in run_only}

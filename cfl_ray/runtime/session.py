@@ -39,8 +39,11 @@ _BACKEND_METHODS = [name for name, _ in getmembers(Backend, isfunction) if not n
 class Session(Protocol):
     """Carries out the methods of one experiment, as the driver asks."""
 
-    def rounds(self, label: str) -> Iterator[RoundReport]:
-        """One method, as `RoundLoop.rounds`: the round that is restored, then each round when it is complete."""
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
+        """One method, as `RoundLoop.rounds`: the round that is restored, then each round when it is complete.
+
+        record_wait: called with each line that says what a round waits for (hosts, or a server without progress).
+        """
 
     def about(self) -> tuple[dict[str, str], Environment]:
         """Hosts, device, engine, CPU and PyTorch of this session, in words; and its environment."""
@@ -91,7 +94,7 @@ class InProcessSession:
         self.worker.engine = self.choice.engine
         self._backend()  # built anew for each method; built here once to reject an invalid backend
 
-    def rounds(self, label: str) -> Iterator[RoundReport]:
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
         self.backend = self._backend()
         store = leased_store(self.setup, self.run_dir, label)
         self.loop = RoundLoop(self.setup, label, self.worker.network, self.backend, store)

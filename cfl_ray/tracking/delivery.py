@@ -35,7 +35,8 @@ class Tracker(Protocol):
     """Receives the records of a run, in a thread of its own: open, log ..., close.
 
     A resumed run does all of it again with a new object. Optional: `log_batch(records)`, which is called instead of
-    `log` with up to 40 rounds that wait, and `needs_open`: while it is true, the tracker is opened again.
+    `log` with up to 40 rounds that wait, `log_wait(text)`, which receives what a round waits for when that takes long,
+    and `needs_open`: while it is true, the tracker is opened again.
     """
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
@@ -80,6 +81,7 @@ class Delivery:
         """name: of the tracker, unique in the run."""
         self.run_dir, self.name, self.tracker = run_dir, name, tracker
         self.was_opened = self.is_closed = False
+        self.wait = ""  # what the run waits for, if the tracker does not know yet
         self.progress = 0  # grows with everything that succeeds
 
     def bring_up_to_date(self, lock_seconds: float = LOCK_SECONDS) -> int:
@@ -104,6 +106,9 @@ class Delivery:
                 cursor = replace(cursor, delivered=offset, round=records[-1].round if records else cursor.round)
                 before = self._save(before, cursor)
                 rounds += len(records)
+            if wait := self.wait:
+                getattr(self.tracker, "log_wait", lambda text: None)(wait)
+                self.wait = "" if self.wait == wait else self.wait
             if end and cursor.ended_ms != end.time_ms:
                 self.tracker.close(end)
                 self.is_closed = True
@@ -160,6 +165,11 @@ class LiveDelivery:
 
     def wake(self) -> None:
         """Says that there is something to deliver."""
+        self._new.set()
+
+    def tell(self, text: str) -> None:
+        """Says what the run waits for."""
+        self.delivery.wait = text
         self._new.set()
 
     def end(self) -> None:

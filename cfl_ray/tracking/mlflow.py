@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # importing mlflow takes a second or two: only a process that
 UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
 PHASES_TAG = "phases"
+WAIT_TAG = "last_wait"
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else it opens as one of language models
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
@@ -94,6 +95,10 @@ class MlflowRun:
             self._may_be_delivered = len(missing) < len(metrics)
             metrics = missing
         self._client.log_batch(self.run_id, metrics=metrics, tags=[RunTag(name, value) for name, value in said])
+
+    def log_wait(self, text: str) -> None:
+        """Sets the tag `last_wait`: what a round waited for last."""
+        self._client.set_tag(self.run_id, WAIT_TAG, text)
 
     def end(self, end: RunEnd, artifacts: Path) -> None:
         """Sends the metrics of the whole run, its artifacts and its status."""

@@ -101,6 +101,12 @@ class Mlflow:
         run.log(records)
         self._run = run
 
+    def log_wait(self, text: str) -> None:
+        run, self._run = self._run, None
+        assert run is not None, "open() makes the run"
+        run.log_wait(text)
+        self._run = run
+
     def close(self, end: RunEnd | None) -> None:
         run, self._run = self._run, None
         if end is None or run is None:

@@ -66,6 +66,11 @@ class RunLog:
         for delivery in self._deliveries:
             delivery.wake()
 
+    def tell(self, text: str) -> None:
+        """Tells the trackers what the run waits for; it is no result, and in no file."""
+        for delivery in self._deliveries:
+            delivery.tell(text)
+
     def finish(self, status: EndStatus, summary: Mapping[str, float]) -> None:
         """Closes the run with its RUN_METRICS; the files in `artifacts/` are part of its result."""
         last = self._last or RoundRecord(0, {}, read_info(self.run_dir).time_ms)

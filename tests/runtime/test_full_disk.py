@@ -51,7 +51,7 @@ def test_checkpoint(experiment, figures, notes, tmp_path, limit, room):
 
 def test_the_state_is_failed(experiment, tmp_path, limit, room):
     session = InProcessSession(prepare(experiment()), tmp_path / "run")
-    rounds = session.rounds("ditto")
+    rounds = session.rounds("ditto", print)
     next(rounds), next(rounds)
     limit(10)
     with pytest.raises(RunError, match="could not be written"):

@@ -107,6 +107,25 @@ def test_phases_are_a_tag_and_a_metric_and_the_last_event_is_a_tag(sqlite, tmp_p
     assert run.data.tags["last_event"] == "round 2: cluster 0 split into 0, 1 (mean 0.25)"
 
 
+def test_what_a_round_waits_for_is_a_tag_once_the_store_can_be_reached(sqlite, tmp_path, runs, monkeypatch):
+    set_tag, refusals = adapter.MlflowRun.log_wait, iter([ConnectionError("down")])
+
+    def refused_once(run, text):
+        if (error := next(refusals, None)) is not None:
+            raise error
+        set_tag(run, text)
+
+    monkeypatch.setattr(adapter.MlflowRun, "log_wait", refused_once)
+    tracker = RunLog(tmp_path, {"mlflow": Mlflow(sqlite, "waits")}, lambda line: None, finish_seconds=120)
+    tracker.start(RunInfo("mine", "mine"))
+    tracker.log(RoundRecord(1, {"accuracy": 0.5}, 11))
+    tracker.tell("mine round 2: host 1 has made no progress for 30 s")
+    tracker.finish("FINISHED", {})
+    (run,) = runs(sqlite, "waits")
+    assert run.data.tags["last_wait"] == "mine round 2: host 1 has made no progress for 30 s"
+    assert run.histories["accuracy"] == [(1, 0.5, 11)]
+
+
 def test_a_resumed_run_continues_the_same_mlflow_run(sqlite, deliver, runs, expected):
     assert deliver(sqlite, "resumed", range(5), "KILLED") == 5
     assert [run.info.status for run in runs(sqlite, "resumed")] == ["KILLED"]

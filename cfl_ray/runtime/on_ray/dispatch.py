@@ -60,7 +60,8 @@ class Dispatch:
     done: dict[int, list[int]] = field(default_factory=dict)
     failed: dict[int, list[int]] = field(default_factory=dict)  # numbers of the hosts that a chunk failed on
     limited: bool = False  # whether any call has a time limit
-    told: dict[ray.ObjectRef[Any], float] = field(default_factory=dict)  # by slow call: seconds after which it is named
+    # by slow call: the seconds after which it is named next, and as what it was named last
+    told: dict[ray.ObjectRef[Any], tuple[float, str]] = field(default_factory=dict)
     chunks_done: dict[int, int] = field(default_factory=dict)  # by host: of its present call, when it was asked last
     _known: int = -1  # `pool.changes` when `_hosts` was made
     _hosts: list[int] = field(default_factory=list)  # numbers of all hosts
@@ -205,7 +206,7 @@ class Dispatch:
         Raises RunStopped if a user asks to stop meanwhile, RunError for work that was given up too often.
         """
         rule, self.pool.looks = self.pool.stall_rule, self.pool.looks + 1
-        slow = []
+        slow, named = [], []
         for number, refs in list(self.of_host.items()):
             if not refs:
                 continue
@@ -217,12 +218,13 @@ class Dispatch:
             if waited <= rule.slow_after(usual) or self._has_progressed(call):
                 continue
             slow.append(f"{self._doing(call, chunks, waited)}{self._usually(usual)}")
-            if waited >= self.told.setdefault(refs[0], waited):
-                self.told[refs[0]] = 2 * waited
+            if waited >= self.told.get(refs[0], (waited, ""))[0]:
+                self.told[refs[0]] = 2 * waited, slow[-1]
                 self.pool.notes.append(slow[-1])
+            named.append(self.told[refs[0]][1])
             if waited > rule.given_up_after(usual):
                 self._give_up(call, waited)
-        self.pool.slow = "; ".join(slow)
+        self.pool.slow, self.pool.named = "; ".join(slow), "; ".join(named)
 
     def _has_progressed(self, call: _CallUnderWay) -> bool:
         """Whether a host has done chunks of its call since it was asked last; its time counts anew then."""

@@ -73,6 +73,7 @@ class Pool:
     waiting: str = ""  # what a run without hosts waits for; empty while it has hosts. Read by other threads
     stop_asked: Callable[[], bool] = lambda: False  # whether a wait for hosts is to end, as a user asked
     slow: str = ""  # the hosts that make no progress, in words; read by other threads
+    named: str = ""  # the same as they were named last, each time after twice as long
     looks: int = 0  # at work under way: grows while the thread of the rounds is alive
     kinds: dict[tuple[str, str], None] = field(default_factory=dict)  # (instructions, PyTorch) of hosts, in order
     federation_ref: ray.ObjectRef[Any] | None = None  # of the federation, if it is no longer that of the setup

@@ -123,7 +123,7 @@ class ServerProcess:
         loop, pool = self.loop, self.pool
         at = (loop.label, loop.status, loop.round) if loop else ()
         steps = (*at, pool.exchanges, pool.finished, pool.changes, pool.looks, pool.waiting)
-        return Progress(pool.waiting or pool.slow, steps, time.process_time())
+        return Progress(pool.waiting or pool.named, steps, time.process_time())
 
     def _stop_asked(self) -> bool:
         return self.loop is not None and self.loop.requests.stop_after is not None

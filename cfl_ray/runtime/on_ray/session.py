@@ -40,6 +40,7 @@ class RaySession:
     def __init__(self, setup: Setup, run_dir: Path | None, warn: Callable[[str], None] = lambda text: None):
         self.setup, self.run_dir, self.warn = setup, run_dir, warn
         self.told = ""  # what the user knows that the server waits for
+        self.record_wait: Callable[[str], None] = lambda text: None
         runtime = setup.experiment.runtime
         self.stall_rule = StallRule(runtime.stall_warning, runtime.stall_limit)
         self.retry = RetryPolicy("the server", runtime.retries)
@@ -90,8 +91,8 @@ class RaySession:
 
     # ---- asked by the driver
 
-    def rounds(self, label: str) -> Iterator[RoundReport]:
-        self.label = label
+    def rounds(self, label: str, record_wait: Callable[[str], None]) -> Iterator[RoundReport]:
+        self.label, self.record_wait = label, record_wait
         self._publish()
         status: Status = "running"
         while status == "running":
@@ -147,6 +148,7 @@ class RaySession:
             waits_for = (found.waits_for if found else "") or watch.warning(now)
             if waits_for and waits_for != self.told:
                 self.warn(waits_for)
+                self.record_wait(waits_for)
             self.told = waits_for or self.told
             if watch.is_over(now):
                 raise ServerStalled(f"it made no progress for {duration(now - watch.since)}")
