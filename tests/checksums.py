@@ -70,7 +70,7 @@ def figures(name: str, options: dict, output: str) -> list:
             if case == "attacked" and "aggregation" in chosen(name)
             else {}
         )
-        if name == "fednova":  # refuses a kept momentum buffer
+        if REGISTRY[name]().needs_fresh_momentum:
             sections = sections | {"local": sections["local"] | {"persist": False}}
         values = (
             COMMON | sections | {"methods": [{name: options | rule}], "runtime": {"engine": engine}, "output": output}

@@ -39,6 +39,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries report what is left when the interpreter ends
+
+
 @pytest.fixture(scope="session", autouse=True)
 def single_thread():
     """One, as hosts have it: with several, sums in this process have other last bits."""

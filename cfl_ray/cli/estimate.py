@@ -1,9 +1,8 @@
 """Estimate of what an experiment needs, before it runs: sizes, memory and traffic."""
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,18 @@ from cfl_ray.cli.tables import choice_line, method_table, print_table, statistic
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.aggregation import Mean
-from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.method import Method, Start
+from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
-from cfl_ray.core.rng import Draws
-from cfl_ray.core.work import ClientStateKey, Describe, Outcome, SavedState, Work
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import DataShape, Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
+from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
+from cfl_ray.runtime.dry_run import DryBackend, dry_rounds
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
@@ -41,50 +38,6 @@ from cfl_ray.study.resources import resources_for
 from cfl_ray.system.machine import usable_cpus
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
-
-
-@dataclass(frozen=True)
-class DryBackend:
-    """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
-
-    spec: ParamSpec
-    inputs: int  # floats of one sample
-    classes: int
-    deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
-
-    def run(self, work: Work) -> Outcome:
-        num_clients = len(work.ids_M)
-        if work.defers_results:
-            self.deferred.add(num_clients)
-        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
-        if isinstance(work, Describe):
-            length = self.num_features(work)
-            arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
-            arrays["floats"] = np.full(num_clients, length)
-        return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
-
-    def num_features(self, work: Describe) -> int:
-        """Floats that the function of `work` returns: by its attribute `floats`, otherwise those of a gradient."""
-        floats = getattr(work.function, "floats", None)
-        return self.spec.trained if floats is None else floats(self.inputs, self.classes)
-
-    def use(self, federation: Any) -> None:
-        """No effect: results do not depend on data."""
-
-    def forget(self, ids: np.ndarray) -> None:
-        """No effect: there are no client states."""
-
-    def client_state(self, name: str, client: int) -> Tensor | None:
-        return None
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return iter(())
-
-    def forgotten(self) -> set[ClientStateKey]:
-        return set()
-
-    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        """No effect: client states are not kept."""
 
 
 @dataclass(frozen=True)
@@ -105,31 +58,15 @@ def traffic(
     It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
     result that is not as agreed.
     """
-    steps = CheckedMethod(method, spec.size)
-    start = Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs)
-    backend = DryBackend(spec, math.prod(shape.input), shape.num_classes)
-    state, mbit = steps.init(start), []
-    for round in (1, 2):
-        stats = RoundStats()
-        clients = Clients(
-            np.arange(cohort),
-            np.ones(cohort, np.int64),
-            spec,
-            local,
-            backend,
-            seed=0,
-            round=round,
-            stats=stats,
-            reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
-        )
-        state = steps.round(state, clients, Draws(0, round))
+    mbit, models, backend = [], 0, DryBackend.of(spec, shape)
+    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend):
         mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
-    steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
+        models = state.num_clusters
     if isinstance(method.aggregation_rule, Mean):
         deferred = max(backend.deferred, default=0)
     else:
         deferred = cohort  # a robust rule needs all results together
-    return TrafficEstimate(mbit[0], mbit[1], state.num_clusters, deferred)
+    return TrafficEstimate(mbit[0], mbit[1], models, deferred)
 
 
 @dataclass(frozen=True)
@@ -257,6 +194,9 @@ def show(found: Estimate, console: Console) -> None:
     if line := statistics_line(found.setup.network().batch_statistics):
         _print(console, f"note: {line}")
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
+    for label, plan in found.setup.privacy.items():
+        for line in describe(plan, label, experiment.rounds):
+            _print(console, line)
     hosts = experiment.runtime.hosts or usable_cpus()
     _print(
         console,

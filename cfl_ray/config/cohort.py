@@ -1,8 +1,8 @@
 """The section `cohort`, with the availability of clients."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
 from cfl_ray.config.section import FILE, ConfigSection, unused_keys
@@ -77,6 +77,11 @@ class CohortConfig(ConfigSection):
     clients: int | None = Field(
         None, ge=1, description="m, clients per round, instead of a fraction; null: the fraction decides"
     )
+    sampling: Literal["fixed", "poisson"] = Field(
+        "fixed",
+        description="fixed: m clients, drawn without replacement; poisson: each client online by itself, with the "
+        "chance `fraction`, or `clients` over all clients of the federation, so that the cohort's size varies",
+    )
     availability: Annotated[AvailabilityConfig, AVAILABILITY_KINDS] = Field(
         AvailabilityConfig(),
         description="which clients can be reached; a number: each with this chance, drawn independently per round",
@@ -90,6 +95,15 @@ class CohortConfig(ConfigSection):
         """Keys that others replace, and why."""
         reason = f"cohort.clients is {self.clients}"
         return {} if self.clients is None else unused_keys(self, "cohort", ["fraction"], reason)
+
+    @model_validator(mode="after")
+    def _sampling_fits(self) -> "CohortConfig":
+        if self.sampling == "poisson" and self.availability.kind != "always":
+            raise ValueError(
+                f"sampling poisson needs availability always, got {self.availability.kind}: the cohort is then no draw "
+                "with equal chances"
+            )
+        return self
 
     @field_validator("availability", mode="before")
     @classmethod

@@ -24,6 +24,7 @@ from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import Kinds, keys_of, kinds_of
 from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_record, with_replaced
+from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
 from cfl_ray.config.section import ConfigSection, set_in_vain
@@ -78,6 +79,9 @@ class Experiment(ConfigSection):
     local: LocalConfig = LocalConfig()
     cohort: CohortConfig = CohortConfig()
     attack: Annotated[AttackConfig, ATTACK_KINDS] = AttackConfig()
+    privacy: PrivacyConfig | None = Field(
+        None, description="differential privacy of clients (docs/privacy.md); null: none"
+    )
     schedule: list[EventConfig] = Field(
         [], description="clients that join, leave or change; events after the last round are ignored"
     )
@@ -175,7 +179,8 @@ class Experiment(ConfigSection):
         changes = any(event.change for event in self.schedule)
         past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
         of_data = self.data.unused if self.data.federation is None else {}
-        return of_data | self.local.unused | self.cohort.unused | past
+        of_privacy = self.privacy.unused if self.privacy else {}
+        return of_data | self.local.unused | self.cohort.unused | of_privacy | past
 
     @property
     def config_hash(self) -> str:
@@ -344,7 +349,9 @@ def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> 
         return
     kinds = PARTS.get(tuple(path[:-1]))
     for key in path[:-1]:
-        values = values.setdefault(key, {})
+        if values.get(key) is None:
+            values[key] = {}
+        values = values[key]
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: {key} is a value, not a section")
     if kinds is not None and path[-1] == kinds.key and values.get(kinds.key) != value:

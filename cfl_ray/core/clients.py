@@ -17,8 +17,10 @@ from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.privacy import PrivacyError, PrivateRun
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.updates import MixtureUpdates, RoundStats, Traffic, Updates
 from cfl_ray.core.work import (
     Address,
@@ -136,6 +138,8 @@ class Clients:
     aggregation: AggregationRule = Mean()  # used in every average
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
+    private: PrivateRun | None = field(repr=False, default=None)  # None: the server sees what it asks for
+    sampled: bool = True  # False: all clients that can be reached, not the cohort that was drawn
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: no evaluation is at work
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
 
@@ -166,11 +170,12 @@ class Clients:
         if self.reachable is None:
             return self
         ids, num_samples = self.reachable()
-        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None)
+        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, sampled=False)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
-        """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform"."""
-        return self.num_samples_M.astype(np.float64) if kind == "samples" else np.ones(len(self))
+        """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform" and in private runs."""
+        by_samples = kind == "samples" and self.private is None
+        return self.num_samples_M.astype(np.float64) if by_samples else np.ones(len(self))
 
     def first_row(self) -> np.ndarray:
         """Row 0 for every client, int64 (M,)."""
@@ -262,8 +267,24 @@ class Clients:
         return Sent(models_KP, self.first_row() if len(models_KP) == 1 else None)
 
     def count_upload(self, floats: int) -> None:
-        """Counts `floats` further numbers per client as uploaded."""
+        """Counts `floats` further numbers per client as uploaded, which the server reads.
+
+        Raises PrivacyError in a private run.
+        """
+        if floats:
+            self.reads("further numbers")
+        self._count_upload(floats)
+
+    def _count_upload(self, floats: int) -> None:
         self.stats.traffic.up_bits += 32 * floats * len(self)
+
+    def reads(self, what: str) -> None:
+        """Says that the server reads something of single clients. Raises PrivacyError in a private run."""
+        if self.private is not None and not self.evaluated:
+            raise PrivacyError(
+                f"its server reads {what} of single clients, which privacy does not protect; choose a method whose "
+                "server only adds up"
+            )
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` further numbers per client as downloaded."""
@@ -297,8 +318,10 @@ class Clients:
         """
         local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keep_as_local_model)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
+        if how.trace:
+            self.reads("the losses of local steps")
         private = client_state.columns if client_state and client_state.private else None
-        averaging = None if average is None else Averaging.of(average, len(self))
+        averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
         tables, steps_M = _Tables(), how.steps_M
         if steps_M is None:
             batches = how.local_step.batches_per_step if how.local_step else 1
@@ -320,21 +343,49 @@ class Clients:
             features=features,
             defer_aggregation=defer_aggregation or (robust and averaging is not None),
             upload_distances=isinstance(self.aggregation, ClippingRule),
+            clip=None if self.private is None else self.private.clip(self.spec, private),
             chained=how.chained,
             mixture=how.mixture,
             local_test_samples=self.local_test_samples if keep_as_local_model or how.mixture else 0,
             tables=tables.as_tuple(),
         )
         if averaging is not None or defer_aggregation:
-            self.count_upload(self.spec.size - (private.count if private else 0))
+            self._count_upload(self.spec.size - (private.count if private else 0))
         elif features is not None:
-            self.count_upload(features.columns.count)
+            self._count_upload(features.columns.count)
         outcome = self._run(work)
+        if features is not None:
+            outcome = self._with_noise_on_features(outcome, work)
         self._note_training(outcome, keep_as_local_model)
         if not isinstance(self.aggregation, Mean) and averaging is not None:
             found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
             outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
+        if averaging is not None:
+            outcome = self._with_noise(outcome, averaging, work.address, models)
         return self._updates(outcome, averaging, private, work, average_number)
+
+    def _averaging(self, average: Tensor | np.ndarray | None, models: int = 1) -> tuple[Averaging | None, int]:
+        """The weights of averages, in a private run those of its sums, and the models that each client trains."""
+        if average is None:
+            return None, models
+        averaging = Averaging.of(average, len(self))
+        if self.private is not None:
+            averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
+        return averaging, models
+
+    def _with_noise(self, outcome: Outcome, averaging: Averaging, address: Address, models: int) -> Outcome:
+        if self.private is None:
+            return outcome
+        return self.private.noised(outcome, averaging, address, self.spec.size, models, self.sampled)
+
+    def _with_noise_on_features(self, outcome: Outcome, work: Train) -> Outcome:
+        if self.private is None:
+            return outcome
+        noisy_MF = self.private.signatures_of(
+            torch.from_numpy(outcome.arrays["features"]), self.ids_M, work.address, "the updates"
+        )
+        norm_M = noisy_MF.double().norm(dim=1).numpy()
+        return replace(outcome, arrays=outcome.arrays | {"features": noisy_MF.numpy(), "norm": norm_M})
 
     def train_mixture(
         self, received: Sent, mixture: Mixture, *, average: np.ndarray, how: LocalTraining = LocalTraining()
@@ -364,7 +415,7 @@ class Clients:
         if self.local_test_samples:
             scores = map(tuple, found.local_scores_M2[found.valid_M].tolist())
             self.stats.local_scores.update(zip(ids, scores, strict=True))
-        self.count_upload(mixture.upload_floats)
+        self.count_upload(mixture.upload_floats)  # what `mixture.upload` returns
         return found
 
     def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
@@ -392,12 +443,14 @@ class Clients:
         weight_RM: weights >= 0 of any scale. Clients without a valid result do not take part.
         average_number: as in `train`.
         """
-        averaging, work = Averaging.of(weight_RM, len(self)), updates.training
+        (averaging, _), work = self._averaging(weight_RM), updates.training
         address = self._next_address()
+        assert averaging is not None
         if not isinstance(self.aggregation, Mean):
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
             outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
+        outcome = self._with_noise(outcome, averaging, address, 1)
         return self._updates(outcome, averaging, updates.private, work, average_number)
 
     def restart_moments(self, models_KP: Tensor) -> None:
@@ -411,7 +464,37 @@ class Clients:
         max_samples: number of samples of each client to use, the same random ones in all rounds, at most
             `choice_samples`; None: all.
         frozen_model: a model whose logits are added to those of every model.
+
+        The server reads them; of clients that only choose among the models, use `choose`. Raises PrivacyError in a
+        private run.
         """
+        self.reads("the losses")
+        return self._losses(sent, max_samples, frozen_model)
+
+    def choose(
+        self,
+        sent: Sent,
+        *,
+        max_samples: int | None = None,
+        frozen_model: Sent | None = None,
+        upload: bool = False,
+        diagnostic: str = "",
+    ) -> np.ndarray:
+        """The choice of each client among the K models, int64 (M,): that with the least training loss, the lowest on
+        ties; UNASSIGNED for a client without any finite loss: its data are not valid, or it took too long.
+
+        The losses stay with the client. In a private run the server uses the choice only as the row that the client's
+        update is added to. upload: count the choice as an upload of one number. diagnostic: name under which the losses
+        are reported; empty: they are not. The other arguments are those of `losses`.
+        """
+        loss_MK = self._losses(sent, max_samples, frozen_model)
+        if diagnostic and not self.evaluated:
+            self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
+        if upload:
+            self._count_upload(1)
+        return least_loss(loss_MK)
+
+    def _losses(self, sent: Sent, max_samples: int | None, frozen_model: Sent | None) -> np.ndarray:
         if not len(self):
             return np.zeros((0, len(sent.models_KP)))
         tables = _Tables()
@@ -432,6 +515,7 @@ class Clients:
 
         Choosing a model by it leaks test labels; it is there to reproduce published results that were obtained so.
         """
+        self.reads("the accuracies")
         accuracy_KM = []
         for k in range(len(sent.models_KP)):
             start = Rows(0, np.full(len(self), k))
@@ -473,13 +557,18 @@ class Clients:
         )
         arrays = self._run(work).arrays
         self.stats.traffic.up_bits += 32 * int(arrays["floats"].sum() if floats is None else floats * len(self))
-        return torch.from_numpy(arrays["features"]), arrays["valid"]
+        found_MF = torch.from_numpy(arrays["features"])
+        if self.private is not None and not self.evaluated:
+            found_MF = self.private.signatures_of(found_MF, self.ids_M, work.address, "descriptions")
+        return found_MF, arrays["valid"]
 
     def _next_address(self) -> Address:
         self.stats.exchanges += 1
         return Address(self.seed, self.round, -1 - self.stats.exchanges if self.evaluated else self.stats.exchanges)
 
     def _run(self, work: Work) -> Outcome:
+        if not len(self) and self.private is not None:  # the sums have noise all the same
+            return Outcome(work.empty_result(0))
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))
         self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
         self.stats.fallbacks |= outcome.fallbacks
@@ -494,6 +583,11 @@ class Clients:
         if "local_scores" in arrays:
             scores = map(tuple, arrays["local_scores"][valid_M].tolist())
             self.stats.local_scores.update(zip(ids, scores, strict=True))
+
+
+def least_loss(loss_MK: np.ndarray) -> np.ndarray:
+    """The model with the least loss for each client, int64 (M,), the lowest on ties; UNASSIGNED: no loss is finite."""
+    return np.where(np.isfinite(loss_MK).any(1), loss_MK.argmin(1), UNASSIGNED)
 
 
 class _Tables:

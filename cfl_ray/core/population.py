@@ -37,6 +37,7 @@ class Population:
 
     def __init__(self, num_clients: int, changes: Sequence[PopulationChange], seed: int):
         self.num_clients, self.seed = num_clients, seed
+        self.cohort_seed = seed  # of cohorts by Poisson sampling; a private run has a secret one
         self.changes = sorted(changes, key=lambda change: change.round)
         mentions = [
             (client, joins)
@@ -89,16 +90,22 @@ class Population:
         clients: int | None = None,
         availability: Availability = ALWAYS,
         dropout: float = 0.0,
+        poisson: bool = False,
     ) -> Cohort:
         """Draws the cohort uniformly without replacement among the reachable clients.
 
         Its size is `clients`, or max(1, floor(fraction * online)) for None, or less if fewer clients are reachable.
         At least one client reports, unless an availability trace has no reachable client in the round.
 
-        dropout: chance that a selected client drops out before it reports.
+        dropout: chance that a selected client drops out before it reports. poisson: every client online is drawn by
+            itself, with the chance `fraction`, or `clients` over all clients; the cohort may be empty.
         """
         wanted = min(clients or count_of(fraction, len(self.online)), len(self.online))
-        selected = self._reachable(round, wanted, availability)
+        if poisson:
+            chance = clients / self.num_clients if clients else fraction
+            selected = self.online[uniforms(self.cohort_seed, round, 0, self.online, "cohort") < chance]
+        else:
+            selected = self._reachable(round, wanted, availability)
         reports = np.ones(len(selected), bool)
         if dropout:
             reports = uniforms(self.seed, round, 0, selected, "dropout") >= dropout

@@ -54,9 +54,8 @@ def place_by_loss(state: S, clients: Clients) -> S:
     clients = clients.select(state.assign_N[clients.ids_M] == UNASSIGNED)
     if state.num_clusters < 2 or not len(clients):
         return state
-    loss_MK = clients.losses(clients.broadcast(state.models_KP))
-    clients.count_upload(1)
-    after = state.advance(assign_N=state.place(clients.ids_M, least_loss(loss_MK)))
+    chosen_M = clients.choose(clients.broadcast(state.models_KP), upload=True)
+    after = state.advance(assign_N=state.place(clients.ids_M, chosen_M))
     clients.member_events(state.members_K, after.members_K, clients=len(clients))
     return after
 
@@ -66,14 +65,6 @@ def place_in_any(state: S, clients: Clients) -> S:
     if state.num_clusters > 1:
         return place_by_loss(state, clients)
     return state.advance(assign_N=state.place(clients.ids_M, 0))
-
-
-def least_loss(loss_MK: np.ndarray) -> np.ndarray:
-    """The model with the least loss for each client, int64 (M,), the lowest on ties.
-
-    UNASSIGNED for a client without any finite loss: its data are not valid, or it took too long.
-    """
-    return np.where(np.isfinite(loss_MK).any(1), loss_MK.argmin(1), UNASSIGNED)
 
 
 def with_mean(models_KP: Tensor) -> Tensor:

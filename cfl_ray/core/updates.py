@@ -9,6 +9,7 @@ from torch import Tensor
 from cfl_ray.core.diagnostics import Diagnostics
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.params import Columns
+from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
 
@@ -45,8 +46,9 @@ class Updates:
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
         rows_RP = default.clone()
+        of_changes = self.averaging is not None and self.averaging.of_changes
         for row, mean_P in self.outcome.means.items():
-            rows_RP[row] = mean_P
+            rows_RP[row] = default[row] + mean_P if of_changes else mean_P
         if self.private is not None:
             self.private.put(rows_RP, self.private.of(default))
         return rows_RP
@@ -94,7 +96,12 @@ class Updates:
 
     @property
     def train_loss_M(self) -> np.ndarray:
-        """Mean mini-batch loss over the last local epoch, float64 (M,); NaN for excluded clients."""
+        """Mean mini-batch loss over the last local epoch, float64 (M,); NaN for excluded clients.
+
+        Raises PrivacyError in a private run.
+        """
+        if self.training.clip is not None:
+            raise PrivacyError("its server reads the training losses of single clients, which privacy does not protect")
         return self.outcome.arrays["train_loss"]
 
     @property
@@ -141,7 +148,7 @@ class MixtureUpdates:
     @property
     def train_loss_M(self) -> np.ndarray:
         """Sum of the weighted losses of all models, float64 (M,), as `Updates.train_loss_M`."""
-        return np.nansum(self._by_client(self.updates.train_loss_M), 1)
+        return np.nansum(self._by_client(self.updates.outcome.arrays["train_loss"]), 1)
 
     @property
     def local_scores_M2(self) -> np.ndarray:

@@ -96,6 +96,9 @@ class Averaging:
     client_E: np.ndarray  # int64: index into the M clients
     weight_E: np.ndarray  # float64; the weights of each output row add up to 1
     total_R: np.ndarray  # float64: sum of the weights of each output row before they were normalised
+    # the result of a row: the mean change W - w of its clients, for the server's own model; False: their mean model
+    of_changes: bool = False
+    fixed: bool = False  # of changes: `total_R` is what the sums are divided by, whatever weight arrives
 
     @classmethod
     def of(cls, weight_RM: Tensor | np.ndarray, num_clients: int) -> Self:
@@ -162,6 +165,20 @@ class UpdateFeatures:
     def count(self) -> int:
         """F, the number of features."""
         return min(self.columns.count, self.sketch or self.columns.count)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping of a client's upload, the changes W - w of all models that it trains together, before it is added up."""
+
+    norm: float  # C, of the whole upload
+    ends: tuple[int, ...]  # stop columns of the parts that are clipped apart, each to norm / sqrt(parts)
+    private: Columns | None = None  # columns that are not uploaded; they are zeros in the sums
+
+    @property
+    def part_norm(self) -> float:
+        """The bound of each part."""
+        return self.norm / len(self.ends) ** 0.5
 
 
 # loss_nK of n samples under K models, y_n, the client's mixture weights weight_K, and what every client received ->
@@ -295,6 +312,7 @@ class Train(Work):
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
+    clip: Clip | None = None  # of what is added up; also returns whether each upload was within the norm
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
 
@@ -321,6 +339,8 @@ class Train(Work):
             arrays["local_scores"] = np.full((size, 2), np.nan)
         if self.upload_distances:
             arrays["upload_distance"] = np.full(size, np.nan)
+        if self.clip is not None:
+            arrays["unclipped"] = np.zeros(size, bool)
         return arrays if self.mixture is None else arrays | self.mixture.empty_result()
 
     def cost_M(self, num_samples_M: np.ndarray) -> np.ndarray:
@@ -340,6 +360,7 @@ class AverageDeferred(Work):
     """Weighted means (`averaging`) of results that an earlier exchange of the round left on the hosts."""
 
     start: Rows  # the models that the clients were sent in that exchange
+    clip: Clip | None = None
 
     @classmethod
     def of(cls, training: Train, address: Address, ids_M: np.ndarray, averaging: Averaging) -> Self:
@@ -349,13 +370,15 @@ class AverageDeferred(Work):
         row_M = np.where(training.ids_M[at_M] == ids_M, training.start.row_M[at_M], 0)
         tables = (training.tables[training.start.table],)
         exchange = training.address.exchange
-        return cls(address, ids_M, tables, averaging=averaging, deferred_from=exchange, start=Rows(0, row_M))
+        start, clip = Rows(0, row_M), training.clip
+        return cls(address, ids_M, tables, averaging=averaging, deferred_from=exchange, start=start, clip=clip)
 
     def rows(self) -> list[Rows]:
         return [self.start, *super().rows()]
 
     def empty_result(self, num_classes: int) -> dict[str, np.ndarray]:
-        return {"valid": np.zeros(len(self.ids_M), bool)}
+        arrays = {"valid": np.zeros(len(self.ids_M), bool)}
+        return arrays if self.clip is None else arrays | {"unclipped": np.zeros(len(self.ids_M), bool)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,7 +530,7 @@ class Outcome:
     """Results of an exchange: per-client arrays (M, ...) and, with `averaging`, weighted means by output row."""
 
     arrays: dict[str, np.ndarray]
-    # (P,) by output row, over the weight that arrived; rows without any contribution are absent
+    # models or changes (P,) by output row, over the weight that arrived; rows without any contribution are absent
     means: dict[int, Tensor] = field(default_factory=dict)
     arrived_R: np.ndarray | None = None  # float64 (R,): sum of the normalised weights that arrived
     excluded: dict[int, Exclusion] = field(default_factory=dict)  # by position among the M clients

@@ -1,12 +1,13 @@
 """Reductions of training results on their hosts: weighted sums, and functions of all rows by ranges of columns."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, CombineColumns, Train
+from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, Train
 from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
@@ -18,7 +19,10 @@ class ChunkSums:
     The clients of a chunk are always added in the same order, so the rounding is always the same.
     """
 
-    def __init__(self, averaging: Averaging):
+    def __init__(self, averaging: Averaging, clip: Clip | None = None, models: int = 1):
+        self.clip, self.models = clip, models
+        self.unclipped: dict[int, bool] = {}  # whether an upload was within the norm, by entry
+        self._waiting: dict[int, Tensor] = {}  # changes of the client at work, which are clipped together
         self.terms_of: dict[int, list[tuple[int, float]]] = {}  # by client: (output row, weight)
         entries = zip(averaging.out_E.tolist(), averaging.client_E.tolist(), averaging.weight_E.tolist(), strict=True)
         for out, client, weight in entries:
@@ -27,11 +31,30 @@ class ChunkSums:
 
     def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
         """Adds the change of the client at this position in the chunk."""
-        terms = self.terms_of.get(client)
-        if not terms:
+        if not self.terms_of.get(client):
             return
         change_P = upload_P - sent_P.to(upload_P.device)
-        for out, weight in terms:
+        if self.clip is None:
+            self._add_terms(client, change_P)
+            return
+        if self._waiting and next(iter(self._waiting)) // self.models != client // self.models:
+            self.finish()
+        self._waiting[client] = change_P
+        if len(self._waiting) == self.models:
+            self.finish()
+
+    def finish(self) -> None:
+        """Clips and adds the changes that wait for further models of their client."""
+        if self.clip is None or not self._waiting:
+            return
+        within = clip_together(self.clip, list(self._waiting.values()))
+        for client, change_P in self._waiting.items():
+            self.unclipped[client] = within
+            self._add_terms(client, change_P)
+        self._waiting = {}
+
+    def _add_terms(self, client: int, change_P: Tensor) -> None:
+        for out, weight in self.terms_of[client]:
             if out in self.changes:
                 self.changes[out].add_(change_P, alpha=weight)
             else:
@@ -40,6 +63,23 @@ class ChunkSums:
     def add_change(self, out: int, change_P: Tensor) -> None:
         """Adds the weighted sum of the changes of several clients to an output row."""
         self.changes[out] = self.changes[out].add_(change_P) if out in self.changes else change_P
+
+
+def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
+    """Clips the changes (P,) of all models of a client in place. Returns whether all parts were within their norm."""
+    if clip.private is not None:
+        for change_P in changes:
+            clip.private.put(change_P, torch.zeros(clip.private.count, device=change_P.device))
+    within, begin = True, 0
+    for end in clip.ends:
+        square = sum(float(change_P[begin:end].double().square().sum()) for change_P in changes)
+        factor = clip.part_norm / max(math.sqrt(square), 1e-300)
+        if factor < 1:
+            within = False
+            for change_P in changes:
+                change_P[begin:end].mul_(factor * (1 - 1e-6))  # 1e-6: rounding does not exceed the norm
+        begin = end
+    return within
 
 
 class HostSums:
@@ -76,10 +116,16 @@ def weighted_means(
 
     with w the first of the models w_i. `changes` are the last sums before the division, float32 (P,) by output row. The
     weights are added up here, in the order of the clients, and never rounded.
+
+    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1.
     """
     assert work.averaging is not None
     averaging = work.averaging.subset(valid_M[work.averaging.client_E])
     arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
+    if averaging.of_changes:
+        share_R = np.ones_like(arrived_R) if averaging.fixed else arrived_R
+        changes = {out: change_P for out, change_P in changes.items() if arrived_R[out] > 0}
+        return {out: (change_P.double() / share_R[out]).float() for out, change_P in changes.items()}, arrived_R
     table_KP, row_E = work.tables[work.start.table], work.start.row_M[averaging.client_E]
     pairs, which_E = np.unique(averaging.out_E * len(table_KP) + row_E, return_inverse=True)
     weights = np.bincount(which_E, averaging.weight_E, len(pairs))

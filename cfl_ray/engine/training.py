@@ -55,7 +55,7 @@ class Ahead:
 def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
     """Trains the clients of a chunk. ahead: of clients that are trained together with those of other chunks."""
     work, arrays = chunk.work, chunk.empty()
-    averages = ChunkSums(work.averaging) if work.averaging is not None else None
+    averages = None if work.averaging is None else ChunkSums(work.averaging, work.clip, work.models_per_client)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
     for result in _results(chunk, summed, ahead):
         index, row_P, upload_P = result.index, result.row_P, result.upload_P
@@ -86,18 +86,26 @@ def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Array
             arrays["local_scores"][index] = scores[:2]  # the evaluation reports invalid test data
     mixtures.after_training(chunk, arrays)
     if averages is not None:
+        _close(averages, arrays)
         sums.add(averages)
     return arrays
+
+
+def _close(averages: ChunkSums, arrays: Arrays) -> None:
+    averages.finish()
+    for index, within in averages.unclipped.items():
+        arrays["unclipped"][index] = within
 
 
 def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Arrays:
     """Adds up results that an earlier exchange left on the hosts."""
     assert chunk.work.averaging is not None and isinstance(chunk.stored, Mapping)
-    averages = ChunkSums(chunk.work.averaging)
+    averages, arrays = ChunkSums(chunk.work.averaging, chunk.work.clip), chunk.empty()
     for index in sorted(chunk.stored):
         averages.add(index, chunk.stored[index], chunk.model(chunk.work.start, index))
+    _close(averages, arrays)
     sums.add(averages)
-    return {"valid": np.isin(np.arange(len(chunk)), list(chunk.stored))}
+    return arrays | {"valid": np.isin(np.arange(len(chunk)), list(chunk.stored))}
 
 
 # ---- clients whose results are only added up
@@ -153,7 +161,8 @@ def _summed_together(
 
 def _uses_rows(work: Train) -> bool:
     """Whether more is done with the clients' rows than adding them up and testing them."""
-    return bool(work.trace or work.features or work.client_state or work.upload_distances or work.defer_aggregation)
+    used = (work.trace, work.features, work.client_state, work.upload_distances, work.defer_aggregation, work.clip)
+    return any(used)
 
 
 # ---- clients whose results are used one by one

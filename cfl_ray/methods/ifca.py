@@ -25,7 +25,6 @@ from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import least_loss
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
@@ -99,7 +98,7 @@ class IFCA(Method[State], name="ifca"):
             theta = clients.send(state.models_KP, chosen_M)
         else:
             received = clients.broadcast(state.models_KP, shared=clients.spec.base if self.share_base else None)
-            chosen_M = self.choose_clusters(clients, received)
+            chosen_M = self.choose_clusters(clients, received, upload=not gradients)  # j_i
             theta = received.choose(np.maximum(chosen_M, 0))
         known_M = chosen_M != UNASSIGNED  # a client that made no choice counts in no average
 
@@ -110,8 +109,6 @@ class IFCA(Method[State], name="ifca"):
         if self.share_base:
             weight_RM = torch.cat([weight_RM, global_weights(weight_M)])  # the last row: all participants
         updates = clients.train(theta, how=LocalTraining(sgd=one_step), average=weight_RM)
-        if not gradients and not warm_up:
-            clients.count_upload(1)  # j_i
 
         # theta_j <- Avg of W_i, or theta_j - (gamma / m) sum of g_i, over the clients that chose j
         after = state.advance(
@@ -122,14 +119,12 @@ class IFCA(Method[State], name="ifca"):
         clients.member_events(state.members_K, after.members_K, clients=known_M.sum(), num_clusters=self.num_clusters)
         return after
 
-    def choose_clusters(self, clients: Clients, received: Sent) -> np.ndarray:
+    def choose_clusters(self, clients: Clients, received: Sent, upload: bool = False) -> np.ndarray:
         """The choice j_i (M,) of each client among the models it received; UNASSIGNED if its losses are missing."""
         if self.select == "test_accuracy":
+            clients.count_upload(int(upload))
             return clients.accuracies(received).argmax(1)
-        loss_MK = clients.losses(received, max_samples=self.select_samples)
-        if not clients.evaluated:
-            clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        return least_loss(loss_MK)
+        return clients.choose(received, max_samples=self.select_samples, upload=upload, diagnostic="losses")
 
     def warmup_clusters(self, ids_M: np.ndarray, seed: int) -> np.ndarray:
         """Clusters, int64 (M,), of a random equal split, the same in all rounds.

@@ -36,7 +36,6 @@ from torch import Tensor
 from cfl_ray.core.clients import Clients, LocalTraining, Sent, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import least_loss
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import cluster_weights, global_weights
@@ -157,6 +156,7 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
 
     def zeroed(self, state: CAMState, clients: Clients) -> CAMState:
         """The state with f = 0 for clusters without a client; a client that chooses one predicts with Theta_g alone."""
+        clients.reads("the clusters")
         models_KP = state.models_KP.clone()
         models_KP[torch.from_numpy(state.members_K == 0), : clients.spec.trained] = 0
         return state.advance(models_KP=models_KP)
@@ -170,15 +170,13 @@ class IFCACAM(Method[CAMState], name="ifca_cam"):
 
     def report_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
         """The choice c(i) (M,) of each client, counted as an upload."""
-        clients.count_upload(1)
-        return self.choose_clusters(clients, received, theta_g)
+        return self.choose_clusters(clients, received, theta_g, upload=True)
 
-    def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent) -> np.ndarray:
+    def choose_clusters(self, clients: Clients, received: Sent, theta_g: Sent, upload: bool = False) -> np.ndarray:
         """The choice c(i) (M,) of each client; UNASSIGNED, which counts in no average, if its losses are missing."""
-        loss_MK = clients.losses(received, frozen_model=theta_g, max_samples=self.select_samples)
-        if not clients.evaluated:
-            clients.record("losses", np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        return least_loss(loss_MK)
+        return clients.choose(
+            received, frozen_model=theta_g, max_samples=self.select_samples, upload=upload, diagnostic="losses"
+        )
 
     def join(self, state: CAMState, clients: Clients) -> CAMState:
         """Newcomers choose a model whenever they predict, until they have trained."""

@@ -100,6 +100,12 @@ class RunDirectory:
     cluster_events = File("artifacts/cluster_events.jsonl", ("method",), "a line for each event of a cluster", "driver")
     checkpoints = File("checkpoints/", ("method",), "checkpoints", "server")
     writer = File("writer.json", ("method",), "which process may write checkpoints", "server")
+    privacy_key = File(
+        "privacy.key",
+        ("method",),
+        "key of the noise of a private run: whoever has it can subtract the noise",
+        "server",
+    )
     writer_lock = File("writer.lock", ("method",), "held while checkpoints are written", "server")
 
     study = File("study.yaml", ("study",), "the study, without credentials", "study")

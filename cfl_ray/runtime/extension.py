@@ -42,7 +42,12 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
 
 
 def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None:
-    """Raises ConfigError for a learning rate that depends on the number of all rounds."""
+    """Raises ConfigError for a learning rate, or for noise, that depends on the number of all rounds."""
+    if experiment.privacy is not None and experiment.privacy.noise_multiplier is None:
+        raise ConfigError(
+            "extend: privacy.target_epsilon alone makes the noise depend on the number of rounds; a run with "
+            "privacy.noise_multiplier can be extended"
+        )
     _, local, own = resolve_learning(experiment, resolve(experiment.methods))
     for schedule in filter(None, (one.schedule for one in (local, *own.values()))):
         for round in range(1, rounds + 1):

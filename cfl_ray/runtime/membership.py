@@ -62,7 +62,10 @@ class Membership:
     def cohort(self, round: int) -> Cohort:
         """The cohort of this round."""
         settings = self.experiment.cohort
-        return self.population.draw(round, settings.fraction, settings.clients, self.availability, settings.dropout)
+        poisson = settings.sampling == "poisson"
+        return self.population.draw(
+            round, settings.fraction, settings.clients, self.availability, settings.dropout, poisson
+        )
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""

@@ -20,6 +20,7 @@ from cfl_ray.config.cohort import (
     TraceConfig,
 )
 from cfl_ray.config.schedule import check_schedule
+from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.availability import (
     ALWAYS,
     ARGUMENTS,
@@ -51,11 +52,21 @@ from cfl_ray.models import ModelRecipe
 from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
-from cfl_ray.runtime.dry_run import try_aggregation, try_attack, try_availability, try_metrics
+from cfl_ray.privacy.plan import PrivacyPlan, plan_of
+from cfl_ray.runtime.dry_run import (
+    DryBackend,
+    dry_rounds,
+    try_aggregation,
+    try_attack,
+    try_availability,
+    try_metrics,
+)
 from cfl_ray.runtime.first_models import start_of
 from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
+
+_DRY_FLOATS = 10**9  # of the models of all rounds that a private run tries before it
 
 
 def local_training(settings: LocalConfig) -> LocalSGD:
@@ -85,6 +96,7 @@ class Setup:
     local: LocalSGD = LocalSGD()  # of the methods that have no local training of their own
     own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of those that have, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
+    privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
     template: nn.Module | None = None  # see `Network`; None without frozen parameters, or where it cannot be sent
 
@@ -179,6 +191,8 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
         setup = replace(setup, frozen=frozen, template=template)
     _check_attack(setup.attack, federation.num_clients)
     _try_methods(setup)
+    if experiment.privacy is not None:
+        setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
     _check_batches(setup)
     _try_own_parts(setup)
     _check_engine(setup)
@@ -295,6 +309,33 @@ def _try_methods(setup: Setup) -> None:
         _check_memory(label, method, network.spec.size)
         start = start_of(setup.experiment, label, network, setup.federation.num_clients)
         CheckedMethod(method, network.spec.size).init(start)
+
+
+def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
+    """The privacy of a method, planned by two rounds without training. Raises ConfigError if it cannot be private."""
+    method, federation, spec = setup.methods[label], setup.federation, setup.network().spec
+    if not isinstance(method.aggregation_rule, Mean):
+        raise ConfigError(
+            f"{label} cannot be private with aggregation {method.aggregation}: the rule reads the updates of single "
+            "clients; use aggregation mean (privacy.clip bounds every update)"
+        )
+    count, cohort = federation.num_clients, setup.division.cohort
+    return plan_of(
+        setup.experiment,
+        count,
+        label,
+        lambda private: dry_rounds(
+            method,
+            count,
+            cohort,
+            spec,
+            setup.local_of(label),
+            federation.shape,
+            DryBackend.of(spec, federation.shape),
+            private,
+            rounds=min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
+        ),
+    )
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

@@ -34,6 +34,7 @@ from cfl_ray.runtime.first_models import start_of
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
 from cfl_ray.runtime.prepare import Setup
+from cfl_ray.runtime.private_run import private_run
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
@@ -83,12 +84,16 @@ class RoundLoop:
         self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
         attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.backend = ReusingBackend(backend, setup.federation, attackers)
+        self.privacy = setup.privacy.get(label)
+        self.private = None if self.privacy is None else private_run(self.privacy, experiment.seed, store)
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
+        if self.private is not None:
+            self.membership.population.cohort_seed = self.private.noise.seed("cohort")
         self.num_scores = len(setup.task.score_names)  # of one client
 
         self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
@@ -103,6 +108,9 @@ class RoundLoop:
             setup, label, self.steps, self.backend, self.membership, self.clients_of, initial_P
         )
         snapshot = self._decoded(checkpoint) if checkpoint else self._first()
+        if self.privacy is not None and self.private is not None:
+            last = self.privacy.last_round(self.private.releases, self.saved, experiment.rounds)
+            self.plan = replace(self.plan, rounds=last)
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
         self.restored = self._restored(snapshot, checkpoint)
         self.diagnostics = RoundDiagnostics(() if self.restored.diagnostics else snapshot.report.diagnostics)
@@ -190,7 +198,7 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
-        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores)
+        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, self.private)
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
@@ -251,10 +259,11 @@ class RoundLoop:
         """The method's round with its cohort."""
         if self.server is not None:
             self.server.begin()
-        if len(cohort.ids_M):
+        if len(cohort.ids_M) or self.private is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
             self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, draft.round))
+            self._charge(draft)
         else:
             draft.notes.append("no client could be reached: a round without training")
         stats = draft.stats
@@ -272,6 +281,24 @@ class RoundLoop:
             draft.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
         self.diagnostics.take(draft, stats.diagnostics)
         draft.trained()
+
+    def _charge(self, draft: RoundDraft) -> None:
+        """Enters what the round released into the account of a private run. Raises RunError beyond its budget."""
+        if self.privacy is None or self.private is None:
+            return
+        self.private.end_round()
+        last = draft.round == self.plan.rounds
+        if not (self.plan.evaluates(draft.round) or last):
+            return
+        epsilon, target = self.privacy.epsilon(self.private.releases), self.privacy.target
+        draft.metrics |= {"epsilon": epsilon, "clip_norm": self.private.norm}
+        if target is not None and epsilon > target * 1.0001:
+            raise RunError(
+                f"{self.label} has released more than its plan: epsilon {epsilon:.4g} after round {draft.round}, the "
+                f"budget is {target:g}; the round is not saved"
+            )
+        if last and draft.round < self.experiment.rounds:
+            draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
 
     def _save_and_close(self, draft: RoundDraft) -> None:
         """Saves the round if the plan, the interval or a request to stop says so, and goes on to the next one."""
@@ -291,7 +318,9 @@ class RoundLoop:
         self.diagnostics.resolve()
         moments = {} if self.server is None else self.server.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
-        snapshot = Snapshot(self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen)
+        snapshot = Snapshot(
+            self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen, self.private
+        )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
             tensors, values = snapshot.encoded(self.num_scores)
@@ -323,6 +352,7 @@ class RoundLoop:
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,
+            private=self.private,
         )
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:

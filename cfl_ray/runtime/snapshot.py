@@ -12,11 +12,13 @@ from cfl_ray.checkpoint.store import Checkpoint
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.round_report import RoundReport
 
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
+_SIGNATURES = "server.privacy.signatures_N"
 _DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
 
 
@@ -53,6 +55,7 @@ class _Values(_Strict):
     traffic: _Traffic
     report: _Report
     frozen: str = ""
+    privacy: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Snapshot:
     moments: dict[str, Tensor]  # of the server optimiser
     report: RoundReport  # with all diagnostics that are not recorded yet
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
+    private: PrivateRun | None = None  # a method without privacy has none
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
@@ -72,6 +76,8 @@ class Snapshot:
         tensors, scalars = self.state.to_checkpoint()
         tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
+        if self.private is not None:
+            tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
         tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
         for one in report.diagnostics:
@@ -88,17 +94,28 @@ class Snapshot:
             "events": [event.to_fields() for event in report.events],
             "fallbacks": report.fallbacks,
         }
-        frozen = {"frozen": self.frozen} if self.frozen else {}
-        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values, **frozen}
+        more: dict[str, Any] = {"frozen": self.frozen} if self.frozen else {}
+        if self.private is not None:
+            more["privacy"] = self.private.to_values()
+        return tensors, {"state": scalars, "traffic": vars(self.traffic), "report": values, **more}
 
     @classmethod
-    def decoded(cls, checkpoint: Checkpoint, label: str, state_type: type[State], num_scores: int) -> "Snapshot":
-        """The inverse. Raises RunError for a checkpoint of another method."""
+    def decoded(
+        cls,
+        checkpoint: Checkpoint,
+        label: str,
+        state_type: type[State],
+        num_scores: int,
+        private: PrivateRun | None = None,
+    ) -> "Snapshot":
+        """The inverse; `private` is restored. Raises RunError for a checkpoint of another method."""
         tensors = dict(checkpoint.tensors)
         try:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
             scores_MV = tensors.pop("server.scores_M4").numpy()
+            if private is not None:
+                private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
             names = [name for name in tensors if name.startswith(_MOMENTS)]
             moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
             diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
@@ -127,7 +144,7 @@ class Snapshot:
             fallbacks=tuple(values.report.fallbacks),
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, moments, report, values.frozen)
+        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private)
 
 
 def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, Tensor]:

@@ -47,6 +47,8 @@ ROUND_METRICS = {
     "clients_late": "clients that were excluded because their work took longer than runtime.round_deadline",
     "mbit_down": "Mbit sent to a client so far, mean over the federation, 32 bits a float",
     "mbit_up": "Mbit sent by a client so far, mean over the federation, 32 bits a float",
+    "epsilon": "epsilon of everything that a private run released so far, at its delta",
+    "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
     "round_seconds": "wall time of the round without its evaluation",
 }
 RUN_METRICS = {

@@ -1,0 +1,1 @@
+"""Accounting of differential privacy."""

@@ -1,0 +1,131 @@
+"""The accountant: epsilon of Gaussian releases to clients' data, by Google's dp-accounting.
+
+Every sum of a round is a Gaussian mechanism on the clients of the round, every signature one on its client. Two
+federations are adjacent if the data of one client are removed, so that it uploads zeros ("poisson", "all"), or replaced
+by others ("fixed"). The latter moves a sum by up to 2 C: its noise multiplier is z / 2. A signature always counts as
+replaced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from cfl_ray.core.privacy import Releases
+from cfl_ray.errors import ConfigError
+
+Kind = Literal["poisson", "fixed", "all"]
+
+_FINE, _COARSE = (
+    1e-4,
+    1e-3,
+)  # steps of the grid of privacy losses; a coarser one gives a larger epsilon, never a less one
+_EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
+_LARGEST_Z = 1e4  # a larger noise multiplier is no training
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the cohort of a round is drawn. reason: why there is no amplification, of the kind "all"."""
+
+    kind: Kind
+    population: int  # N
+    cohort: float  # q N, expected clients of a round
+    reason: str = ""
+
+    @property
+    def rate(self) -> float:
+        """The sampling rate q."""
+        return 1.0 if self.kind == "all" else self.cohort / self.population
+
+    @property
+    def relation(self) -> str:
+        """The adjacent federations, in words."""
+        return "replace one client" if self.kind == "fixed" else "add or remove one client"
+
+
+def _dp() -> Any:
+    try:
+        import dp_accounting
+    except ImportError:
+        raise ConfigError("privacy needs dp-accounting; install it with: pip install 'cfl-ray[privacy]'") from None
+    return dp_accounting
+
+
+def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_multiplier: float | None = None) -> float:
+    """The epsilon of everything that was released, at `delta`.
+
+    signature_multiplier: of the noise on signatures; None: there are none.
+    """
+    parts = [*((z, count, True) for z, count in releases.sampled.items())]
+    parts += [(z, count, False) for z, count in releases.unsampled.items()]
+    if releases.signatures and signature_multiplier is not None:
+        # a sum is moved by C, or by 2 C if `fixed`; a signature always by 2 C: _composed halves z of the latter kind
+        half = 1.0 if sampling.kind == "fixed" else 0.5
+        parts.append((signature_multiplier * half, releases.signatures, False))
+    if not parts:
+        return 0.0
+    return _epsilon(tuple(parts), sampling, delta)
+
+
+@cache
+def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float) -> float:
+    found = 0.0
+    for interval in (_COARSE, _FINE):
+        found = _composed(parts, sampling, delta, interval)
+        if found >= _EXACT_BELOW or sampling.kind == "fixed":
+            break
+    return found
+
+
+def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:
+    dp = _dp()
+    relation = dp.NeighboringRelation
+    if sampling.kind == "fixed":
+        from dp_accounting.rdp import RdpAccountant
+
+        accountant: Any = RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
+    else:
+        from dp_accounting.pld import PLDAccountant
+
+        accountant = PLDAccountant(relation.ADD_OR_REMOVE_ONE, value_discretization_interval=interval)
+    for z, count, sampled in parts:
+        event: Any = dp.GaussianDpEvent(z / 2 if sampling.kind == "fixed" else z)
+        if sampled and sampling.kind == "poisson" and sampling.rate < 1:
+            event = dp.PoissonSampledDpEvent(sampling.rate, event)
+        elif sampled and sampling.kind == "fixed" and sampling.rate < 1:
+            event = dp.SampledWithoutReplacementDpEvent(sampling.population, round(sampling.cohort), event)
+        accountant.compose(event, count)
+    return float(accountant.get_epsilon(delta))
+
+
+def solved_multiplier(target: float, epsilon_of: Callable[[float], float]) -> float:
+    """The least noise multiplier, to 3 digits after the point of its logarithm, whose epsilon is at most `target`.
+
+    epsilon_of: epsilon of the plan by noise multiplier. Raises ConfigError if no noise is enough.
+    """
+    low, high = 0.01, 1.0
+    while epsilon_of(high) > target:
+        low, high = high, 2 * high
+        if high > _LARGEST_Z:
+            raise ConfigError(
+                f"privacy.target_epsilon: {target:g} is not reached with a noise multiplier of {_LARGEST_Z:g}"
+            )
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        if epsilon_of(middle) > target:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def last_round(target: float, rounds: int, epsilon_after: Callable[[int], float]) -> int:
+    """The last round, at most `rounds`, after which epsilon is not above `target`; 0: not even after the first."""
+    if epsilon_after(rounds) <= target:
+        return rounds
+    low, high = 0, rounds - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if epsilon_after(middle) <= target else (low, middle - 1)
+    return low

@@ -1,0 +1,180 @@
+"""The privacy of one method's run, planned before it: noise, what the accountant may assume of sampling, budget."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cfl_ray.config import Experiment
+from cfl_ray.config.privacy import PrivacyConfig
+from cfl_ray.core.population import count_of
+from cfl_ray.core.privacy import AdaptiveClip, Noise, Privacy, PrivacyError, PrivateRun, Releases, Signatures
+from cfl_ray.errors import ConfigError
+from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+
+_ROUNDING = 1e-9  # of epsilon, relative
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What every round does, and what it releases."""
+
+    privacy: Privacy
+    sampling: Sampling
+    delta: float
+    target: float | None
+    rounds: tuple[Releases, ...]  # of the first rounds; every later round releases what the last of them does
+    reproducible: bool
+    extrapolated: bool
+
+    def after(self, rounds: int) -> Releases:
+        """The releases of a run of so many rounds."""
+        return self._more(Releases(), 0, rounds)
+
+    def epsilon(self, releases: Releases) -> float:
+        """Epsilon of these releases."""
+        signatures = self.privacy.signatures
+        multiplier = None if signatures is None else signatures.noise_multiplier
+        return epsilon(releases, self.sampling, self.delta, multiplier)
+
+    def last_round(self, releases: Releases, done: int, rounds: int) -> int:
+        """The last round, at most `rounds`, that the budget allows to a run that has made `done` of them."""
+        if self.target is None:
+            return rounds
+        limit = self.target * (1 + _ROUNDING)
+        return done + last_round(limit, rounds - done, lambda more: self.epsilon(self._more(releases, done, more)))
+
+    def _more(self, releases: Releases, done: int, rounds: int) -> Releases:
+        """The releases after so many rounds more than the `done` ones."""
+        planned = self.rounds[done : done + rounds]
+        parts = [(releases, 1), *((part, 1) for part in planned), (self.rounds[-1], rounds - len(planned))]
+        sampled, unsampled = Counter[float](), Counter[float]()
+        for part, times in parts:
+            for found, counts in ((sampled, part.sampled), (unsampled, part.unsampled)):
+                found.update({z: times * count for z, count in counts.items() if times * count})
+        signatures = sum(part.signatures * times for part, times in parts)
+        return Releases(sampled, unsampled, np.array([signatures], np.int32))
+
+
+def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) -> PrivacyPlan:
+    """The plan of a method.
+
+    dry_run: makes rounds of the method with a `PrivateRun`, without training. Raises ConfigError for a method that
+    cannot be private, and for a budget that is exceeded in round 1.
+    """
+    config = experiment.privacy
+    assert config is not None
+    sampling = _sampling(experiment, config, num_clients)
+    delta = config.delta or sampling.population**-1.1
+    if delta >= 1 / sampling.population:
+        raise ConfigError(
+            f"privacy.delta must be below 1 / {sampling.population} clients = {1 / sampling.population:.3g}, got "
+            f"{delta:g}: a larger one allows to publish the data of a client"
+        )
+    cohort = _expected_cohort(experiment, num_clients)
+    given = config.signatures
+    signatures = None if given is None else Signatures(given.noise_multiplier, given.clip)
+    unit = Privacy(1.0, config.clip, cohort, signatures=signatures)
+    rounds = _releases(unit, label, dry_run)
+    extrapolated = config.extrapolate is not None
+
+    def with_noise(z: float) -> PrivacyPlan:
+        count_noise = config.count_noise or max(cohort / 20, z)
+        privacy = replace(
+            unit,
+            noise_multiplier=z,
+            per_layer=config.clipping == "per_layer",
+            adaptive=AdaptiveClip(config.quantile, config.clip_lr, count_noise)
+            if config.clipping == "adaptive"
+            else None,
+            noise_scale=cohort / config.extrapolate.cohort if config.extrapolate else 1.0,
+        )
+        return PrivacyPlan(
+            privacy,
+            sampling,
+            delta,
+            config.target_epsilon,
+            tuple(part.scaled(z) for part in rounds),
+            config.noise == "reproducible",
+            extrapolated,
+        )
+
+    def epsilon_of(z: float) -> float:
+        plan = with_noise(z)
+        return plan.epsilon(plan.after(experiment.rounds))
+
+    z = config.noise_multiplier
+    if z is None:
+        assert config.target_epsilon is not None
+        z = solved_multiplier(config.target_epsilon, epsilon_of)
+    plan = with_noise(z)
+    _ = plan.privacy.sum_multiplier  # raises ConfigError for too little noise on the count
+    if not plan.last_round(Releases(), 0, experiment.rounds):
+        raise ConfigError(
+            f"privacy.target_epsilon: {label} exceeds {config.target_epsilon:g} in round 1 with noise multiplier {z:g} "
+            f"(epsilon {plan.epsilon(plan.after(1)):.3g}); give more noise or a larger budget"
+        )
+    return plan
+
+
+def _releases(privacy: Privacy, label: str, dry_run: Any) -> list[Releases]:
+    """What each of the first rounds releases."""
+    run, found = PrivateRun(privacy, Noise(b"")), []
+    try:
+        for _ in dry_run(run):
+            run.end_round()
+            found.append(run.releases)
+            run.releases = Releases()
+    except PrivacyError as error:
+        raise ConfigError(f"{label} cannot be private: {error}") from None
+    return found
+
+
+def _expected_cohort(experiment: Experiment, num_clients: int) -> float:
+    """The expected cohort, q N or m."""
+    cohort = experiment.cohort
+    if cohort.sampling == "poisson":
+        return cohort.clients or cohort.fraction * num_clients
+    return cohort.clients or count_of(cohort.fraction, num_clients)
+
+
+def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -> Sampling:
+    cohort, expected = experiment.cohort, _expected_cohort(experiment, num_clients)
+    if config.extrapolate is not None:
+        if config.extrapolate.cohort > config.extrapolate.population:
+            raise ConfigError(
+                f"privacy.extrapolate: cohort must be at most population, {config.extrapolate.population}, got "
+                f"{config.extrapolate.cohort}"
+            )
+        return Sampling("poisson", config.extrapolate.population, config.extrapolate.cohort)
+    reasons = {
+        "the availability of clients is not a draw with equal chances": cohort.availability.kind != "always",
+        "clients drop out": cohort.dropout > 0,
+        "clients join or leave": any(event.join or event.leave for event in experiment.schedule),
+        "runtime.round_deadline leaves out slow clients": experiment.runtime.round_deadline is not None,
+        "every client is in every round": expected >= num_clients,
+    }
+    if reason := next((text for text, holds in reasons.items() if holds), ""):
+        return Sampling("all", num_clients, expected, reason)
+    return Sampling(cohort.sampling, num_clients, expected)
+
+
+def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
+    """The plan in words, for `cfl-ray check`."""
+    last = plan.last_round(Releases(), 0, rounds)
+    privacy, sampling = plan.privacy, plan.sampling
+    first = (
+        f"privacy of {label}: epsilon {plan.epsilon(plan.after(last)):.3g} at delta {plan.delta:.3g} after "
+        f"{last} rounds ({sampling.relation}); noise multiplier {privacy.noise_multiplier:.4g}, clip {privacy.norm:g}, "
+        f"expected cohort {privacy.cohort:g}"
+    )
+    notes = {
+        f"ends after round {last} of {rounds}: the next one would exceed epsilon {plan.target or 0:g}": last < rounds,
+        f"no amplification by sampling: {sampling.reason}": sampling.kind == "all",
+        "an extrapolation to a larger federation, no guarantee for these clients": plan.extrapolated,
+        "noise is drawn from the seed: reproducible, not private": plan.reproducible,
+        "all clients have equal weights": True,
+        "assignments and metrics of clients are diagnostics of the simulation: not private": True,
+    }
+    return [first, *(f"  {text}" for text, holds in notes.items() if holds)]
