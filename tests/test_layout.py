@@ -35,6 +35,7 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "checkpoint": {"errors", "system", "core", "run_directory"},
     "tracking": {"errors", "plugins", "system", "security", "core", "config", "run_directory"},
     "report": {"errors", "system", "core", "tracking"},
+    "privacy": {"errors", "core", "config"},
 }
 for package in ("results", "runtime", "study", "cli"):  # each may import all of those before it
     ALLOWED[package] = set(ALLOWED)

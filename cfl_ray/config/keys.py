@@ -60,7 +60,7 @@ def sections(
         nested, is_list = _section_of(info.annotation)
         if kinds is not None and field == kinds.key:
             keys.append(_key_of_kind(full, info, kinds))
-        elif nested is None or is_list:
+        elif nested is None or is_list or _is_optional(info):
             keys.append(Key(full, f"{info.description or ''}{of_kinds}", _values(info, nested), _default(info)))
         if nested is not None:
             description = None if is_list else info.description
@@ -146,6 +146,11 @@ def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
     return (inner, is_list) if is_section else (None, False)
 
 
+def _is_optional(info: FieldInfo) -> bool:
+    """Whether the key holds null unless it is given."""
+    return not info.is_required() and info.default is None
+
+
 def _default(info: FieldInfo) -> str | None:
     return None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
 
@@ -156,7 +161,7 @@ def as_yaml(value: Any) -> str:
 
 
 def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:
-    if nested is not None:
+    if nested is not None and not _is_optional(info):
         return f"list of {{{', '.join(nested.model_fields)}}}"
     return _type(info.annotation, list(info.metadata))
 

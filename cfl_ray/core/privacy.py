@@ -73,7 +73,7 @@ class AdaptiveClip:
 
 @dataclass(frozen=True)
 class Privacy:
-    """What every round of a private run does; constant."""
+    """Clipping and noise of every round of a private run; constant."""
 
     noise_multiplier: float  # z; after it was solved for a target
     norm: float  # C of the first round
@@ -97,7 +97,7 @@ class Privacy:
 
 @dataclass
 class Releases:
-    """What was released so far: the state of the accountant, part of every checkpoint."""
+    """The releases so far: the state of the accountant, part of every checkpoint."""
 
     # rounds by effective noise multiplier, 1 / sqrt(sum of 1 / z^2 over the releases of the round)
     sampled: Counter[float] = field(default_factory=Counter)  # with the cohort

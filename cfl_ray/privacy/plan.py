@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # of epsilon, relative
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What every round does, and what it releases."""
+    """Clipping and noise of every round, and its releases."""
 
     privacy: Privacy
     sampling: Sampling
@@ -119,7 +119,7 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
 
 
 def _releases(privacy: Privacy, label: str, dry_run: Any) -> list[Releases]:
-    """What each of the first rounds releases."""
+    """The releases of each of the first rounds."""
     run, found = PrivateRun(privacy, Noise(b"")), []
     try:
         for _ in dry_run(run):

@@ -28,6 +28,9 @@ def test_every_key_of_an_experiment_is_listed_with_its_default():
         "schedule[].round",
         "schedule[].change[].clients",
         "cohort.availability.file",
+        "privacy.signatures.noise_multiplier",
+        "privacy.extrapolate.cohort",
+        "privacy.extrapolate.population",
     }
 
 

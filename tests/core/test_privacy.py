@@ -1,0 +1,238 @@
+"""Private rounds: what one client can change in the sums, the noise on them, and what a server may not read."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from federations import Stage
+from torch import nn
+
+from cfl_ray.core.clients import ClientState, LocalTraining
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.privacy import AdaptiveClip, Noise, Privacy, PrivacyError, PrivateRun, Signatures
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.work import AverageDeferred, Train
+from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import ConfigError
+from cfl_ray.methods import REGISTRY
+
+NORM, COHORT = 0.05, 4.0
+SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
+
+
+def stage(engine="sequential", lr=5.0) -> Stage:
+    """Clients whose updates are far above NORM."""
+    federation = SyntheticFederation(8, input=(6,), classes=3, groups=2, samples=12, seed=0)
+    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    return Stage(federation, model, LocalSGD(lr=lr, epochs=1, batch_size=4), engine)
+
+
+def private(z=1.0, secret=b"", **changes) -> PrivateRun:
+    """Without a secret, there is no noise: a dry run."""
+    return PrivateRun(Privacy(z, NORM, COHORT, **changes), Noise(secret))
+
+
+@dataclass
+class Recording:
+    """A backend that keeps the sums before the noise, in the scale of the clients."""
+
+    backend: object
+    sums: list
+
+    def run(self, work):
+        outcome = self.backend.run(work)
+        if isinstance(work, Train | AverageDeferred) and work.averaging is not None:
+            total_R = work.averaging.total_R
+            self.sums.append({row: mean_P * total_R[row] for row, mean_P in outcome.means.items()})
+        return outcome
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+
+def sums_of(name, ids, run, engine="sequential", first=1):
+    """The sums of every exchange of a method's round with these clients, and its state."""
+    one = stage(engine)
+    one.backend = Recording(one.backend, [])
+    method = REGISTRY[name]()
+    clients = replace(one.clients(ids, first), private=run)
+    state = method.round(method.init(one.start()), clients, Draws(0, first))
+    return one.backend.sums, state
+
+
+def joint_change(sums, others):
+    """Largest norm, over the exchanges, of the change of all sums together."""
+    found = []
+    for mine, theirs in zip(sums, others, strict=True):
+        rows = mine.keys() | theirs.keys()
+        zero = torch.zeros(53)
+        parts = [mine.get(row, zero).double() - theirs.get(row, zero).double() for row in rows]
+        found.append(torch.cat(parts).norm().item() if parts else 0.0)
+    return max(found)
+
+
+@pytest.mark.parametrize("name", SUMS_ONLY.split())
+def test_one_client_changes_all_sums_of_an_exchange_by_at_most_the_norm(name):
+    """Removing a client changes what it uploads, which is clipped with all models of an exchange together."""
+    run = private()
+    everyone, _ = sums_of(name, [0, 1, 2, 3, 4], run)
+    changes = [joint_change(everyone, sums_of(name, [i for i in range(5) if i != out], run)[0]) for out in range(5)]
+    assert max(changes) <= NORM * (1 + 1e-4)
+    assert max(changes) > NORM / 2, "the clients of this test upload more than the norm"
+
+
+def test_without_clipping_the_change_is_larger():
+    change = joint_change(sums_of("fedavg", [0, 1, 2], None)[0], sums_of("fedavg", [0, 1], None)[0])
+    assert change > 10 * NORM
+
+
+@pytest.mark.parametrize("engine", ["manual", "vectorised", "span"])
+def test_every_engine_clips(engine):
+    reference, _ = sums_of("ifca", range(6), private())
+    found, _ = sums_of("ifca", range(6), private(), engine)
+    assert joint_change(reference, found) < 1e-5
+
+
+@pytest.mark.parametrize("name", WITH_SIGNATURES.split())
+def test_a_server_that_reads_single_uploads_needs_signatures(name):
+    with pytest.raises(PrivacyError, match="of single clients, which noise on sums does not protect; give"):
+        sums_of(name, range(8), private())
+    run = private(signatures=Signatures(1.0, 0.5), secret=b"key")
+    sums_of(name, range(8), run)
+    assert run.releases.signatures == 1, "each client uploaded one vector in this round"
+
+
+@pytest.mark.parametrize("name, what", [("fedsoft", "further numbers"), ("fedgwc", "the losses of local steps")])
+def test_other_uploads_are_refused(name, what):
+    with pytest.raises(PrivacyError, match=f"its server reads {what} of single clients"):
+        sums_of(name, range(8), private())
+
+
+def test_equal_weights_are_needed():
+    clients = replace(stage().clients([0, 1]), private=private())
+    start = clients.send(torch.zeros(1, 53))
+    with pytest.raises(PrivacyError, match=r"privacy needs equal weights of all clients, got 1 \.\. 3"):
+        clients.train(start, average=torch.tensor([[1.0, 3.0]]))
+    with pytest.raises(PrivacyError, match="every client in one average"):
+        clients.train(start, average=torch.ones(2, 2))
+    updates = clients.train(start, average=torch.ones(1, 2))
+    with pytest.raises(PrivacyError, match="training losses"):
+        updates.train_loss_M  # noqa: B018
+
+
+class TestNoise:
+    def test_has_the_standard_deviation_of_the_plan_in_rows_with_and_without_clients(self):
+        """z C over the expected number of clients of a row, COHORT / 2; the sum itself is the same."""
+        clients = replace(stage(lr=1e-9).clients([0, 1, 2]), private=private(2.0, b"key"))
+        start_KP = torch.zeros(2, 53)
+        rows = []
+        for _ in range(100):
+            updates = clients.train(clients.send(start_KP), average=torch.tensor([[1.0, 1, 1], [0, 0, 0]]))
+            rows.append(updates.averaged(start_KP))
+        noise = torch.stack(rows)
+        expected = 2.0 * NORM / (COHORT / 2)
+        for row in range(2):
+            assert noise[:, row].std().item() == pytest.approx(expected, rel=0.05)
+            assert abs(noise[:, row].mean().item()) < 5 * expected / noise[:, row].numel() ** 0.5
+
+    def test_depends_on_the_key_and_the_address_alone(self):
+        states = [sums_of("fedavg", [0, 1], private(1.0, key))[1].models_KP for key in (b"a", b"a", b"b")]
+        assert states[0].equal(states[1]) and not states[0].equal(states[2])
+
+    def test_is_released_for_an_empty_cohort(self):
+        for name in SUMS_ONLY.split():
+            run = private(1.0, b"key")
+            _, state = sums_of(name, [], run)
+            run.end_round()
+            assert sum(run.releases.sampled.values()) == 1 and torch.isfinite(state.models_KP).all()
+
+    def test_fixed_denominators_do_not_follow_the_cohort(self):
+        """The sum of three equal changes is 1.5 times that of two, over the same number."""
+        averages = []
+        for ids in ([0, 0], [0, 0, 0]):
+            one = stage()
+            clients = replace(one.clients(ids), private=private())
+            start = clients.send(torch.zeros(1, 53))
+            averages.append(clients.train(start, average=torch.ones(1, len(ids))).averaged(torch.zeros(1, 53)))
+        torch.testing.assert_close(averages[1], 1.5 * averages[0], rtol=1e-5, atol=1e-9)
+
+
+class TestClipping:
+    def trained(self, run, **options):
+        one = stage()
+        clients = replace(one.clients([0]), private=run)
+        options, start_1P = {"average": torch.ones(1, 1)} | options, one.model()[None]
+        updates = clients.train(clients.send(start_1P), **options)
+        return (updates.averaged(start_1P) - start_1P)[0] * COHORT
+
+    def test_flat_is_to_the_norm(self):
+        assert self.trained(private()).norm().item() == pytest.approx(NORM, rel=1e-4)
+
+    def test_per_layer_is_to_its_share_in_every_tensor(self):
+        ends = [0, *stage().network.spec.ends]
+        change_P = self.trained(private(per_layer=True))
+        norms = [change_P[a:b].norm().item() for a, b in zip(ends, ends[1:])]
+        assert norms == pytest.approx([NORM / 2] * 4, rel=1e-4)
+
+    def test_private_columns_do_not_use_up_the_norm(self):
+        head = stage().network.spec.head
+        change_P = self.trained(private(), client_state=ClientState("head", head))
+        assert change_P.norm().item() == pytest.approx(NORM, rel=1e-4)
+        assert not head.of(change_P[None]).any()
+
+    def test_an_update_within_the_norm_stays(self):
+        one, how = stage(), LocalTraining(sgd=LocalSGD(lr=1e-4, epochs=1))
+        plain = one.clients([0])
+        start_1P = one.model()[None]
+        expected = plain.train(plain.send(start_1P), how=how, average=torch.ones(1, 1)).averaged(start_1P) - start_1P
+        torch.testing.assert_close(self.trained(private(), how=how), expected[0], rtol=1e-2, atol=1e-6)
+
+    def test_adaptive_goes_to_the_quantile(self):
+        """All updates are larger than C, so it grows by exp(eta gamma) a round; its release is part of z."""
+        run = private(1.0, adaptive=AdaptiveClip(quantile=0.5, lr=0.2, count_noise=5.0))
+        clients = replace(stage().clients([0, 1, 2, 3]), private=run)
+        clients.train(clients.send(torch.zeros(1, 53)), average=torch.ones(1, 4))
+        assert run.norm == pytest.approx(NORM * np.exp(0.2 * 0.5))
+        run.end_round()
+        assert run.releases.sampled == Counter({1.0: 1})
+        assert run.privacy.sum_multiplier == pytest.approx((1 - 1 / 100) ** -0.5)
+
+    def test_adaptive_needs_noise_on_the_count(self):
+        with pytest.raises(ConfigError, match="count_noise must be above 0.5, z / 2, got 0.4"):
+            private(1.0, adaptive=AdaptiveClip(0.5, 0.2, 0.4)).privacy.sum_multiplier  # noqa: B018
+
+
+class TestSignatures:
+    def test_are_clipped_with_noise_and_counted_by_client(self):
+        run = private(secret=b"key", signatures=Signatures(3.0, 0.5))
+        clients = replace(stage().clients([1, 5]), private=run)
+        found, _ = clients.describe(lambda client, anchor_P: 100 * torch.ones(4000))
+        assert (found - 0.5 / 4000**0.5).std().item() == pytest.approx(3.0 * 0.5, rel=0.03)
+        clients.select([1]).describe(lambda client, anchor_P: torch.ones(4))
+        assert run.releases.signatures_N.tolist() == [0, 1, 0, 0, 0, 2]
+
+    def test_an_evaluation_reads_what_it_wants(self):
+        clients = replace(stage().clients([1, 5]), private=private(), evaluated=True)
+        assert clients.losses(clients.known_models(torch.zeros(2, 53))).shape == (2, 2)
+
+
+def test_rounds_with_several_sums_are_one_release_of_less_noise():
+    run = private(2.0)
+    clients = replace(stage().clients([0, 1]), private=run)
+    for _ in range(4):
+        clients.train(clients.send(torch.zeros(1, 53)), average=torch.ones(1, 2))
+    everyone = replace(clients, reachable=lambda: (np.arange(8), np.ones(8, np.int64))).all_reachable()
+    everyone.train(everyone.send(torch.zeros(1, 53)), average=torch.ones(1, 8))
+    run.end_round()
+    assert run.releases.sampled == Counter({1.0: 1}), "2 / sqrt(4)"
+    assert run.releases.unsampled == Counter({2.0: 1}), "all clients are no sample"
+    again = private(2.0)
+    again.restore(run.to_values(), run.releases.signatures_N)
+    assert (again.norm, again.releases.sampled, again.releases.unsampled) == (
+        run.norm,
+        run.releases.sampled,
+        run.releases.unsampled,
+    )

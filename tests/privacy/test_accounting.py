@@ -1,0 +1,75 @@
+"""Epsilon against the values of dp-accounting, and of the published table."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from cfl_ray.core.privacy import Releases
+from cfl_ray.errors import ConfigError
+from cfl_ray.privacy.accounting import Sampling, epsilon, last_round, solved_multiplier
+
+pytest.importorskip("dp_accounting")
+
+
+def rounds(z, count, signatures=0):
+    return Releases(Counter({z: count} if count else {}), signatures_N=np.array([signatures], np.int32))
+
+
+@pytest.mark.parametrize(
+    "population, cohort, count, delta, values",
+    [
+        (200, 20, 200, 1e-3, {1: 7.10}),
+        (1000, 100, 200, 1000**-1.1, {0.5: 36.1, 1: 7.57, 2: 2.48}),
+        (3400, 100, 1500, 3400**-1.1, {1: 6.35, 2: 2.12}),
+        (10**6, 1000, 1500, 1e6**-1.1, {1: 0.25, 2: 0.08}),
+    ],
+)
+def test_of_poisson_samples(population, cohort, count, delta, values):
+    """Add or remove one client; PLD accountant. The first row is at delta 1e-3, at which the table's value holds."""
+    sampling = Sampling("poisson", population, cohort)
+    for z, expected in values.items():
+        assert epsilon(rounds(z, count), sampling, delta) == pytest.approx(expected, abs=0.006, rel=2e-3)
+
+
+def test_of_samples_without_replacement():
+    """6.37 is for noise of twice the sensitivity. Replacing a client moves a sum by 2 C: z is 4."""
+    sampling = Sampling("fixed", 1000, 100)
+    assert epsilon(rounds(4.0, 200), sampling, 1000**-1.1) == pytest.approx(6.37, abs=0.005)
+
+
+def test_of_all_clients():
+    """Against the closed form of n Gaussian mechanisms (Balle and Wang 2018), with mu = sqrt(n) / z."""
+    found, mu = epsilon(rounds(2.0, 200), Sampling("all", 1000, 100), 1e-4), 200**0.5 / 2.0
+    delta = norm.cdf(mu / 2 - found / mu) - np.exp(found) * norm.cdf(-mu / 2 - found / mu)
+    assert delta == pytest.approx(1e-4, rel=0.02) and delta <= 1e-4
+
+
+def test_signatures_are_not_amplified_and_count_as_replaced():
+    sampling = Sampling("poisson", 1000, 10)
+    alone = epsilon(rounds(1.0, 0, signatures=2), sampling, 1e-4, 4.0)
+    assert alone == pytest.approx(epsilon(rounds(2.0, 2), Sampling("all", 1000, 1000), 1e-4), rel=1e-6)
+    both = epsilon(rounds(1.0, 50, signatures=2), sampling, 1e-4, 4.0)
+    assert both > alone and both < alone + epsilon(rounds(1.0, 50), sampling, 1e-4)
+    assert epsilon(rounds(1.0, 0, signatures=2), Sampling("fixed", 1000, 10), 1e-4, 4.0) == pytest.approx(
+        alone, rel=0.2
+    )
+
+
+def test_nothing_released_is_nothing():
+    assert epsilon(Releases(), Sampling("poisson", 100, 10), 1e-3) == 0
+
+
+def test_the_least_noise_for_a_target():
+    """2.343 for epsilon 2 with 1,000 clients, 100 a round, 200 rounds."""
+    sampling = Sampling("poisson", 1000, 100)
+    found = solved_multiplier(2.0, lambda z: epsilon(rounds(z, 200), sampling, 1000**-1.1))
+    assert found == pytest.approx(2.343, abs=0.004)
+    with pytest.raises(ConfigError, match="target_epsilon: 1e-09 is not reached"):
+        solved_multiplier(1e-9, lambda z: 1.0)
+
+
+@pytest.mark.parametrize("target, expected", [(0.5, 0), (1.0, 1), (6.5, 6), (10.0, 10), (99.0, 10)])
+def test_the_last_round_of_a_budget(target, expected):
+    assert last_round(target, 10, float) == expected

@@ -1,0 +1,155 @@
+"""Private runs as a whole: plan, budget, records, resumption, refusals."""
+
+import stat
+
+import pytest
+
+from cfl_ray import Experiment, resume, simulate
+from cfl_ray.config import load
+from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.runtime.prepare import prepare
+
+pytest.importorskip("dp_accounting")
+
+
+def experiment(**sections) -> Experiment:
+    common = {
+        "rounds": 4,
+        "methods": [{"ifca": {"num_clusters": 2}}],
+        "data": {"shift": {"kind": "rotated"}, "partition": {"clients": 12}},
+        "model": "mlp",
+        "cohort": {"fraction": 0.5, "sampling": "poisson"},
+        "privacy": {"noise_multiplier": 1.0, "noise": "reproducible"},
+        "tracking": {"enabled": False},
+        "runtime": {"engine": "sequential", "checkpoint_every": 1},
+    }
+    return Experiment(**common | sections)
+
+
+def figures(results, label="ifca"):
+    return [
+        {key: value for key, value in record.metrics.items() if key != "round_seconds"}
+        for record in results[label].records
+    ]
+
+
+def test_epsilon_grows_by_the_round_and_the_plan_says_its_end():
+    values = [metrics["epsilon"] for metrics in figures(simulate(experiment()))]
+    assert values == sorted(values) and len(set(values)) == 4
+    plan = prepare(experiment()).privacy["ifca"]
+    assert plan.epsilon(plan.after(4)) == values[-1]
+
+
+def test_a_target_decides_the_noise():
+    setup = prepare(experiment(privacy={"target_epsilon": 3.0}))
+    plan = setup.privacy["ifca"]
+    assert 2.98 < plan.epsilon(plan.after(4)) <= 3.0
+    assert prepare(experiment(privacy={"target_epsilon": 1.0})).privacy["ifca"].privacy.noise_multiplier > (
+        plan.privacy.noise_multiplier
+    )
+
+
+def test_a_run_ends_before_its_budget_is_exceeded(tmp_path):
+    plan = prepare(experiment()).privacy["ifca"]
+    target = (plan.epsilon(plan.after(2)) + plan.epsilon(plan.after(3))) / 2
+    privacy = {"noise_multiplier": 1.0, "target_epsilon": target, "noise": "reproducible"}
+    found = figures(simulate(experiment(privacy=privacy), tmp_path / "run"))
+    assert len(found) == 2 and found[-1]["epsilon"] <= target
+    assert found == figures(simulate(experiment(rounds=2)))
+
+
+@pytest.mark.parametrize("noise", ["secret", "reproducible"])
+def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
+    """A sum that is computed again has the same noise, so that it is released once."""
+    from cfl_ray.runtime.round_loop import RoundLoop
+
+    real, seen = RoundLoop._save_and_close, []
+
+    def dying(self, draft):
+        if self.plan.rounds == 4 and draft.round == 3 and self.state.models_KP is not None:
+            seen.append(self.state.models_KP)
+            if len(seen) == 1:
+                raise KeyboardInterrupt
+        real(self, draft)
+
+    monkeypatch.setattr(RoundLoop, "_save_and_close", dying)
+    privacy = {"noise_multiplier": 1.0, "noise": noise, "clipping": "adaptive"}
+    with pytest.raises(Interrupted):
+        simulate(experiment(privacy=privacy), tmp_path / "run")
+    resumed = figures(resume(tmp_path / "run", on_ray=False))
+    assert seen[0].equal(seen[1]), "round 3 before it was saved, and again"
+    assert len(resumed) == 4 and resumed[-1]["epsilon"] == figures(simulate(experiment()))[-1]["epsilon"]
+    key = tmp_path / "run" / "ifca" / "privacy.key"
+    assert key.exists() == (noise == "secret")
+    if noise == "secret":
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+        other = figures(simulate(experiment(privacy=privacy), tmp_path / "other"))
+        assert other != resumed, "another run draws other noise and other cohorts"
+
+
+def test_methods_with_signatures(tmp_path):
+    privacy = {"noise_multiplier": 1.0, "noise": "reproducible", "signatures": {"noise_multiplier": 5.0}}
+    found = figures(simulate(experiment(methods=["stocfl"], privacy=privacy)), "stocfl")
+    plain = figures(simulate(experiment(methods=["fedavg"])), "fedavg")
+    assert found[-1]["epsilon"] > plain[-1]["epsilon"], "two sums a round, and a vector of each client"
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"methods": ["pacfl"]}, "pacfl cannot be private: its server reads descriptions of single clients"),
+        ({"methods": ["fednova"]}, "fednova cannot be private: its server reads further numbers"),
+        ({"methods": [{"fedavg": {"aggregation": "median"}}]}, "fedavg cannot be private with aggregation median"),
+        ({"privacy": {"noise_multiplier": 1.0, "delta": 0.1}}, "privacy.delta must be below 1 / 12 clients"),
+        (
+            {"privacy": {"noise_multiplier": 1.0, "target_epsilon": 0.1}},
+            "exceeds 0.1 in round 1 with noise multiplier 1",
+        ),
+        (
+            {"privacy": {"noise_multiplier": 3.0, "clipping": "adaptive", "count_noise": 1.0}},
+            "privacy.count_noise must be above 1.5, z / 2, got 1",
+        ),
+        (
+            {"privacy": {"noise_multiplier": 3.0, "extrapolate": {"cohort": 9, "population": 5}}},
+            "privacy.extrapolate: cohort must be at most population, 5, got 9",
+        ),
+    ],
+)
+def test_refusals(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare(experiment(**sections))
+
+
+def test_refusals_of_the_config():
+    with pytest.raises(ConfigError, match="give target_epsilon, noise_multiplier or both"):
+        experiment(privacy={})
+    with pytest.raises(ConfigError, match="sampling poisson needs availability always, got bernoulli"):
+        experiment(cohort={"sampling": "poisson", "availability": 0.5})
+    warning = "privacy.quantile (0.3) has no effect: privacy.clipping is flat"
+    assert warning in experiment(privacy={"noise_multiplier": 1.0, "quantile": 0.3}).warnings
+
+
+@pytest.mark.parametrize(
+    "sections, kind, reason",
+    [
+        ({"cohort": {"fraction": 0.5, "sampling": "poisson"}}, "poisson", ""),
+        ({"cohort": {"fraction": 0.5}}, "fixed", ""),
+        ({"cohort": {"fraction": 1.0}}, "all", "every client is in every round"),
+        ({"cohort": {"fraction": 0.5, "availability": 0.5}}, "all", "the availability of clients"),
+        ({"cohort": {"fraction": 0.5, "dropout": 0.1}}, "all", "clients drop out"),
+        ({"schedule": [{"round": 2, "leave": [0]}]}, "all", "clients join or leave"),
+    ],
+)
+def test_what_allows_amplification(sections, kind, reason):
+    sampling = prepare(experiment(methods=["fedavg"], **sections)).privacy["fedavg"].sampling
+    assert sampling.kind == kind and sampling.reason.startswith(reason)
+
+
+def test_an_extrapolation_has_the_noise_of_a_larger_cohort():
+    privacy = {"noise_multiplier": 1.0, "extrapolate": {"cohort": 600, "population": 10**6}}
+    plan = prepare(experiment(privacy=privacy)).privacy["ifca"]
+    assert plan.privacy.noise_scale == 6 / 600 and plan.extrapolated and plan.sampling.population == 10**6
+
+
+def test_an_override_makes_the_section():
+    assert load(None, ["privacy.target_epsilon=8"]).privacy.target_epsilon == 8
