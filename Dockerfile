@@ -9,8 +9,8 @@
 # toolkit. Layers from the most stable to the most changing: system, PyTorch, other dependencies, cfl_ray (1 MB).
 # No HEALTHCHECK: the same image is a head, a worker and a single run; KubeRay and the cluster launcher have checks of their own.
 #
-# A tag moves with its updates. A build that is the same next year names the base by its digest, which
-# `docker buildx imagetools inspect python:3.12-slim-trixie` prints: --build-arg BASE=python:3.12-slim-trixie@sha256:...
+# A tag moves with its updates, and this file names no digest: it was written without access to the registry. A build that
+# is the same next year has the digest here; cluster_configs/check_base.sh prints the line, and says when the tag has moved.
 ARG BASE=python:3.12-slim-trixie
 FROM ${BASE}
 

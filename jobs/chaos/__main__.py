@@ -2,7 +2,8 @@
 
     python -m jobs.chaos --kills 20 --seed 0
     python -m jobs.chaos --kills 3 --methods ditto stocfl --rounds 6 --targets host server
-    python -m jobs.chaos --network partition node-vanishes     (no name: every scenario; see network.py)
+    python -m jobs.chaos --hang 20 --seed 0                     (processes that stop answering; see hang.py)
+    python -m jobs.chaos --network partition node-vanishes      (no name: every scenario; see network.py)
 
 The run is `cfl-ray run` on a Ray cluster of two nodes, both on this machine: a head with the driver and the server, and
 a second node. Processes are killed by SIGKILL. After a node is killed, a new one joins; after the driver is killed,
@@ -16,38 +17,27 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
 
-import psutil
-from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
 from cfl_ray import config, simulate
+from jobs.chaos.hang import TARGETS as HANG_TARGETS
+from jobs.chaos.hang import let_hang
+from jobs.chaos.processes import Run
 from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
 
 METHODS = ["ditto", "fedclust", "stocfl", "ifca_cam"]  # client state, one-shot clustering, merging, additive models
 TARGETS = ["host", "server", "node", "driver"]
-TITLES = {"host": "ray::ClientHost", "server": "ray::ServerActor"}
-FAST_HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
-PROGRESS_SECONDS = 180  # without a new round: the run is stuck
 
 
 @dataclass
@@ -59,71 +49,6 @@ class Kill:
     round: int  # the interrupted one
     second: float  # of that round
     recovery: float = float("nan")  # seconds from the kill to the end of the round
-
-
-class Run:
-    """`cfl-ray run` as a process, on a cluster of two nodes."""
-
-    def __init__(self, file: Path, directory: Path) -> None:
-        self.directory = directory
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 2, "include_dashboard": False, "_system_config": FAST_HEALTH_CHECKS},
-        )
-        self.second = self.cluster.add_node(num_cpus=2)
-        self.environment = os.environ | {"RAY_ADDRESS": self.cluster.address, "OMP_NUM_THREADS": "1"}
-        self.driver = self._start("run", str(file), "--run-dir", str(directory))
-
-    def _start(self, *arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "cfl_ray", *arguments]
-        with self.directory.with_suffix(".log").open("ab") as log:
-            return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
-
-    def rounds_done(self, methods: list[str]) -> int:
-        """Rounds in the metrics logs of all methods."""
-        files = (self.directory / name / "metrics.jsonl" for name in methods)
-        return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
-
-    def kill(self, target: str, draw: random.Random) -> bool:
-        """Kills one process of this kind. Returns False if there is none at the moment."""
-        if target == "driver":
-            self.driver.kill()
-            self.driver.wait()
-            self.driver = self._start("resume", str(self.directory))
-        elif target == "node":
-            raylet = psutil.Process(self.second.all_processes["raylet"][0].process.pid)
-            for process in (*raylet.children(recursive=True), raylet):
-                _kill(process)
-            self.cluster.remove_node(self.second, allow_graceful=False)
-            self.second = self.cluster.add_node(num_cpus=2, wait=False)
-        else:
-            found = [
-                process
-                for process in psutil.Process().children(recursive=True)
-                if _title(process).startswith(TITLES[target])
-            ]
-            if not found:
-                return False
-            _kill(draw.choice(sorted(found, key=lambda process: process.pid)))
-        return True
-
-    def close(self) -> None:
-        if self.driver.poll() is None:
-            self.driver.send_signal(signal.SIGTERM)
-            self.driver.wait(60)
-        self.cluster.shutdown()
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
-
-
-def _kill(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def disturbed(
@@ -139,44 +64,27 @@ def disturbed(
     """Runs the experiment and kills `count` processes, each in a different round, at most `seconds` after its start."""
     draw = random.Random(seed)
     rounds_of_kills = sorted(draw.sample(range(1, len(methods) * rounds), count))
-    run, kills = Run(file, directory), []
+    run, kills = Run(file, directory, methods), []
     try:
         for round in rounds_of_kills:
             target, delay = draw.choice(targets), draw.uniform(0, seconds)
-            _wait_for_rounds(run, methods, round)
+            run.wait_for_rounds(round)
             time.sleep(delay)
-            before = run.rounds_done(methods)
+            before = run.rounds_done()
             if not run.kill(target, draw):  # for example a server that has not started: kill a process of another kind
                 target = next(other for other in TARGETS if other != target and run.kill(other, draw))
             began = time.monotonic()
             method = methods[min(before // rounds, len(methods) - 1)]
             kill = Kill(target, method, before % rounds + 1, delay)
             kills.append(kill)
-            _wait_for_rounds(run, methods, before + 1)
+            run.wait_for_rounds(before + 1)
             kill.recovery = time.monotonic() - began
             with directory.with_suffix(".kills.jsonl").open("a") as log:
                 log.write(json.dumps(vars(kill)) + "\n")
-        _until(lambda: run.driver.poll() is not None, run)
-        if run.driver.returncode != 0:
-            raise SystemExit(f"the run ended with status {run.driver.returncode}; see {directory.with_suffix('.log')}")
+        run.wait_for_end()
     finally:
         run.close()
     return kills
-
-
-def _wait_for_rounds(run: Run, methods: list[str], rounds: int) -> None:
-    _until(lambda: run.rounds_done(methods) >= rounds, run)
-
-
-def _until(condition: Callable[[], bool], run: Run) -> None:
-    """Waits for the condition or the end of the run. Exits if neither happens within PROGRESS_SECONDS."""
-    deadline = time.monotonic() + PROGRESS_SECONDS
-    while not condition():
-        if run.driver.poll() is not None and not condition():
-            break
-        if time.monotonic() > deadline:
-            raise SystemExit(f"no progress for {PROGRESS_SECONDS} s; see {run.directory.with_suffix('.log')}")
-        time.sleep(0.02)
 
 
 def main() -> int:
@@ -185,7 +93,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the kills; the experiment has seed 0")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each method")
     parser.add_argument("--methods", nargs="+", default=METHODS, help=f"default: {' '.join(METHODS)}")
-    parser.add_argument("--targets", nargs="+", default=TARGETS[:3], choices=TARGETS, help="kinds of processes")
+    targets = dict.fromkeys([*TARGETS, *HANG_TARGETS])
+    parser.add_argument("--targets", nargs="+", choices=targets, help="default: host server node, or host server data")
     parser.add_argument("--keep", type=Path, help="folder of both runs; default: a temporary one")
     parser.add_argument(
         "--network",
@@ -193,16 +102,25 @@ def main() -> int:
         metavar="SCENARIO",
         help="disturb a network of three machines (namespaces of this one; needs root) instead of killing processes",
     )
+    parser.add_argument("--hang", type=int, metavar="N", help="let so many processes stop answering instead")
     options = parser.parse_args()
+    allowed = TARGETS if options.hang is None else HANG_TARGETS
+    options.targets = options.targets or allowed[:3]
+    if wrong := set(options.targets) - set(allowed):
+        parser.error(f"--targets {' '.join(sorted(wrong))}: expected {', '.join(allowed)}")
     if options.network is not None:
         from jobs.chaos.network import disturb_network
 
         return disturb_network(options.network, options.methods, options.rounds, options.keep)
     total = len(options.methods) * options.rounds
-    if not 0 <= options.kills < total:
+    if options.hang is None and not 0 <= options.kills < total:
         parser.error(f"--kills must be below {total}, the rounds of all methods, got {options.kills}")
+    if options.hang is not None and not 0 < options.hang < total - 1:
+        parser.error(f"--hang must be from 1 to {total - 2}, below the rounds of all methods, got {options.hang}")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if options.hang is not None:
+        return let_hang(options.targets, options.methods, options.rounds, options.hang, options.seed, folder)
     file = folder / "chaos.yaml"
     file.write_text(chaos_experiment(options.methods, options.rounds, folder).to_yaml())
     experiment = config.load(file)  # as the disturbed run reads it

@@ -4,12 +4,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
 from cfl_ray.run_directory import RunDirectory
+
+if TYPE_CHECKING:  # importing mlflow takes a second or two
+    import mlflow
+    from mlflow import MlflowClient
 
 IDENTICAL = "identical: metrics, moves, models, client states; every round once in metrics.jsonl and in MLflow"
 
@@ -77,12 +82,26 @@ def _sha256(entries: Iterable[tuple[object, Tensor]]) -> str:
 
 def in_mlflow(output: Path, name: str) -> dict[str, list[int]]:
     """Steps of the metric `clients_online`, which every evaluated round logs, by method."""
+    client, runs = _runs_in_mlflow(output, name)
+    return {
+        label: [metric.step for metric in client.get_metric_history(run.info.run_id, "clients_online")]
+        for label, run in runs.items()
+        if label
+    }
+
+
+def tags_in_mlflow(output: Path, name: str, tag: str) -> dict[str, str]:
+    """The values of a tag, by method; "": of the comparison."""
+    return {
+        label: run.data.tags[tag] for label, run in _runs_in_mlflow(output, name)[1].items() if tag in run.data.tags
+    }
+
+
+def _runs_in_mlflow(output: Path, name: str) -> tuple["MlflowClient", dict[str, "mlflow.entities.Run"]]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{output / 'mlflow.db'}")
     experiments = [found.experiment_id for found in client.search_experiments()]
-    runs = client.search_runs(experiments, f"tags.name = '{name}' AND tags.label LIKE '%'")
-    return {
-        run.data.tags["label"]: [metric.step for metric in client.get_metric_history(run.info.run_id, "clients_online")]
-        for run in runs
+    return client, {
+        run.data.tags.get("label", ""): run for run in client.search_runs(experiments, f"tags.name = '{name}'")
     }

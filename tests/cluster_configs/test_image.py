@@ -55,6 +55,22 @@ def test_its_python_is_that_of_the_constraints():
     assert "--python-version 3.12" in (ROOT / "cluster_configs" / "constraints.txt").read_text()
 
 
+def test_the_base_is_compared_with_what_its_tag_is_now(stand_in):
+    stand_ins = stand_in("docker", '#!/bin/bash\n[ "$4" = python:gone ] && exit 1; echo sha256:77\n')
+    environment = os.environ | {"PATH": f"{stand_ins}:{os.environ['PATH']}"}
+    tag = steps("ARG")[0].removeprefix("BASE=").partition("@")[0]
+    for base, status, last in (
+        (None, 3, f"{tag}@sha256:77"),  # as long as the Dockerfile names no digest
+        (f"{tag}@sha256:12", 3, f"{tag}@sha256:77"),
+        (f"{tag}@sha256:77", 0, f"{tag}@sha256:77"),
+        ("python:gone", 1, ""),
+    ):
+        command = [ROOT / "cluster_configs" / "check_base.sh", *([base] if base else [])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1:]) == (status, [last] if last else []), done.stderr
+    assert "no digest of python:gone" in done.stderr
+
+
 def test_every_installation_is_pinned():
     installs = re.findall(r"pip install ([^;&]*)", ";".join(steps("RUN")))
     assert len(installs) == 4

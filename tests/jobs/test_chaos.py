@@ -31,6 +31,24 @@ def test_killed_processes_do_not_change_the_outcome(tmp_path):
     assert "identical: metrics, moves, models, client states; every round once" in done.stdout
 
 
+@pytest.mark.slow
+def test_processes_that_stop_answering_are_named_and_replaced_with_the_same_outcome(tmp_path):
+    options = ["--hang", "3", "--rounds", "6", "--seed", "0", "--methods", "ditto"]
+    done = run_job("jobs.chaos", *options, "--keep", str(tmp_path))
+    log = tmp_path / "disturbed.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")
+    assert "3 hangs" in done.stdout and all(f"1 {target}" in done.stdout for target in ("host", "server", "data"))
+    assert "every round once in metrics.jsonl and in MLflow; every hang named and ended in time" in done.stdout
+
+
+@pytest.mark.parametrize("targets", [["node"], ["host", "driver"]])
+def test_what_cannot_hang_is_an_error(monkeypatch, capsys, targets):
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--hang", "2", "--targets", *targets])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"--targets {targets[-1]}: expected host, server, data" in capsys.readouterr().err
+
+
 def test_more_kills_than_rounds_are_an_error(monkeypatch, capsys):
     arguments = ["chaos.py", "--kills", "8", "--rounds", "4", "--methods", "ditto", "ifca_cam"]
     monkeypatch.setattr(sys, "argv", arguments)

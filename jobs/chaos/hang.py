@@ -1,0 +1,154 @@
+"""Hosts, servers and a data source that stop answering at random moments.
+
+    python -m jobs.chaos --hang 20 --seed 0
+    python -m jobs.chaos --hang 3 --methods ditto --rounds 8 --targets host data
+
+A host or the server is stopped (SIGSTOP), or the data source does not return from a read. The run must name the process
+on the terminal, end it within the limit that it has named, and have the outcome of an undisturbed run; MLflow must say
+what was waited for last. Exit status 1 if anything of this is not so. Recovery: until the end of the interrupted round.
+"""
+
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from cfl_ray import config, simulate
+from cfl_ray.config import Experiment
+from jobs.chaos.processes import Run
+from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
+
+TARGETS = ["host", "server", "data"]
+WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit, which is longer than the start of a server
+_LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")
+
+
+@dataclass
+class Hang:
+    """A process that stopped answering."""
+
+    target: str
+    pid: int
+    round: int  # that was interrupted, over all methods
+    named: float  # seconds until the run has named it
+    limit: float  # seconds after which, as the run says, it is replaced
+    ended: float  # seconds until it was
+    recovery: float  # seconds until the end of the interrupted round
+
+    @property
+    def complaint(self) -> str:
+        """What the run did wrong; empty: nothing."""
+        if not self.named <= self.ended:
+            return "not named before it was replaced"
+        return "" if self.ended <= self.limit + _LOOKS else "replaced too late"
+
+
+def hang_experiment(methods: Sequence[str], rounds: int, output: Path) -> Experiment:
+    """Clients whose data source has a trap; limits of seconds."""
+    return Experiment(
+        name="hang",
+        rounds=rounds,
+        methods=list(methods),
+        data={"source": f"{Path(__file__).with_name('trapped_data.py')}:load", "options": {"trap": str(trap(output))}},
+        model={"options": {"hidden": 100}},
+        local={"epochs": 10, "batch_size": 8, "momentum": 0.5},
+        cohort={"fraction": 0.5, "dropout": 0.05},
+        schedule=[{"round": 3, "join": [22, 23]}, {"round": 5, "leave": [0]}],
+        runtime={"engine": "sequential", "hosts": 2, "retries": 1000, "stall_warning": WARNING, "stall_limit": LIMIT},
+        output=str(output),
+    )
+
+
+def trap(folder: Path) -> Path:
+    """The file with which the data source stops answering."""
+    return folder / "trap"
+
+
+def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int, seed: int) -> list[Hang]:
+    """Lets `count` processes stop answering, each in a different round, at most a second after its start."""
+    draw, hangs = random.Random(seed), []
+    order = [targets[number % len(targets)] for number in range(count)]
+    draw.shuffle(order)
+    for round, target in zip(sorted(draw.sample(range(1, rounds - 1), count)), order, strict=True):
+        run.wait_for_rounds(round)
+        time.sleep(draw.uniform(0, 1))
+        begin, began = run.log.stat().st_size, time.monotonic()
+        pid = _stop(run, folder, target, draw)
+        naming = "the server has made no progress" if target == "server" else f"(process {pid} on node"
+        run.wait_until(partial(_said, run, begin, naming))
+        named, before = time.monotonic() - began, run.rounds_done()
+        found = _LIMIT_SAID.search(_said(run, begin, naming))
+        limit = float(found[1]) * _SECONDS[found[2]] if found else float("nan")
+        run.wait_until(partial(_is_gone, pid))
+        ended = time.monotonic() - began
+        run.wait_for_rounds(before + 1)
+        hangs.append(Hang(target, pid, before + 1, named, limit, ended, time.monotonic() - began))
+    return hangs
+
+
+def _stop(run: Run, folder: Path, target: str, draw: random.Random) -> int:
+    """Stops a process of this kind and returns its id."""
+    if target == "data":
+        trap(folder).touch()
+        run.wait_until(lambda: not trap(folder).exists())
+        (taken,) = folder.glob(f"{trap(folder).name}.*")
+        taken.unlink()
+        return int(taken.suffix[1:])
+    run.wait_until(lambda: run.processes(target))
+    process = draw.choice(run.processes(target))
+    process.send_signal(signal.SIGSTOP)
+    return process.pid
+
+
+def _is_gone(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _said(run: Run, begin: int, naming: str) -> str:
+    """The first line of the terminal from byte `begin` on that has these words; empty: none yet."""
+    with run.log.open("rb") as log:
+        log.seek(begin)
+        return next((line for line in log.read().decode(errors="replace").splitlines() if naming in line), "")
+
+
+def let_hang(targets: Sequence[str], methods: Sequence[str], rounds: int, count: int, seed: int, folder: Path) -> int:
+    """Runs the experiment with and without hangs, and prints a row per hang, and what is wrong. Returns the status."""
+    file = folder / "hang.yaml"
+    file.write_text(hang_experiment(methods, rounds, folder).to_yaml())
+    experiment = config.load(file)  # as the disturbed run reads it
+    untracked = experiment.tracking.model_copy(update={"enabled": False})
+    simulate(experiment.model_copy(update={"tracking": untracked}), folder / "undisturbed")
+    run = Run(file, folder / "disturbed", methods)
+    try:
+        hangs = hung(run, folder, targets, len(methods) * rounds, count, seed)
+        run.wait_for_end()
+    finally:
+        run.close()
+    wrong = differences(experiment, methods, folder / "undisturbed", folder / "disturbed")
+    wrong += [f"hang {number}: {hang.complaint}" for number, hang in enumerate(hangs, 1) if hang.complaint]
+    waits = tags_in_mlflow(folder, experiment.name, "last_wait")
+    wrong += [] if "" in waits and set(waits) & set(methods) else [f"last_wait in MLflow: {waits}"]
+    console = Console(highlight=False)
+    table = Table("#", "stopped", "round", "named s", "limit s", "ended s", "recovery s")
+    for number, hang in enumerate(hangs, 1):
+        figures = (f"{seconds:.1f}" for seconds in (hang.named, hang.limit, hang.ended, hang.recovery))
+        table.add_row(str(number), hang.target, str(hang.round), *figures)
+    console.print(table)
+    counts = ", ".join(f"{number} {target}" for target, number in Counter(hang.target for hang in hangs).items())
+    console.print(f"{len(hangs)} hangs ({counts}), seed {seed}; rounds are counted over all methods")
+    console.print("\n".join(["WRONG:", *wrong]) if wrong else f"{IDENTICAL}; every hang named and ended in time")
+    return 1 if wrong else 0
