@@ -18,19 +18,18 @@ from cfl_ray import data
 from cfl_ray.cli.tables import choice_line, method_table, print_table, statistics_line
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
-from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
 from cfl_ray.data import FederationSummary
-from cfl_ray.data.federation import DataShape, Federation, tested_on
+from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.dry_run import DryBackend, dry_rounds
+from cfl_ray.runtime.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
@@ -38,35 +37,6 @@ from cfl_ray.study.resources import resources_for
 from cfl_ray.system.machine import usable_cpus
 
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
-
-
-@dataclass(frozen=True)
-class TrafficEstimate:
-    """Traffic of a method in Mbit per client of the federation, as (download, upload), and what it holds."""
-
-    first_round: tuple[float, float]
-    later_round: tuple[float, float]
-    models: int  # cluster models after the second round
-    deferred: int  # clients whose results stay in the object store until they can be averaged
-
-
-def traffic(
-    method: Method[Any], num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: DataShape
-) -> TrafficEstimate:
-    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training.
-
-    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
-    result that is not as agreed.
-    """
-    mbit, models, backend = [], 0, DryBackend.of(spec, shape)
-    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend):
-        mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
-        models = state.num_clusters
-    if isinstance(method.aggregation_rule, Mean):
-        deferred = max(backend.deferred, default=0)
-    else:
-        deferred = cohort  # a robust rule needs all results together
-    return TrafficEstimate(mbit[0], mbit[1], models, deferred)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Experiments: their sections, and how they are read from YAML."""
 
 from cfl_ray.config.attack import AttackConfig
+from cfl_ray.config.clock import AsynchronousConfig, ClockConfig, StalenessConfig
 from cfl_ray.config.cohort import AvailabilityConfig, CohortConfig
 from cfl_ray.config.data import ColumnsConfig, DataConfig, TestDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
-from cfl_ray.config.experiment import Experiment, changed_local, check_cohort, load
+from cfl_ray.config.experiment import Experiment, changed_local, check_buffer, check_cohort, load
 from cfl_ray.config.local import LocalConfig
 from cfl_ray.config.model import ModelConfig
 from cfl_ray.config.part import BuiltinKind, Kinds, PluginConfig
@@ -19,8 +20,10 @@ __all__ = [
     "BuiltinKind",
     "Kinds",
     "PluginConfig",
+    "AsynchronousConfig",
     "AttackConfig",
     "AvailabilityConfig",
+    "ClockConfig",
     "CohortConfig",
     "ColumnsConfig",
     "ConfigSection",
@@ -35,9 +38,11 @@ __all__ = [
     "PartitionConfig",
     "RuntimeConfig",
     "ShiftConfig",
+    "StalenessConfig",
     "TestDataConfig",
     "TrackingConfig",
     "changed_local",
+    "check_buffer",
     "check_cohort",
     "load",
 ]

@@ -90,6 +90,13 @@ class CohortConfig(ConfigSection):
         0.0, ge=0, lt=1, description="chance that a selected client fails before it reports; 0: never"
     )
 
+    over_selection: float = Field(
+        1.0,
+        ge=1,
+        le=10,
+        description="factor of the clients that are selected; a round ends when the first m are done in virtual time",
+    )
+
     @property
     def unused(self) -> dict[str, str]:
         """Keys that others replace, and why."""

@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator
 
 from cfl_ray.config.attack import ATTACK_KINDS, AttackConfig
+from cfl_ray.config.clock import CLOCK_KINDS, AsynchronousConfig, ClockConfig, RunningClockConfig, TraceClockConfig
 from cfl_ray.config.cohort import CohortConfig, TraceConfig
 from cfl_ray.config.data import NOT_IN_RECIPE, SOURCE_KINDS, DataConfig, OfficialDataConfig
 from cfl_ray.config.evaluation import EvaluationConfig
@@ -78,6 +79,8 @@ class Experiment(ConfigSection):
     start: StartConfig = StartConfig()
     local: LocalConfig = LocalConfig()
     cohort: CohortConfig = CohortConfig()
+    clock: Annotated[ClockConfig, CLOCK_KINDS] = ClockConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
     attack: Annotated[AttackConfig, ATTACK_KINDS] = AttackConfig()
     privacy: PrivacyConfig | None = Field(
         None, description="differential privacy of clients (docs/privacy.md); null: none"
@@ -99,6 +102,7 @@ class Experiment(ConfigSection):
         except ValidationError as error:
             raise ConfigError(explain(error, type(self))) from None
         self._check_target()
+        self._check_time()
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
 
@@ -121,6 +125,33 @@ class Experiment(ConfigSection):
         target = self.evaluation.target
         if self.task == "classification" and target is not None and not 0 < target <= 1:
             raise ConfigError(f"evaluation.target: an accuracy is above 0 and at most 1, got {target}")
+
+    def _check_time(self) -> None:
+        clock, settings = self.clock, self.asynchronous
+        wanted = {"cohort.over_selection": self.cohort.over_selection > 1, "asynchronous.buffer": settings.buffer}
+        for key in (key for key, given in wanted.items() if given and not isinstance(clock, RunningClockConfig)):
+            raise ConfigError(f"{key} needs virtual time, in which clients finish one after another; set clock.kind")
+        sampling = self.cohort.sampling
+        for key in (key for key, given in wanted.items() if given and sampling != "fixed"):
+            raise ConfigError(f"{key} needs cohorts of a fixed size, got cohort.sampling {sampling}; set it to fixed")
+        if settings.buffer is None:
+            return
+        if self.privacy is not None:
+            raise ConfigError(
+                f"privacy, and asynchronous.buffer {settings.buffer}: the accountant knows no asynchronous rounds, in "
+                "which fast clients take part more often; leave one of them out"
+            )
+        if self.cohort.over_selection > 1:
+            raise ConfigError(
+                f"cohort.over_selection is {self.cohort.over_selection:g}, and asynchronous.buffer {settings.buffer}: "
+                "asynchronous rounds wait for no cohort; leave one of them out"
+            )
+        if isinstance(clock, RunningClockConfig) and clock.deadline is not None:
+            raise ConfigError(
+                f"clock.deadline is {clock.deadline:g}, and asynchronous.buffer {settings.buffer}: asynchronous rounds "
+                "have no deadline; leave one of them out, or set asynchronous.max_staleness"
+            )
+        check_buffer(settings.buffer, settings.concurrency or self.cohort.clients)
 
     @property
     def targets(self) -> str:
@@ -180,7 +211,8 @@ class Experiment(ConfigSection):
         past = {} if changes else {"evaluation.past": "the schedule changes no client's data"}
         of_data = self.data.unused if self.data.federation is None else {}
         of_privacy = self.privacy.unused if self.privacy else {}
-        return of_data | self.local.unused | self.cohort.unused | of_privacy | past
+        of_rounds = self.cohort.unused | self.asynchronous.unused
+        return of_data | self.local.unused | of_rounds | of_privacy | past
 
     @property
     def config_hash(self) -> str:
@@ -197,6 +229,8 @@ class Experiment(ConfigSection):
         availability = self.cohort.availability
         if isinstance(availability, TraceConfig) and Path(availability.file).expanduser().is_file():
             values["trace"] = hashlib.sha256(Path(availability.file).expanduser().read_bytes()).hexdigest()
+        if isinstance(self.clock, TraceClockConfig) and Path(self.clock.file).expanduser().is_file():
+            values["clock_trace"] = sha256(Path(self.clock.file).expanduser())
         if (weights := self.model.weights) is not None and Path(weights).expanduser().is_file():
             values["model"]["weights"] = sha256(Path(weights).expanduser())
         values = with_replaced(json.loads(json.dumps(values, default=_name_of)), self._written)
@@ -382,6 +416,15 @@ def check_cohort(wanted: int, available: int) -> None:
     if wanted > available:
         raise ConfigError(
             f"cohort.clients: {wanted} clients per round, but the federation has {available}; at most {available}"
+        )
+
+
+def check_buffer(buffer: int, concurrency: int | None) -> None:
+    """Raises ConfigError for a buffer of more updates than clients are at work. concurrency: None: not known yet."""
+    if concurrency is not None and buffer > concurrency:
+        raise ConfigError(
+            f"asynchronous.buffer is {buffer}, but only {concurrency} clients are at work at a time "
+            f"(asynchronous.concurrency, or the size of the cohort); at most {concurrency}"
         )
 
 

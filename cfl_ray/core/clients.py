@@ -22,6 +22,7 @@ from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
 from cfl_ray.core.updates import MixtureUpdates, RoundStats, Traffic, Updates
+from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import (
     Address,
     AverageDeferred,
@@ -64,10 +65,18 @@ class Sent:
 
     models_KP: Tensor
     row_M: np.ndarray | None = None  # int64 (M,): the row that each client uses; None after a broadcast, until `choose`
+    # int64 (M, K): row of each client's version of each of the K models that were sent; None: all have the same version
+    row_MK: np.ndarray | None = None
 
     def choose(self, row_M: np.ndarray) -> "Sent":
-        """The same models, of which each client uses row `row_M`; no traffic."""
-        return replace(self, row_M=np.asarray(row_M, np.int64))
+        """The same models, of which each client uses model `row_M`; no traffic."""
+        row_M = np.asarray(row_M, np.int64)
+        return replace(self, row_M=row_M if self.row_MK is None else self.row_MK[np.arange(len(row_M)), row_M])
+
+    @property
+    def num_models(self) -> int:
+        """K, number of models that were sent."""
+        return len(self.models_KP) if self.row_MK is None else self.row_MK.shape[1]
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,7 @@ class Clients:
     sampled: bool = True  # False: all clients that can be reached, not the cohort that was drawn
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: no evaluation is at work
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
+    received: Received | None = field(repr=False, default=None)  # of asynchronous rounds; None: a synchronous round
 
     def __len__(self) -> int:
         return len(self.ids_M)
@@ -254,13 +264,22 @@ class Clients:
         if len(row_M) != len(self) or (len(row_M) and not 0 <= row_M.min() <= row_M.max() < len(models_KP)):
             raise ValueError(f"send: {len(self)} clients and {len(models_KP)} models, got rows {row_M}")
         self.count_download(self.spec.size if columns is None else columns.count)
+        if self.received is not None:
+            used, at_M = np.unique(row_M, return_inverse=True)
+            if (sent := self._versions(models_KP[used])) is not None:
+                return sent.choose(at_M)
         return Sent(models_KP, row_M)
 
     def broadcast(self, models_KP: Tensor, *, shared: Columns | None = None) -> Sent:
         """Sends all models to every client. shared: columns that are equal in all models, and sent once."""
         once = shared.count if shared and len(models_KP) else 0
         self.count_download(len(models_KP) * (self.spec.size - once) + once)
-        return Sent(models_KP)
+        return self._versions(models_KP) or Sent(models_KP)
+
+    def _versions(self, models_KP: Tensor) -> Sent | None:
+        """These models in the versions that the clients have received; None: all have received these."""
+        found = None if self.received is None else self.received.of(models_KP, self.ids_M)
+        return None if found is None else Sent(found[0], row_MK=found[1])
 
     def known_models(self, models_KP: Tensor) -> Sent:
         """Models that the clients already have, such as the common start or an earlier broadcast; no traffic."""
@@ -321,6 +340,8 @@ class Clients:
         if how.trace:
             self.reads("the losses of local steps")
         private = client_state.columns if client_state and client_state.private else None
+        if how.chained and self.received is not None:
+            raise NotAsynchronous("its clients start from each other's results (chained)")
         averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
         tables, steps_M = _Tables(), how.steps_M
         if steps_M is None:
@@ -368,6 +389,10 @@ class Clients:
         """The weights of averages, in a private run those of its sums, and the models that each client trains."""
         if average is None:
             return None, models
+        if self.received is not None:
+            weighted = Averaging.of(np.asarray(average, np.float64) * self.received.weights(self.ids_M), len(self))
+            of_changes = not self.received.mix_models  # their sums, which `Received.moved` divides
+            return replace(weighted, of_changes=of_changes, fixed=of_changes), models
         averaging = Averaging.of(average, len(self))
         if self.private is not None:
             averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
@@ -397,6 +422,8 @@ class Clients:
 
         received: the models, after `broadcast`. average: weight (M,) of each client in the K averages.
         """
+        if self.received is not None:
+            raise NotAsynchronous("its clients train several models of a mixture together")
         count = len(received.models_KP)
         entries = self.select(np.repeat(np.arange(len(self)), count))  # (client, model), side by side by client
         steps_E = None if how.steps_M is None else np.repeat(how.steps_M, count)
@@ -433,9 +460,10 @@ class Clients:
         self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None
     ) -> Updates:
         if averaging is None or self.server is None:
-            return Updates(outcome, averaging, private, work)
+            return Updates(outcome, averaging, private, work, received=self.received, ids_M=self.ids_M)
         average = self.server.next_average() if number is None else number
-        return Updates(outcome, averaging, private, work, self.server, average, self.spec.trained)
+        given = (self.server, average, self.spec.trained, self.received, self.ids_M)
+        return Updates(outcome, averaging, private, work, *given)
 
     def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
         """Averages the results of a `train(..., defer_aggregation=True)` of this round; no further traffic.
@@ -496,7 +524,9 @@ class Clients:
 
     def _losses(self, sent: Sent, max_samples: int | None, frozen_model: Sent | None) -> np.ndarray:
         if not len(self):
-            return np.zeros((0, len(sent.models_KP)))
+            return np.zeros((0, sent.num_models))
+        if sent.row_MK is not None:
+            return self._losses_by_version(sent, sent.row_MK, max_samples, frozen_model)
         tables = _Tables()
         tables.rows(sent.choose(self.first_row()))
         work = Losses(
@@ -510,6 +540,21 @@ class Clients:
         loss_MK = self._run(work).arrays["losses"]
         return np.nan_to_num(loss_MK, nan=np.inf, posinf=np.inf)  # argmin would select NaN
 
+    def _losses_by_version(
+        self, sent: Sent, row_MK: np.ndarray, max_samples: int | None, frozen_model: Sent | None
+    ) -> np.ndarray:
+        """`_losses` of the clients of each version, one version after another."""
+        rows_VK, version_M = np.unique(row_MK, axis=0, return_inverse=True)
+        loss_MK = np.empty(row_MK.shape)
+        for version, row_K in enumerate(rows_VK):
+            index = np.flatnonzero(version_M.reshape(-1) == version)
+            frozen = frozen_model
+            if frozen is not None and frozen.row_M is not None:
+                frozen = Sent(frozen.models_KP, frozen.row_M[index])
+            models = Sent(sent.models_KP[row_K])
+            loss_MK[index] = self.select(index)._losses(models, max_samples, frozen)
+        return loss_MK
+
     def accuracies(self, sent: Sent) -> np.ndarray:
         """Accuracy of each of the K models on each client's TEST data, float64 (M, K); 0 without test data.
 
@@ -517,9 +562,10 @@ class Clients:
         """
         self.reads("the accuracies")
         accuracy_KM = []
-        for k in range(len(sent.models_KP)):
-            start = Rows(0, np.full(len(self), k))
-            tables, scores = (sent.models_KP,), self.num_scores
+        for k in range(sent.num_models):
+            rows = sent.choose(np.full(len(self), k)).row_M
+            assert rows is not None
+            start, tables, scores = Rows(0, rows), (sent.models_KP,), self.num_scores
             work = EvaluateClients(self._next_address(), self.ids_M, tables, start=start, num_scores=scores)
             accuracy_KM.append(self._run(work).arrays["scores"][:, 0])
         return np.nan_to_num(np.stack(accuracy_KM, 1))

@@ -107,6 +107,8 @@ class Method(ABC, Generic[S]):
     untrained: ClassVar[str] = ""
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
+    only_synchronous: ClassVar[str] = ""  # why its rounds cannot be asynchronous; empty: see `runtime.dry_rounds`
+
     aggregation: Any = option(
         "mean",
         "how the server averages clients' results: a name, or with parameters {trimmed_mean: {share: 0.2}}, "

@@ -1,6 +1,7 @@
 """The clients of the federation, and the cohort of each round. Simulated absence is part of the experiment."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,9 @@ class Cohort:
 
     ids_M: np.ndarray  # int64, ascending: the selected clients that report
     dropped: int  # number of selected clients that drop out
+    # in virtual time: clients that finish after the deadline, and those after enough others of an over-selected cohort
+    past_deadline: int = 0
+    surplus: int = 0
 
 
 class Population:
@@ -106,16 +110,37 @@ class Population:
             selected = self.online[uniforms(self.cohort_seed, round, 0, self.online, "cohort") < chance]
         else:
             selected = self._reachable(round, wanted, availability)
-        reports = np.ones(len(selected), bool)
-        if dropout:
-            reports = uniforms(self.seed, round, 0, selected, "dropout") >= dropout
+        reports = self._report(round, selected, dropout)
         if len(selected) and not reports.any():
             reports[0] = True
         return Cohort(np.sort(selected[reports]), int((~reports).sum()))
 
-    def _reachable(self, round: int, wanted: int, availability: Availability) -> np.ndarray:
+    def draw_more(
+        self, round: int, number: int, wanted: int, busy: np.ndarray, availability: Availability, dropout: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws up to `wanted` clients that are reachable and not busy: their ids, and whether each reports (bool).
+
+        number: of the draw in the round; draw 0 without busy clients selects the clients of `draw`.
+        """
+        idle = self
+        if len(busy):
+            idle = copy(self)
+            idle.is_online_N = self.is_online_N.copy()
+            idle.is_online_N[busy] = False
+            idle.online = np.flatnonzero(idle.is_online_N)
+        if not len(idle.online):
+            return idle.online, np.zeros(0, bool)
+        selected = idle._reachable(round, min(wanted, len(idle.online)), availability, number)
+        return selected, self._report(round, selected, dropout, number)
+
+    def _report(self, round: int, selected: np.ndarray, dropout: float, number: int = 0) -> np.ndarray:
+        if not dropout:
+            return np.ones(len(selected), bool)
+        return uniforms(self.seed, round, number, selected, "dropout") >= dropout
+
+    def _reachable(self, round: int, wanted: int, availability: Availability, number: int = 0) -> np.ndarray:
         """Ids of up to `wanted` reachable clients, in the order of the draw."""
-        draw = stream(self.seed, round, 0, -1, "cohort")
+        draw = stream(self.seed, round, number, -1, "cohort")
         if availability.always:
             return self.online[draw.choice(len(self.online), wanted, replace=False, shuffle=False)]
         if (named := availability.named(round, self.num_clients)) is not None:

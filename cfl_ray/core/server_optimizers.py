@@ -214,7 +214,7 @@ class ServerMoments:
 
     def forget(self, models_KP: Tensor) -> None:
         """Drops the moments of these models."""
-        gone = {_checksum(row_P) for row_P in models_KP}
+        gone = {checksum(row_P) for row_P in models_KP}
         self.moments = {key: value for key, value in self.moments.items() if key[1] not in gone}
         self.before = {key: value for key, value in self.before.items() if key[1] not in gone}
 
@@ -223,7 +223,7 @@ class ServerMoments:
 
         changed: rows that have participants. trained: number of trained columns, the first ones.
         """
-        after_RP, keys = mean_RP.clone(), [_checksum(row_P) for row_P in before_RP]
+        after_RP, keys = mean_RP.clone(), [checksum(row_P) for row_P in before_RP]
         count = Counter(keys)
         of_round = self.before | self.moments  # with those of a model that an earlier average of this round has made
         found: dict[tuple[int, bytes], Moments] = {}
@@ -236,7 +236,7 @@ class ServerMoments:
                 step_P, moments = _step(self.optimizer, delta_P, moments)
                 after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, if the two are equal
             if moments is not None:
-                found[average, _checksum(after_RP[row])] = moments
+                found[average, checksum(after_RP[row])] = moments
         self.moments = {key: value for key, value in self.moments.items() if key[0] != average} | found
         return after_RP
 
@@ -247,7 +247,7 @@ class ServerMoments:
             return {}
         return {
             "average_E": torch.tensor([average for average, _ in keys]),
-            "checksum_E32": torch.tensor([list(checksum) for _, checksum in keys], dtype=torch.uint8),
+            "checksum_E32": torch.tensor([list(digest) for _, digest in keys], dtype=torch.uint8),
             "moment_EJP": torch.stack([torch.stack(moments) if moments else torch.zeros(0, 0) for moments in values]),
         }
 
@@ -258,8 +258,9 @@ class ServerMoments:
             rows = zip(
                 tensors["average_E"].tolist(), tensors["checksum_E32"].tolist(), tensors["moment_EJP"], strict=True
             )
-            self.moments = {(average, bytes(checksum)): tuple(moments_JP) for average, checksum, moments_JP in rows}
+            self.moments = {(average, bytes(digest)): tuple(moments_JP) for average, digest, moments_JP in rows}
 
 
-def _checksum(row_P: Tensor) -> bytes:
+def checksum(row_P: Tensor) -> bytes:
+    """SHA-256 of the values of a model."""
     return sha256(row_P.contiguous().numpy().data).digest()

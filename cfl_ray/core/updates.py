@@ -11,6 +11,7 @@ from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.params import Columns
 from cfl_ray.core.privacy import PrivacyError
 from cfl_ray.core.server_optimizers import ServerMoments
+from cfl_ray.core.versions import NotAsynchronous, Received
 from cfl_ray.core.work import Averaging, Exclusion, Outcome, Train
 
 _NOT_AVERAGED = "these updates were not averaged: pass `average` to `train`, or call `Clients.average` first"
@@ -27,6 +28,8 @@ class Updates:
     server: ServerMoments | None = None  # None: models are the means themselves
     average: int = 0  # number of this average in the round
     trained: int = 0  # number of trained columns, the first ones
+    received: Received | None = None  # None: the clients of a synchronous round
+    ids_M: np.ndarray | None = None  # the clients; None: not needed
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
@@ -37,21 +40,45 @@ class Updates:
         return self._moved(default, self.means(default))
 
     def _moved(self, before_RP: Tensor, mean_RP: Tensor) -> Tensor:
-        if self.server is None:
-            return mean_RP
-        return self.server.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
+        if self.server is not None:
+            mean_RP = self.server.moved(self.average, before_RP, mean_RP, set(self.outcome.means), self.trained)
+        if self.received is not None:
+            self.received.versions.follow(before_RP, mean_RP)
+        return mean_RP
 
     def means(self, default: Tensor) -> Tensor:
         """The same without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
         rows_RP = default.clone()
-        of_changes = self.averaging is not None and self.averaging.of_changes
+        if self.received is not None and self.received.versions.strict:
+            self._check_starts(default, self.received)
+        of_changes, full_R = self.averaging is not None and self.averaging.of_changes, self._full_weights()
         for row, mean_P in self.outcome.means.items():
-            rows_RP[row] = default[row] + mean_P if of_changes else mean_P
+            if self.received is not None:
+                rows_RP[row] = self.received.moved(default[row], mean_P, full_R[row], self.outcome.arrived_R[row])
+            else:
+                rows_RP[row] = default[row] + mean_P if of_changes else mean_P
         if self.private is not None:
             self.private.put(rows_RP, self.private.of(default))
         return rows_RP
+
+    def _full_weights(self) -> np.ndarray:
+        """Weight (R,) of the clients of each output row that count, not reduced by their staleness."""
+        if self.received is None or self.averaging is None or self.ids_M is None:
+            return np.zeros(0)
+        averaging = self.averaging.subset(self.valid_M[self.averaging.client_E])
+        weight_M = self.received.weights(self.ids_M)
+        return np.bincount(averaging.out_E, averaging.weight_E / weight_M[averaging.client_E], averaging.num_rows)
+
+    def _check_starts(self, default: Tensor, received: Received) -> None:
+        """Raises NotAsynchronous if a model would move by changes of clients that started from another model."""
+        assert self.averaging is not None
+        start = self.training.start
+        for out, client in zip(self.averaging.out_E.tolist(), self.averaging.client_E.tolist(), strict=True):
+            start_P = self.training.tables[start.table][start.row_M[client]]
+            if not received.versions.is_past_of(start_P, default[out]):
+                raise NotAsynchronous("its models are averages over clients that started from other models")
 
     def damped(self, start: Tensor, total: float) -> Tensor:
         """Rows of `start` (R, P), each moved towards its weighted mean by the share of its weight in `total`."""

@@ -1,6 +1,6 @@
-"""Availability traces: files with the intervals in which each client is available."""
+"""Traces: files with the intervals in which each client is available, and with the speeds of measured devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pyarrow.parquet
 from cfl_ray.errors import DataError, did_you_mean
 
 COLUMNS = ("client", "from", "to")
+DEVICE_COLUMNS = ("computation", "communication")
 
 
 def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -18,20 +19,7 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
 
     Raises DataError naming the file, the row and both values of an unusable interval.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"cohort.availability.file: there is no file {file}")
-    is_parquet = file.suffix == ".parquet"
-    try:
-        table = pa.parquet.read_table(file) if is_parquet else pa.csv.read_csv(file)
-    except (pa.ArrowException, OSError) as error:
-        kind = "parquet" if is_parquet else "CSV"
-        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise DataError(
-            f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "
-            "a trace has client, from and to"
-        )
+    file, table = _table(path, "cohort.availability.file", COLUMNS)
     if not pa.types.is_integer(table["client"].type):
         raise DataError(f"{file}: column 'client' must hold client ids, integers, it holds {table['client'].type}")
     client_I = _numbers(file, table, "client").astype(np.int64)
@@ -47,6 +35,41 @@ def read_trace(path: str | Path, num_clients: int) -> tuple[np.ndarray, np.ndarr
         lambda row: f"an interval from {from_I[row]:g} to {to_I[row]:g}; from must not be after to",
     )
     return client_I, from_I, to_I
+
+
+def read_devices(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (seconds of training per sample, bit/s both ways), float64 (R,), of the devices in a CSV or parquet file.
+
+    Its columns are those of FedScale: computation, ms of a forward pass per sample, of which training takes three; and
+    communication, kbit/s. Raises DataError naming the file, the row and the value of an unusable device.
+    """
+    file, table = _table(path, "clock.file", DEVICE_COLUMNS)
+    compute_R, network_R = (_numbers(file, table, name).astype(np.float64) for name in DEVICE_COLUMNS)
+    if not len(table):
+        raise DataError(f"{file} has no device")
+    for name, values_R in zip(DEVICE_COLUMNS, (compute_R, network_R), strict=True):
+        bad_R = ~(np.isfinite(values_R) & (values_R > 0))
+        _check(file, bad_R, lambda row: f"{name} is {values_R[row]:g}; it must be above 0")  # noqa: B023
+    return compute_R * 3e-3, network_R * 1e3
+
+
+def _table(path: str | Path, key: str, columns: Sequence[str]) -> tuple[Path, pa.Table]:
+    """The table of a file, which has these columns. key: the config key of the file, for messages."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{key}: there is no file {file}")
+    is_parquet = file.suffix == ".parquet"
+    try:
+        table = pa.parquet.read_table(file) if is_parquet else pa.csv.read_csv(file)
+    except (pa.ArrowException, OSError) as error:
+        kind = "parquet" if is_parquet else "CSV"
+        raise DataError(f"{file} cannot be read as a {kind} file: {error}") from error
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataError(
+            f"{file} has no column {missing[0]!r}{did_you_mean(missing[0], table.column_names)}; "
+            f"a trace has {', '.join(columns[:-1])} and {columns[-1]}"
+        )
+    return file, table
 
 
 def _numbers(file: Path, table: pa.Table, name: str) -> np.ndarray:

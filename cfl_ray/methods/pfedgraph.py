@@ -67,6 +67,7 @@ class GraphState(OwnModelsState):
 class PFedGraph(Method[GraphState], name="pfedgraph"):
     """For each client an average of the cohort's models, with weights by the similarity of updates."""
 
+    only_synchronous = "its clients start from aggregates of their own, which are averages over all others"
     only_mean = "every client has weights of its own, by which the server averages"
 
     alpha: float = option(

@@ -153,6 +153,8 @@ def _sampling(experiment: Experiment, config: PrivacyConfig, num_clients: int) -
         "clients drop out": cohort.dropout > 0,
         "clients join or leave": any(event.join or event.leave for event in experiment.schedule),
         "runtime.round_deadline leaves out slow clients": experiment.runtime.round_deadline is not None,
+        "clock.deadline leaves out slow clients": getattr(experiment.clock, "deadline", None) is not None,
+        "cohort.over_selection leaves out slow clients": cohort.over_selection > 1,
         "every client is in every round": expected >= num_clients,
     }
     if reason := next((text for text, holds in reasons.items() if holds), ""):

@@ -7,10 +7,11 @@ config. A copy is called, so that a part that counts its calls begins at 0.
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.state import State
 from cfl_ray.core.tasks import TARGETS, Task
-from cfl_ray.core.work import Address, ClientStateKey, Describe, Outcome, SavedState, Work
+from cfl_ray.core.work import Address, ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
 from cfl_ray.data.federation import DataShape
 from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError, RunError
@@ -47,13 +48,18 @@ class DryBackend:
     inputs: int  # floats of one sample
     classes: int
     deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
+    work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
 
     @classmethod
-    def of(cls, spec: ParamSpec, shape: DataShape) -> "DryBackend":
+    def of(cls, spec: ParamSpec, shape: DataShape) -> Self:
         return cls(spec, math.prod(shape.input), shape.num_classes)
 
     def run(self, work: Work) -> Outcome:
         num_clients = len(work.ids_M)
+        if isinstance(work, Train):
+            self.work["trained"] += int(work.cost_M(np.ones(num_clients)).sum())
+        elif isinstance(work, Losses | FitMixture):
+            self.work["tested"] += num_clients * len(work.tables[0])
         if work.defers_results:
             self.deferred.add(num_clients)
         arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}

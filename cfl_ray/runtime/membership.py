@@ -1,10 +1,11 @@
 """The federation and its population as a round sees them: from the schedule, and from requests to the live run."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from cfl_ray.core.population import Cohort, Population
+from cfl_ray.core.population import Cohort, Population, count_of
 from cfl_ray.data.federation import Federation
 from cfl_ray.runtime.prepare import Setup, population_of
 from cfl_ray.runtime.requests import Requests
@@ -60,12 +61,18 @@ class Membership:
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
 
     def cohort(self, round: int) -> Cohort:
-        """The cohort of this round."""
+        """The cohort of this round, with over-selection: before it is known who finishes first."""
         settings = self.experiment.cohort
-        poisson = settings.sampling == "poisson"
-        return self.population.draw(
-            round, settings.fraction, settings.clients, self.availability, settings.dropout, poisson
-        )
+        clients, poisson = settings.clients, settings.sampling == "poisson"
+        if settings.over_selection > 1:
+            clients = math.ceil(self.wanted * settings.over_selection - 1e-9)
+        return self.population.draw(round, settings.fraction, clients, self.availability, settings.dropout, poisson)
+
+    @property
+    def wanted(self) -> int:
+        """M, clients of a round without over-selection."""
+        settings, online = self.experiment.cohort, len(self.population.online)
+        return min(settings.clients or count_of(settings.fraction, online), online)
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from cfl_ray import data, models
-from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_cohort
+from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_buffer, check_cohort
 from cfl_ray.config.attack import ATTACK_KINDS, AttackersConfig, PluginAttackConfig
+from cfl_ray.config.clock import RunningClockConfig
 from cfl_ray.config.cohort import (
     AVAILABILITY_KINDS,
     BernoulliConfig,
@@ -31,9 +32,11 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.clock import Clock
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
+from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import resolve_schedule
@@ -53,6 +56,8 @@ from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.privacy.plan import PrivacyPlan, plan_of
+from cfl_ray.runtime.clocks import asynchrony_of, clock_of
+from cfl_ray.runtime.dry_rounds import traffic, why_synchronous
 from cfl_ray.runtime.dry_run import (
     DryBackend,
     dry_rounds,
@@ -62,6 +67,7 @@ from cfl_ray.runtime.dry_run import (
     try_metrics,
 )
 from cfl_ray.runtime.first_models import start_of
+from cfl_ray.runtime.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
@@ -98,6 +104,8 @@ class Setup:
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
     privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
+    clock: Clock | None = None  # None: no virtual time
+    asynchrony: Asynchrony | None = None  # None: synchronous rounds
     template: nn.Module | None = None  # see `Network`; None without frozen parameters, or where it cannot be sent
 
     def local_of(self, label: str) -> LocalSGD:
@@ -110,6 +118,14 @@ class Setup:
         cohort = self.experiment.cohort
         clients = cohort.clients or count_of(cohort.fraction, self.federation.num_clients)
         return autotune.Division(clients, bool(self.experiment.runtime.clients_per_host))
+
+    def time_of(self, label: str, spec: ParamSpec, sizes_of: Callable[[np.ndarray], np.ndarray]) -> VirtualTime | None:
+        """The virtual time of a method, before round 1. sizes_of: n_i of clients in the present round."""
+        if self.clock is None:
+            return None
+        size, local = self.federation.num_clients, self.local_of(label)
+        found = traffic(self.methods[label], size, self.division.cohort, spec, local, self.federation.shape)
+        return VirtualTime(self.clock, found.load, local, sizes_of)
 
     def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
         """A new network that any model of the experiment can be loaded into."""
@@ -186,6 +202,9 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     availability = _availability(experiment, federation.num_clients)
     attack_kind = _attack_kind(experiment.attack)
     setup = Setup(experiment, federation, recipe, methods, availability, task, local, own_local, attack_kind)
+    if isinstance(experiment.clock, RunningClockConfig):
+        clock = clock_of(experiment.clock, federation.num_clients, experiment.seed)
+        setup = replace(setup, clock=clock, asynchrony=asynchrony_of(experiment.asynchronous))
     if (template := template_of(recipe, experiment.seed)) is not None:
         frozen = digest_of({name: p for name, p in template.named_parameters() if not p.requires_grad})
         setup = replace(setup, frozen=frozen, template=template)
@@ -193,6 +212,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     _try_methods(setup)
     if experiment.privacy is not None:
         setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
+    _check_asynchronous(setup)
     _check_batches(setup)
     _try_own_parts(setup)
     _check_engine(setup)
@@ -336,6 +356,17 @@ def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
             rounds=min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
         ),
     )
+
+
+def _check_asynchronous(setup: Setup) -> None:
+    """Raises ConfigError for methods whose rounds cannot be asynchronous, and a buffer that would never be full."""
+    if setup.asynchrony is None:
+        return
+    check_buffer(setup.asynchrony.buffer, setup.experiment.asynchronous.concurrency or setup.division.cohort)
+    spec = setup.network().spec
+    for label, method in setup.methods.items():
+        if reason := why_synchronous(method, spec, setup.local_of(label), setup.federation.shape):
+            raise ConfigError(f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave it out")
 
 
 def _check_targets(task: Task, federation: Federation) -> None:

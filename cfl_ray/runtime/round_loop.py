@@ -22,6 +22,8 @@ from cfl_ray.core.events import births_and_deaths, phase_change
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
+from cfl_ray.core.state import State
+from cfl_ray.core.versions import Received
 from cfl_ray.core.work import Backend
 from cfl_ray.data.replay import distinct_rounds
 from cfl_ray.engine.in_process import InProcessBackend
@@ -40,6 +42,7 @@ from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
+from cfl_ray.runtime.virtual_time import Flights
 from cfl_ray.tracking import read_records
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
@@ -95,6 +98,10 @@ class RoundLoop:
         if self.private is not None:
             self.membership.population.cohort_seed = self.private.noise.seed("cohort")
         self.num_scores = len(setup.task.score_names)  # of one client
+        self.time = setup.time_of(label, network.spec, lambda ids: self.membership.present.num_samples_N[ids])
+        self.flights = None  # None: rounds are synchronous
+        if setup.asynchrony is not None and self.time is not None:
+            self.flights = Flights.none(setup.asynchrony, self.time)
 
         self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
         self.status: Status = "starting"
@@ -128,8 +135,8 @@ class RoundLoop:
             draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)
-                cohort = self.membership.cohort(draft.round)
-                self._train(cohort, draft)
+                cohort, received = self._next_cohort(draft)
+                self._train(cohort, received, draft)
                 if self.plan.evaluates(draft.round):
                     self._enter("evaluating", draft.round)
                     self.evaluation.add_to(draft, self.state, self.local_scores_N2, self.diagnostics)
@@ -212,6 +219,10 @@ class RoundLoop:
         if checkpoint is not None:
             if self.server is not None:
                 self.server.restore(snapshot.moments)
+            if self.time is not None:
+                self.time.restore(snapshot.time)
+            if self.flights is not None:
+                self.flights.restore(snapshot.time)
             self.backend.restore(checkpoint.client_states())
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
         if (last := self.requests.stop_after) is not None and last > self.saved:
@@ -244,6 +255,8 @@ class RoundLoop:
             self.state = self.steps.leave(self.state, change.left)
             draft.stats.events += births_and_deaths(round, before_K, self.state.members_K, because)
             self.backend.forget(change.left)
+            if self.flights is not None:
+                self.flights.leave(change.left)
             self._set_local_scores(change.left, np.nan)
             draft.notes.append(f"left: {listed(change.left)}")
             draft.metrics["clients_left"] = float(len(change.left))
@@ -255,17 +268,52 @@ class RoundLoop:
             self.state = self.steps.drift(self.state, self.clients_of(change.data_changed, round, draft.stats))
             draft.notes.append(f"data changed: {listed(change.data_changed)}")
 
-    def _train(self, cohort: Cohort, draft: RoundDraft) -> None:
+    def _next_cohort(self, draft: RoundDraft) -> tuple[Cohort, Received | None]:
+        """The clients whose updates the server waits for; of an asynchronous round, also what they have received."""
+        membership, settings = self.membership, self.experiment.cohort
+        if self.flights is None:
+            cohort = membership.cohort(draft.round)
+            wanted = membership.wanted if settings.over_selection > 1 else len(cohort.ids_M)
+            return (cohort if self.time is None else self.time.wait_for(draft.round, cohort, wanted)), None
+        concurrency = self.experiment.asynchronous.concurrency or membership.wanted
+        ids, received = self.flights.next_cohort(
+            draft.round, self.state, concurrency, membership.population, membership.availability, settings.dropout
+        )
+        if stale := self.flights.stale:
+            draft.metrics["updates_stale"] = float(stale)
+        if len(ids):
+            tau_M = [draft.round - 1 - received.version_of[client] for client in ids.tolist()]
+            draft.metrics["staleness"] = float(np.mean(tau_M))
+        return Cohort(ids, self.flights.dropped), received
+
+    def _end_time(self, cohort: Cohort, before: State, draft: RoundDraft) -> None:
+        """Adds the round to the virtual time. before: the state that its clients received."""
+        if self.time is None:
+            return
+        unused = cohort.past_deadline + cohort.surplus + int(draft.metrics.get("updates_stale", 0))
+        self.time.count_unused(unused, draft.stats.traffic)
+        self.time.end_round()
+        draft.metrics["virtual_seconds"] = self.time.now
+        counts = {"clients_past_deadline": cohort.past_deadline, "clients_surplus": cohort.surplus}
+        draft.metrics |= {name: float(count) for name, count in counts.items() if count}
+        if self.flights is not None:
+            self.flights.advance(draft.round, before, self.state)
+
+    def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """The method's round with its cohort."""
+        before = self.state
         if self.server is not None:
             self.server.begin()
         if len(cohort.ids_M) or self.private is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
+            clients = replace(clients, received=received)
             self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, draft.round))
             self._charge(draft)
         else:
-            draft.notes.append("no client could be reached: a round without training")
+            late = "finished before the deadline" if cohort.past_deadline else "could be reached"
+            draft.notes.append(f"no client {late}: a round without training")
+        self._end_time(cohort, before, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
         if cohort.dropped:
@@ -318,8 +366,10 @@ class RoundLoop:
         self.diagnostics.resolve()
         moments = {} if self.server is None else self.server.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
+        time = {} if self.time is None else self.time.to_tensors()
+        time |= {} if self.flights is None else self.flights.to_tensors()
         snapshot = Snapshot(
-            self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen, self.private
+            self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen, self.private, time
         )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
@@ -347,13 +397,21 @@ class RoundLoop:
             round,
             stats,
             local_test_samples=test_samples if test_locally else 0,
-            reachable=lambda: self.membership.reachable(round),
+            reachable=lambda: self._reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,
             private=self.private,
         )
+
+    def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sample counts of all clients that can take part in the round; the round waits for them."""
+        ids, num_samples = self.membership.reachable(round)
+        if self.time is None:
+            return ids, num_samples
+        in_time = self.time.in_time(round, ids)
+        return ids[in_time], num_samples[in_time]
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Makes a new array if any score changes: a checkpoint compares with the array saved last."""

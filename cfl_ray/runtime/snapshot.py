@@ -1,6 +1,6 @@
 """The content of a checkpoint beside the client states, as tensors and JSON values, and back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from cfl_ray.runtime.round_report import RoundReport
 
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
 _SIGNATURES = "server.privacy.signatures_N"
+_TIME = "server.time."  # the same, of the virtual time and of clients in flight
 _DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
 
 
@@ -69,12 +70,14 @@ class Snapshot:
     report: RoundReport  # with all diagnostics that are not recorded yet
     frozen: str = ""  # digest of the network's frozen parameters; empty if there are none
     private: PrivateRun | None = None  # a method without privacy has none
+    time: dict[str, Tensor] = field(default_factory=dict)  # virtual time, and clients in flight
 
     def encoded(self, num_scores: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON values), as `CheckpointStore.save` takes them. num_scores: of one client in the report."""
         report = self.report
         tensors, scalars = self.state.to_checkpoint()
         tensors |= {f"{_MOMENTS}{name}": value for name, value in self.moments.items()}
+        tensors |= {f"{_TIME}{name}": value for name, value in self.time.items()}
         tensors["server.local_scores_N2"] = torch.from_numpy(self.local_scores_N2)
         if self.private is not None:
             tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
@@ -116,8 +119,7 @@ class Snapshot:
             scores_MV = tensors.pop("server.scores_M4").numpy()
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
-            names = [name for name in tensors if name.startswith(_MOMENTS)]
-            moments = {name.removeprefix(_MOMENTS): tensors.pop(name) for name in names}
+            moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
             diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
             events = tuple(map(ClusterEvent.from_fields, values.report.events))
             state = state_type.from_checkpoint(tensors, values.state)
@@ -144,7 +146,13 @@ class Snapshot:
             fallbacks=tuple(values.report.fallbacks),
         )
         traffic = Traffic(values.traffic.down_bits, values.traffic.up_bits)
-        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private)
+        return cls(state, traffic, local_scores_N2, moments, report, values.frozen, private, time)
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Takes the tensors whose names begin so out of those of a checkpoint."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, Tensor]:

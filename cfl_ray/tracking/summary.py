@@ -26,6 +26,8 @@ def summarise(
         if reached := first_at_target(records, target, name, higher_is_better):
             summary[f"rounds_to_target{ending}"] = float(reached.round)
             summary[f"mbit_to_target{ending}"] = mbit(reached)
+            if not ending and "virtual_seconds" in reached.metrics:
+                summary["seconds_to_target"] = reached.metrics["virtual_seconds"]
     if change_rounds is not None:
         summary["rounds_to_stable_clusters"] = float(rounds_to_stable_clusters(change_rounds))
     return summary

@@ -31,6 +31,9 @@ def test_every_key_of_an_experiment_is_listed_with_its_default():
         "privacy.signatures.noise_multiplier",
         "privacy.extrapolate.cohort",
         "privacy.extrapolate.population",
+        "clock.file",
+        "clock.classes",
+        "clock.classes[].share",
     }
 
 
@@ -82,7 +85,7 @@ def test_an_unknown_key_names_the_nearest(wrong, nearest):
 
 
 def test_an_unknown_key_that_is_near_to_none():
-    with pytest.raises(ConfigError, match="unknown key 'zzz'; valid: attack, cohort, data, "):
+    with pytest.raises(ConfigError, match="unknown key 'zzz'; valid: asynchronous, attack, clock, cohort, data, "):
         keys.find("zzz")
 
 

@@ -1,0 +1,156 @@
+"""Virtual time: how long clients would take for their part of a round, on devices that are a part of the experiment.
+
+    seconds of a client = [s (samples trained + samples tested / 3) + bits down / down + bits up / up] * exp(jitter z)
+
+with s, down and up of the client's device, and z a standard normal of the client and the round. A forward pass takes a
+third of a training step (FedScale's rule, F. Lai et al., ICML 2022, arXiv:2105.11367).
+
+Every draw has a key, so a time does not depend on the process that asks for it, or on earlier questions.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtri
+
+from cfl_ray.core.rng import stream, uniforms
+from cfl_ray.errors import RunError
+from cfl_ray.plugins.calling import call_plugin, described, place_of
+
+FORWARD = 1 / 3  # time of a forward pass, in units of a training step on the same sample
+ARGUMENTS = ("clients", "draw")  # of a user's function
+
+
+def normals(seed: int, round: int, exchange: int, clients: np.ndarray, purpose: str) -> np.ndarray:
+    """A standard normal for each of these clients, float64, by key as `core.rng.uniforms`."""
+    draws: np.ndarray = ndtri(uniforms(seed, round, exchange, clients, purpose) + 2.0**-54)  # never of 0
+    return draws
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speeds of M devices, float64 (M,)."""
+
+    seconds_M: np.ndarray  # per training sample
+    down_M: np.ndarray  # bit/s; infinity: downloads take no time
+    up_M: np.ndarray
+
+    @classmethod
+    def of(cls, seconds: float, down_mbps: float | None, up_mbps: float | None) -> "Speed":
+        """One device (1,); None: no limit."""
+        down, up = (np.inf if mbps is None else mbps * 1e6 for mbps in (down_mbps, up_mbps))
+        return cls(np.array([seconds]), np.array([down]), np.array([up]))
+
+    def take(self, index_M: np.ndarray) -> "Speed":
+        """The devices at `index_M`."""
+        return Speed(self.seconds_M[index_M], self.down_M[index_M], self.up_M[index_M])
+
+
+class Devices(ABC):
+    """The devices of all clients, as a function of their ids."""
+
+    @abstractmethod
+    def of(self, clients: np.ndarray) -> Speed:
+        """The speeds of these clients' devices, the same in all rounds."""
+
+
+@dataclass(frozen=True)
+class LognormalDevices(Devices):
+    """Speeds around those of one device: exp(sigma z) of its seconds, exp(bandwidth_sigma z') of its bandwidths."""
+
+    median: Speed
+    seed: int
+    sigma: float = 0.0  # 0: the same device for all clients
+    bandwidth_sigma: float = 0.0
+
+    def of(self, clients: np.ndarray) -> Speed:
+        compute_M, network_M = (
+            np.exp(sigma * normals(self.seed, -1, -1, clients, f"clock {name}")) if sigma else np.ones(len(clients))
+            for name, sigma in (("compute", self.sigma), ("network", self.bandwidth_sigma))
+        )
+        one = self.median
+        return Speed(one.seconds_M * compute_M, one.down_M * network_M, one.up_M * network_M)
+
+
+@dataclass(frozen=True)
+class DeviceClasses(Devices):
+    """Classes of devices; each client is in one, drawn by the shares."""
+
+    classes: Speed  # one row each
+    share_C: np.ndarray = field(repr=False)  # they add up to 1
+    seed: int
+
+    def of(self, clients: np.ndarray) -> Speed:
+        draws = uniforms(self.seed, -1, -1, clients, "clock class")
+        return self.classes.take(np.searchsorted(np.cumsum(self.share_C)[:-1], draws, side="right"))
+
+
+@dataclass(frozen=True)
+class MeasuredDevices(Devices):
+    """A table of devices; client i has row i modulo the number of rows."""
+
+    rows: Speed
+
+    def of(self, clients: np.ndarray) -> Speed:
+        return self.rows.take(np.asarray(clients) % len(self.rows.seconds_M))
+
+
+@dataclass(frozen=True)
+class OwnDevices(Devices):
+    """A user's function f(clients, draw) -> (seconds per sample, bit/s down, bit/s up)."""
+
+    function: Callable[..., Any]
+    num_clients: int  # of the federation at the start
+    seed: int
+
+    def of(self, clients: np.ndarray) -> Speed:
+        """Raises RunError, with the author's line, for a result of another form. It is called for all clients."""
+        everyone = np.arange(max(self.num_clients, int(clients.max(initial=-1)) + 1))
+        draw = stream(self.seed, -1, -1, -1, "own clock")
+        result = call_plugin("clock", self.function, everyone, draw)
+        parts = [np.asarray(part, np.float64) for part in result] if isinstance(result, tuple) else []
+        valid = len(parts) == 3 and all(part.shape == everyone.shape for part in parts)
+        if not valid or not (parts[0] >= 0).all() or not all((part > 0).all() for part in parts[1:]):
+            raise RunError(
+                f"clock {place_of(self.function)} returned {described(result)}, expected (seconds per sample >= 0, "
+                f"bit/s down > 0, bit/s up > 0), an array of shape ({len(everyone)},) each"
+            )
+        return Speed(*parts).take(clients)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of a client in a round."""
+
+    down_bits: float
+    up_bits: float
+    trainings: float = 1.0  # local trainings, in units of the experiment's: its epochs on the client's samples
+    tests: float = 0.0  # forward passes over its samples, e.g. K if it compares K models
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of clients. deadline: after which a round waits for no further client; None: it waits for all."""
+
+    devices: Devices
+    seed: int
+    jitter: float = 0.0
+    deadline: float | None = None
+
+    def seconds(
+        self, round: int, clients: np.ndarray, trained_M: np.ndarray, sizes_M: np.ndarray, load: Load, draw: int = 0
+    ) -> np.ndarray:
+        """Seconds (M,) of these clients in a round.
+
+        trained_M: samples of one local training, those of every epoch counted. sizes_M: n_i. draw: which of several
+        times of the same client in the same round it is.
+        """
+        speed = self.devices.of(clients)
+        samples_M = trained_M * load.trainings + sizes_M * load.tests * FORWARD
+        seconds_M = speed.seconds_M * samples_M + load.down_bits / speed.down_M + load.up_bits / speed.up_M
+        if self.jitter:
+            seconds_M = seconds_M * np.exp(self.jitter * normals(self.seed, round, draw, clients, "clock jitter"))
+        return np.asarray(seconds_M, np.float64)

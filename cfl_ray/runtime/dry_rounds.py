@@ -1,0 +1,103 @@
+"""Rounds of a method without training: what its clients receive, train and upload in a round."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cfl_ray.core.aggregation import Mean
+from cfl_ray.core.checked_method import CheckedMethod
+from cfl_ray.core.clients import Clients
+from cfl_ray.core.clock import Load
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method, Start
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.versions import NotAsynchronous, Received, Versions
+from cfl_ray.core.work import Outcome, Work
+from cfl_ray.data.federation import DataShape
+from cfl_ray.runtime.dry_run import DryBackend, dry_rounds
+
+
+@dataclass(frozen=True)
+class TrafficEstimate:
+    """Traffic of a method in Mbit per client of the federation, as (download, upload), and what it holds."""
+
+    first_round: tuple[float, float]
+    later_round: tuple[float, float]
+    models: int  # cluster models after the second round
+    deferred: int  # clients whose results stay in the object store until they can be averaged
+    load: Load  # of a client in a later round
+
+
+def traffic(
+    method: Method[Any], num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: DataShape
+) -> TrafficEstimate:
+    """Returns the traffic of a round, counted by running the method for two rounds on a backend without training.
+
+    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
+    result that is not as agreed.
+    """
+    mbit, models, backend = [], 0, DryBackend.of(spec, shape)
+    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend):
+        mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
+        models, work = state.num_clusters, dict(backend.work)
+        backend.work.clear()
+    load = Load(
+        stats.traffic.down_bits / cohort,
+        stats.traffic.up_bits / cohort,
+        work.get("trained", 0.0) / cohort / float(local.steps_of(np.ones(1))[0]),
+        work.get("tested", 0.0) / cohort,
+    )
+    if isinstance(method.aggregation_rule, Mean):
+        deferred = max(backend.deferred, default=0)
+    else:
+        deferred = cohort  # a robust rule needs all results together
+    return TrafficEstimate(mbit[0], mbit[1], models, deferred, load)
+
+
+def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape) -> str:
+    """Why rounds of the method cannot be asynchronous, found by three rounds without training; empty: they can."""
+    if not isinstance(method.aggregation_rule, Mean):
+        return f"aggregation {method.aggregation} compares results of clients that start from the same model"
+    if method.only_synchronous:
+        return method.only_synchronous
+    count, models = 12, ChangingBackend.of(spec, shape)
+    steps, first_KP = CheckedMethod(method, spec.size), models.random(count, spec.size)
+    state = steps.init(Start(count, spec, lambda k: first_KP[k % count] + k // count, shape.input, shape.outputs))
+    versions, sizes = Versions(strict=True), np.ones(4, np.int64)
+    for round in range(1, 4):
+        ids = np.array([0, 1, 2 * round, 2 * round + 1])  # two of them for the first time
+        # all of them have received the version before the present one
+        received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
+        clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
+        try:
+            after = steps.round(state, clients, Draws(0, round))
+        except NotAsynchronous as error:
+            return str(error)
+        versions.advance(round - 1, state, after, {round - 1})
+        state = after
+    return ""
+
+
+@dataclass(frozen=True)
+class ChangingBackend(DryBackend):
+    """The same with random results, by which models change and clients differ."""
+
+    draw: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def random(self, *shape: int) -> Tensor:
+        """Standard normals."""
+        return torch.randn(shape, generator=self.draw)
+
+    def run(self, work: Work) -> Outcome:
+        found = super().run(work)
+        if "features" in found.arrays:
+            found.arrays["features"] = self.random(*found.arrays["features"].shape).numpy()
+        if work.averaging is None:
+            return found
+        rows = np.unique(work.averaging.out_E).tolist()
+        arrived_R = np.isin(np.arange(work.averaging.num_rows), rows).astype(float)
+        return replace(found, means={row: self.random(self.spec.size) for row in rows}, arrived_R=arrived_R)

@@ -1,0 +1,309 @@
+"""Virtual time of runs: which clients count, when rounds end, and asynchronous rounds with clients in flight."""
+
+import numpy as np
+import pytest
+import torch
+
+from cfl_ray import Experiment, resume, simulate
+from cfl_ray.core.clients import Traffic
+from cfl_ray.core.clock import Clock, Load, LognormalDevices, Speed
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.population import Cohort, Population
+from cfl_ray.core.state import State
+from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.methods import REGISTRY
+from cfl_ray.nn.network import Network
+from cfl_ray.runtime.clocks import HingeStaleness, PolynomialStaleness
+from cfl_ray.runtime.driver import Watcher
+from cfl_ray.runtime.dry_rounds import traffic, why_synchronous
+from cfl_ray.runtime.virtual_time import Asynchrony, Flights, VirtualTime
+
+EQUAL = {"kind": "constant", "seconds_per_sample": 0.1, "down_mbps": None, "up_mbps": None}
+UNEQUAL = {"kind": "lognormal", "sigma": 1.2, "jitter": 0.2}
+CLUSTERED = ["fedavg", {"fedprox": {"mu": 0.1}}, {"ifca": {"num_clusters": 2}}, "stocfl"]
+RECORDED = ("accuracy", "train_loss", "virtual_seconds", "staleness", "clients_dropped", "mbit_down", "ari")
+
+
+def time_of(seconds, deadline=None, sizes=None):
+    """Virtual time in which client i trains for seconds[i]."""
+
+    class Given(LognormalDevices):
+        def of(self, clients):
+            return Speed(np.array(seconds)[clients], np.full(len(clients), np.inf), np.full(len(clients), np.inf))
+
+    clock = Clock(Given(Speed.of(1, None, None), 0), 0, deadline=deadline)
+    return VirtualTime(clock, Load(64.0, 32.0), LocalSGD(), sizes or (lambda ids: np.ones(len(ids), np.int64)))
+
+
+class TestCohort:
+    def test_the_first_that_finish_count(self):
+        time, traffic = time_of([5.0, 1.0, 3.0, 2.0]), Traffic()
+        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted=2)
+        assert cohort.ids_M.tolist() == [1, 3] and (cohort.surplus, cohort.past_deadline) == (2, 0)
+        time.count_unused(cohort.surplus, traffic)
+        time.end_round()
+        assert time.now == 2.0 and (traffic.down_bits, traffic.up_bits) == (128, 0)
+
+    def test_equal_times_count_in_the_order_of_ids(self):
+        assert time_of([1.0] * 4).wait_for(1, Cohort(np.array([0, 2, 3]), 0), 2).ids_M.tolist() == [0, 2]
+
+    def test_a_round_ends_at_the_deadline_if_it_waits_for_a_client(self):
+        time = time_of([5.0, 1.0, 3.0, 9.0], deadline=4.0)
+        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted=4)
+        assert cohort.ids_M.tolist() == [1, 2] and (cohort.surplus, cohort.past_deadline) == (0, 2)
+        time.end_round()
+        assert time.now == 4.0
+
+    def test_a_round_with_enough_clients_does_not_wait_for_the_deadline(self):
+        time = time_of([5.0, 1.0, 3.0, 2.0], deadline=4.0)
+        cohort = time.wait_for(1, Cohort(np.arange(4), 0), wanted=2)
+        assert cohort.ids_M.tolist() == [1, 3] and (cohort.surplus, cohort.past_deadline) == (2, 0)
+        time.end_round()
+        assert time.now == 2.0
+
+    def test_epochs_count_and_so_do_batches_that_are_not_full(self):
+        """Two epochs of 5 samples in batches of 2 are 10 samples; 3 steps of batches of 2 are 6."""
+        for local, samples in ((LocalSGD(epochs=2, batch_size=2), 10), (LocalSGD(steps=3, batch_size=2), 6)):
+            time = time_of([1.0], sizes=lambda ids: np.full(len(ids), 5))
+            time.local = local
+            assert time.seconds(1, np.array([0])).tolist() == [samples]
+
+
+class TestFlights:
+    """Server steps with a buffer of 2 and 3 clients at work; times of the 6 clients are given."""
+
+    def step(self, flights, round, assign=None, concurrency=3, population=None, **kwargs):
+        state = State(torch.zeros(1, 3) + round, np.zeros(6, np.int32) if assign is None else np.array(assign))
+        population = population or Population(6, (), 0)
+        ids, received = flights.next_cohort(
+            round, state, concurrency, population, kwargs.get("availability", Always()), kwargs.get("dropout", 0.0)
+        )
+        self.discarded = flights.stale
+        stale = [round - 1 - received.version_of[client] for client in ids.tolist()]
+        flights.advance(round, state, State(torch.zeros(1, 3) + round + 1, state.assign_N))
+        return ids.tolist(), stale, flights.time.now
+
+    def flights(self, seconds=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0), **settings):
+        return Flights.none(
+            Asynchrony(**({"buffer": 2, "staleness": PolynomialStaleness(0)} | settings)), time_of(seconds)
+        )
+
+    def test_the_earliest_updates_form_a_step_and_the_others_stay_in_flight(self, monkeypatch):
+        """0, 1 and 2 begin; at 1 s 3 takes the place of 0, at 2 s the step; 4 begins, 2 and 3 finish at 4 s and 9 s."""
+        in_turn(monkeypatch)
+        flights = self.flights()
+        assert self.step(flights, 1) == ([0, 1], [0, 0], 2.0)
+        assert flights.client_F.tolist() == [2, 3] and flights.finish_F.tolist() == [4.0, 9.0]
+        # 0 begins at 2 s with version 1, and is done at 3 s; 1 begins there, 2 is done at 4 s
+        assert self.step(flights, 2) == ([0, 2], [0, 1], 4.0)
+        assert sorted(flights.client_F.tolist()) == [1, 3] and flights.versions.past.keys() == {0, 1}
+
+    def test_with_equal_times_and_a_buffer_for_all_rounds_are_synchronous(self, monkeypatch):
+        flights = self.flights(seconds=[2.0] * 6, buffer=3)
+        for round in range(1, 5):
+            ids, stale, now = self.step(flights, round)
+            assert ids == Population(6, (), 0).draw(round, 0.5).ids_M.tolist()
+            assert stale == [0, 0, 0] and now == 2.0 * round and not len(flights.client_F)
+
+    def test_updates_that_arrive_together_wait_for_the_next_step_in_their_order(self, monkeypatch):
+        in_turn(monkeypatch)
+        flights = self.flights(seconds=[2.0] * 6, buffer=1)
+        assert [self.step(flights, round) for round in (1, 2, 3)] == [([0], [0], 2.0), ([1], [1], 2.0), ([2], [2], 2.0)]
+
+    def test_too_stale_updates_are_discarded(self, monkeypatch):
+        in_turn(monkeypatch)
+        flights = self.flights(seconds=[2.0] * 6, buffer=1, max_staleness=1)
+        steps = [self.step(flights, round)[:2] for round in (1, 2)]
+        assert steps == [([0], [0]), ([1], [1])]
+        assert self.step(flights, 3) == ([0], [1], 4.0)  # client 2, done at 2 s, is two steps late
+        assert self.discarded == 1
+        assert all(version >= 1 for version in flights.versions.past)
+
+    def test_clients_that_leave_or_drop_out_are_counted(self, monkeypatch):
+        in_turn(monkeypatch)
+        flights = self.flights()
+        self.step(flights, 1)
+        flights.leave(np.array([2]))
+        assert flights.client_F.tolist() == [3] and flights.dropped == 1
+        dropping = self.flights()
+        counts = []
+        for round in range(1, 30):
+            state = State(torch.zeros(1, 3), np.zeros(6, np.int32))
+            dropping.next_cohort(round, state, 3, Population(6, (), 0), Always(), 0.5)
+            counts.append(dropping.dropped)
+            dropping.advance(round, state, state)
+        assert np.mean(counts) == pytest.approx(2, abs=1)  # as many as report
+
+    def test_each_cluster_has_a_buffer_of_its_own(self, monkeypatch):
+        """Clients 0, 2 and 4 are one cluster; 1 waits in the buffer of the other until 3 is done at 10 s."""
+        in_turn(monkeypatch)
+        flights, assign = self.flights(per_cluster=True), [0, 1, 0, 1, 0, 1]
+        assert self.step(flights, 1, assign) == ([0, 2], [0, 0], 4.0)
+        assert flights.client_F[flights.arrived_F].tolist() == [1]
+        seen = [self.step(flights, round, assign) for round in range(2, 8)]
+        assert all(len({assign[client] for client in ids}) == 1 for ids, _, _ in seen)
+        assert any(assign[ids[0]] == 1 and max(stale) > 0 for ids, stale, _ in seen)
+
+    def test_a_cluster_smaller_than_a_buffer_waits_for_its_members(self, monkeypatch):
+        in_turn(monkeypatch)
+        flights = self.flights(seconds=[1.0] * 6, buffer=3, per_cluster=True)
+        assert self.step(flights, 1, [1, 0, 0, 0, 0, 0])[0] == [0]
+
+    def test_a_step_takes_what_there_is_if_no_further_client_can_be_reached(self):
+        flights = self.flights(buffer=2)
+        population = Population(6, (), 0)
+        population.is_online_N = np.arange(6) == 2
+        population.online = np.array([2])
+        assert self.step(flights, 1, population=population)[0] == [2]
+
+
+class Always:
+    always = True
+
+
+def in_turn(monkeypatch):
+    """Clients are drawn in the order of their ids."""
+    monkeypatch.setattr(Population, "_reachable", lambda self, round, wanted, *_: self.online[:wanted])
+
+
+def test_staleness_functions():
+    tau = np.array([0, 1, 3, 8])
+    assert PolynomialStaleness(0.5)(tau).tolist() == pytest.approx([1, 2**-0.5, 0.5, 1 / 3])
+    assert HingeStaleness(10, 4)(tau).tolist() == pytest.approx([1, 1, 1, 1 / 41])
+
+
+# ---- runs
+
+
+def figures(results):
+    return {
+        label: [[record.metrics.get(name) for name in RECORDED] for record in method.records]
+        for label, method in results.methods.items()
+    }
+
+
+@pytest.fixture
+def timed(experiment):
+    """Makes an experiment with a clock, and returns its results."""
+
+    def make(**changes):
+        defaults = {"methods": CLUSTERED, "rounds": 6, "cohort": {"clients": 5}, "clock": UNEQUAL}
+        return experiment(**(defaults | changes))
+
+    return make
+
+
+def test_a_clock_changes_no_result(timed):
+    plain, with_clock = (simulate(timed(clock=clock)) for clock in ({}, UNEQUAL))
+    for label in plain.methods:
+        a, b = plain[label].records, with_clock[label].records
+        assert [one.metrics["accuracy"] for one in a] == [one.metrics["accuracy"] for one in b]
+        assert "virtual_seconds" not in a[-1].metrics
+        seconds = [one.metrics["virtual_seconds"] for one in b]
+        assert seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_over_selection_waits_less(timed):
+    waits, counts = {}, {}
+    for factor in (1.0, 2.0):
+        records = simulate(timed(cohort={"clients": 4, "over_selection": factor}))["fedavg"].records
+        waits[factor] = records[-1].metrics["virtual_seconds"]
+        counts[factor] = [(one.metrics["cohort_size"], one.metrics.get("clients_surplus")) for one in records]
+    assert waits[2.0] < waits[1.0] / 2
+    assert counts == {1.0: [(4, None)] * 6, 2.0: [(4, 4)] * 6}
+
+
+def test_a_deadline_leaves_late_clients_out(timed):
+    records = simulate(timed(clock=UNEQUAL | {"deadline": 1.0}))["fedavg"].records
+    late = [one.metrics.get("clients_past_deadline", 0) for one in records]
+    assert sum(late) > 0 and [one.metrics["cohort_size"] for one in records] == [5 - count for count in late]
+    assert all(one.metrics["virtual_seconds"] <= one.round + 1e-9 for one in records)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchronous(timed, momentum):
+    """Bit for bit: methods, mini-batches, and a server optimiser."""
+    methods = [*CLUSTERED, {"fedavg": {"server_optimizer": {"fedadam": {}}, "label": "adam"}}, "ditto", "fednova"]
+    changes = {"methods": methods, "clock": EQUAL, "local": {"momentum": momentum, "epochs": 1, "batch_size": 8}}
+    one = simulate(timed(**changes))
+    other = simulate(timed(**changes, asynchronous={"buffer": 5}))
+    for label in one.methods:
+        a, b = ([record.metrics for record in results[label].records] for results in (one, other))
+        for before, after in zip(a, b, strict=True):
+            assert after.pop("staleness") == 0.0
+            assert {**before, "round_seconds": 0} == {**after, "round_seconds": 0}, label
+
+
+class Interrupting(Watcher):
+    def __init__(self, at):
+        self.at = at
+
+    def round(self, label, report):
+        if report.round == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("per_cluster", [False, True])
+def test_a_run_resumes_with_clients_in_flight(timed, tmp_path, per_cluster):
+    """The schedule lets a client leave and another join while others are in flight."""
+    settings = {"buffer": 2, "staleness": {"kind": "polynomial"}, "per_cluster": per_cluster, "max_staleness": 6}
+    events = [{"round": 1, "join": []}, {"round": 4, "leave": [0, 1, 2]}, {"round": 6, "join": [11]}]
+    changes = {"rounds": 10, "asynchronous": settings, "schedule": events[1:], "cohort": {"clients": 5, "dropout": 0.2}}
+    whole = figures(simulate(timed(**changes), tmp_path / "whole"))
+    with pytest.raises(Interrupted):
+        simulate(timed(**changes), tmp_path / "run", Interrupting(5))
+    found = figures(resume(tmp_path / "run", on_ray=False))
+    assert found == whole
+    staleness = [row[RECORDED.index("staleness")] for row in whole["fedavg"]]
+    assert max(staleness) > 0
+
+
+def test_the_methods_of_asynchronous_rounds():
+    """Which methods run asynchronously, and why the others do not (docs/time.md)."""
+    network = Network(lambda: torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3)), (8,))
+    shape = SyntheticFederation(4, input=(8,), classes=3, groups=1, samples=4, seed=0).shape
+    found = {name: why_synchronous(REGISTRY[name](), network.spec, LocalSGD(), shape) for name in REGISTRY}
+    refused = {"cflgp", "cgpfl", "fedac", "fedcac", "fedem", "fedrc", "fedsoft", "fesem", "fesem_cam", "pfedgraph"}
+    assert {name for name, reason in found.items() if reason} == refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clock": {}, "asynchronous": {"buffer": 2}}, "asynchronous.buffer needs virtual time"),
+        ({"clock": {}, "cohort": {"over_selection": 1.5}}, "cohort.over_selection needs virtual time"),
+        ({"asynchronous": {"buffer": 6}}, "asynchronous.buffer is 6, but only 5 clients are at work"),
+        ({"asynchronous": {"buffer": 4, "concurrency": 3}}, "only 3 clients are at work"),
+        ({"asynchronous": {"buffer": 2}, "cohort": {"clients": 5, "over_selection": 2}}, "wait for no cohort"),
+        ({"asynchronous": {"buffer": 2}, "clock": UNEQUAL | {"deadline": 3}}, "have no deadline"),
+        (
+            {"asynchronous": {"buffer": 2}, "methods": ["fesem"]},
+            "fesem cannot run asynchronously: its clients",
+        ),
+        ({"asynchronous": {"buffer": 2}, "methods": [{"stocfl": {"global_update": "chain"}}]}, "each other's results"),
+        ({"asynchronous": {"buffer": 2}, "methods": [{"fedavg": {"aggregation": "median"}}]}, "aggregation median"),
+    ],
+)
+def test_impossible_combinations_are_refused(timed, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(timed(**changes))
+
+
+def test_keys_without_effect_are_named():
+    warnings = Experiment(asynchronous={"concurrency": 4, "per_cluster": True}).warnings
+    assert [line.partition(" (")[0] for line in warnings] == ["asynchronous.concurrency", "asynchronous.per_cluster"]
+
+
+def test_the_load_of_a_client_counts_trainings_and_comparisons():
+    """IFCA receives and compares K models; StoCFL trains two."""
+    federation = SyntheticFederation(8, input=(8,), classes=3, groups=1, samples=4, seed=0)
+    spec = Network(lambda: torch.nn.Linear(8, 3), (8,)).spec
+    loads = {
+        name: traffic(REGISTRY[name](), 8, 4, spec, LocalSGD(epochs=3), federation.shape).load
+        for name in ("fedavg", "ifca", "stocfl")
+    }
+    bits = 32 * spec.size
+    assert loads["fedavg"] == Load(bits, bits, 1.0, 0.0)
+    assert loads["ifca"] == Load(4 * bits, bits + 32, 1.0, 4.0)
+    assert loads["stocfl"] == Load(2 * bits, 2 * bits, 2.0, 0.0)
