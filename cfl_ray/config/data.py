@@ -110,7 +110,7 @@ class DataConfig(ConfigSection):
     def _own_view(self, has_tests: bool | None = None) -> str:
         """The view whose test data have each client's own distribution. has_tests: None for what the source has."""
         part = self.partition
-        if isinstance(self, SyntheticConfig):
+        if isinstance(self, GeneratedConfig):
             return "cluster"
         if has_tests is None:
             has_tests = self.has_tests or getattr(self, "test_files", None) is not None
@@ -264,12 +264,18 @@ class Sent140LeafConfig(FilesDataConfig):
     vocabulary: int | None = Field(None, ge=1, description="number of words that are told apart; null: 10000")
 
 
-class SyntheticConfig(DataConfig):
-    """Generated samples."""
+class GeneratedConfig(DataConfig):
+    """Points with a rule for their labels, which is the client's concept."""
 
     has_clients = True
+    synthetic_samples: int = Field(500, ge=1, description="training samples per client; 50 for source synthetic")
+
+
+class SyntheticConfig(GeneratedConfig):
+    """Generated samples."""
+
     synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first")
-    synthetic_samples: int = Field(50, ge=1, description="training samples per client")
+    synthetic_samples: int = Field(50, ge=1, description="training samples per client; 500 for points with a rule")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups")
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")
 
@@ -307,6 +313,9 @@ SOURCE_KINDS = Kinds[DataConfig](
         "sent140_leaf": BuiltinKind("LEAF's Sentiment140: tweets", Sent140LeafConfig),
         "mnist_by_writer": BuiltinKind("MNIST with its writers", OfficialDataConfig),
         "synthetic": BuiltinKind("generated samples", SyntheticConfig),
+        "sine": BuiltinKind("points below and above a sine, in two opposite concepts", GeneratedConfig),
+        "circle": BuiltinKind("points inside and outside of a circle, in two concepts", GeneratedConfig),
+        "sea": BuiltinKind("points with a small or a large sum and 10 % noise, in four concepts", GeneratedConfig),
         "arrays": BuiltinKind("an .npz file with x, y and clients", ArraysConfig),
     },
     "cfl_ray.datasets",

@@ -320,7 +320,7 @@ class Clients:
         average: Tensor | None = None,
         features: UpdateFeatures | Columns | None = None,
         defer_aggregation: bool = False,
-        keep_as_local_model: bool = True,
+        keep_as_local_model: bool | np.ndarray = True,
         average_number: int | None = None,
     ) -> Updates:
         """Trains every client on its own data, from its row of `start`.
@@ -330,12 +330,14 @@ class Clients:
         average: weights (R, M) >= 0 of any scale. Sums form on the hosts; only the averages (R, P) are returned.
         features: columns of each client's upload that are returned, (M, F), for methods that compare clients.
         defer_aggregation: leave the results on the hosts, until `Clients.average` averages them in the same round.
-        keep_as_local_model: whether the result is the client's model, which protocol P-local measures.
+        keep_as_local_model: whether the result is the client's model, which protocol P-local measures; bool (M,) if
+            that differs by client, without persistent momentum.
         average_number: which of the averages of a round `average` is. A server optimiser goes on from the average with
             the same number of the round before: give it if their order differs between rounds. None: their
             order.
         """
-        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keep_as_local_model)
+        keeps_any = bool(np.any(keep_as_local_model))
+        local, client_state = _with_momentum_kept(how.sgd or self.local, client_state, keeps_any)
         features = UpdateFeatures(features) if isinstance(features, Columns) else features
         if how.trace:
             self.reads("the losses of local steps")
@@ -367,7 +369,7 @@ class Clients:
             clip=None if self.private is None else self.private.clip(self.spec, private),
             chained=how.chained,
             mixture=how.mixture,
-            local_test_samples=self.local_test_samples if keep_as_local_model or how.mixture else 0,
+            local_test_samples=self.local_test_samples if keeps_any or how.mixture else 0,
             tables=tables.as_tuple(),
         )
         if averaging is not None or defer_aggregation:
@@ -486,9 +488,17 @@ class Clients:
         if self.server is not None:
             self.server.forget(models_KP)
 
-    def losses(self, sent: Sent, *, max_samples: int | None = None, frozen_model: Sent | None = None) -> np.ndarray:
+    def losses(
+        self,
+        sent: Sent,
+        *,
+        max_samples: int | None = None,
+        frozen_model: Sent | None = None,
+        errors: bool = False,
+    ) -> np.ndarray:
         """Mean training loss of each of the K models on each client's data, float64 (M, K); inf if it is NaN.
 
+        errors: the share of training samples that a model classifies wrongly, in place of the loss.
         max_samples: number of samples of each client to use, the same random ones in all rounds, at most
             `choice_samples`; None: all.
         frozen_model: a model whose logits are added to those of every model.
@@ -535,6 +545,7 @@ class Clients:
             num_models=len(sent.models_KP),
             max_samples=min((most for most in (max_samples, self.choice_samples) if most is not None), default=None),
             frozen_model=None if frozen_model is None else tables.rows(frozen_model),
+            errors=errors,
             tables=tables.as_tuple(),
         )
         loss_MK = self._run(work).arrays["losses"]
@@ -620,10 +631,10 @@ class Clients:
         self.stats.fallbacks |= outcome.fallbacks
         return outcome
 
-    def _note_training(self, outcome: Outcome, keep_as_local_model: bool) -> None:
-        if not keep_as_local_model:
+    def _note_training(self, outcome: Outcome, keep_as_local_model: bool | np.ndarray) -> None:
+        if not np.any(keep_as_local_model):
             return
-        arrays, valid_M = outcome.arrays, outcome.arrays["valid"]
+        arrays, valid_M = outcome.arrays, outcome.arrays["valid"] & keep_as_local_model
         ids = self.ids_M[valid_M].tolist()
         self.stats.train_loss.update(zip(ids, arrays["train_loss"][valid_M].tolist(), strict=True))
         if "local_scores" in arrays:

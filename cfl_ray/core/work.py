@@ -407,6 +407,7 @@ class Losses(Work):
 
     num_models: int  # K
     max_samples: int | None = None  # number of samples to use, drawn once per client; None: all
+    errors: bool = False  # shares of wrong classes in place of losses
 
     def rows(self) -> list[Rows]:
         return [Rows(0, np.arange(self.num_models)), *super().rows()]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cfl_ray.config import DataConfig
-from cfl_ray.config.data import ArraysConfig, PluginDataConfig, SyntheticConfig
+from cfl_ray.config.data import ArraysConfig, GeneratedConfig, PluginDataConfig, SyntheticConfig
 from cfl_ray.config.partition import PARTITION_KINDS, PluginPartitionConfig
 from cfl_ray.config.shift import SHIFT_KINDS, HybridConfig, PluginShiftConfig
 from cfl_ray.data.arrays import federation_from_arrays
@@ -26,7 +26,7 @@ from cfl_ray.data.plan import FederationPlan, make_plan
 from cfl_ray.data.shard_writer import shard_bytes, write_shards
 from cfl_ray.data.shards import ShardFederation, open_shards, read_manifest
 from cfl_ray.data.sources import locate
-from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 from cfl_ray.errors import DataError
 from cfl_ray.plugins.calling import reference_of
 from cfl_ray.plugins.registry import Registry
@@ -129,8 +129,8 @@ def _undivided(data: DataConfig, seed: int, targets: str) -> tuple[Federation | 
     """Returns (federation, None) if the source's samples have clients, (None, source) for samples of a function
     without clients, and (None, None) for the sources that `locate` returns.
     """
-    if isinstance(data, SyntheticConfig):
-        return _synthetic(data, seed), None
+    if isinstance(data, GeneratedConfig):
+        return _generated(data, seed), None
     if isinstance(data, ArraysConfig):
         return _arrays(data, seed, targets), None
     if not isinstance(data, PluginDataConfig):
@@ -209,15 +209,18 @@ def _difference(written: Any, wanted: Any, given: Any, key: str = "") -> tuple[s
     return None if written == wanted else (key, written, wanted)
 
 
-def _synthetic(data: SyntheticConfig, seed: int) -> SyntheticFederation:
-    if data.partition.clients is None:
-        raise DataError("data.partition.clients: null is for kind writer; source synthetic needs a number")
+def _generated(data: GeneratedConfig, seed: int) -> SyntheticFederation:
+    clients, source = data.partition.clients, data.source
+    if clients is None:
+        raise DataError(f"data.partition.clients: null is for kind writer; source {source} needs a number")
     if data.test.view != "cluster":
         raise DataError(
-            f"data.test.view: source synthetic has a test set per group, so the view is cluster, not {data.test.view}"
+            f"data.test.view: source {source} has a test set per group, so the view is cluster, not {data.test.view}"
         )
+    if not isinstance(data, SyntheticConfig):
+        return ConceptFederation(clients, name=source, samples=data.synthetic_samples, seed=seed)
     return SyntheticFederation(
-        data.partition.clients,
+        clients,
         input=tuple(data.synthetic_shape),
         classes=data.synthetic_classes,
         groups=data.synthetic_groups,

@@ -1,6 +1,7 @@
 """A federation of any size whose data are generated when they are read, from the client's id and the seed."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,30 @@ from cfl_ray.data.federation import DataShape, Federation, GroupTransform, Tenso
 
 TEST_SAMPLES = 1000  # samples in each group's test set
 SPREAD = 0.25  # standard deviation of the prototypes and of the noise, so that inputs are as large as scaled pixels
+
+
+Rule = Callable[[np.ndarray], np.ndarray]  # points (n, D) of the unit cube -> whether each has label 1, bool (n,)
+
+
+def _below_sine(x_nD: np.ndarray) -> np.ndarray:
+    return x_nD[:, 1] <= np.sin(x_nD[:, 0])
+
+
+def _outside(first: float, second: float, radius: float) -> Rule:
+    return lambda x_nD: (x_nD[:, 0] - first) ** 2 + (x_nD[:, 1] - second) ** 2 > radius**2
+
+
+def _sum_below(limit: float) -> Rule:
+    return lambda x_nD: 10 * x_nD[:, 0] + 10 * x_nD[:, 1] <= limit
+
+
+# concepts on points that are uniform in the unit cube: (D, share of labels that are flipped, rules). Thresholds and
+# noise of SEA: W. Street, Y. Kim, KDD 2001; SINE and CIRCLE as in FedDrift's code (microsoft/FedDrift, e4ac32f)
+CONCEPTS: dict[str, tuple[int, float, Sequence[Rule]]] = {
+    "sine": (2, 0.0, (_below_sine, lambda x_nD: ~_below_sine(x_nD))),
+    "circle": (2, 0.0, (_outside(0.2, 0.5, 0.15), _outside(0.6, 0.5, 0.25))),
+    "sea": (3, 0.1, (_sum_below(8), _sum_below(9), _sum_below(7), _sum_below(9.5))),
+}
 
 
 class SyntheticFederation(Federation):
@@ -102,3 +127,28 @@ class SyntheticFederation(Federation):
         block, offset = divmod(group, self.shape.num_classes)
         x += self._prototypes[block][(y + offset) % self.shape.num_classes]
         return torch.from_numpy(x), torch.from_numpy(y)
+
+
+class ConceptFederation(SyntheticFederation):
+    """Points in the unit cube with two labels; client i has concept i mod G, the rule by which points are labelled.
+
+    name: one of `CONCEPTS`.
+    """
+
+    def __init__(self, clients: int, *, name: str, samples: int = 500, seed: int = 0) -> None:
+        dimensions, self._noise, self._rules = CONCEPTS[name]
+        super().__init__(clients, input=(dimensions,), classes=2, groups=len(self._rules), samples=samples, seed=seed)
+        self.recipe = {"source": name, "clients": clients, "samples": samples, "seed": seed}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {("name" if name == "source" else name): value for name, value in self.recipe.items()}
+        return functools.partial(ConceptFederation, **options), ()
+
+    def group_transform(self, group: int) -> GroupTransform:
+        is_sine = self.recipe["source"] == "sine"  # its concepts are each other's opposite
+        return GroupTransform(0, offset=group) if is_sine else GroupTransform(group)
+
+    def _draw(self, group: int, n: int, rng: np.random.Generator) -> TensorSamples:
+        x = rng.random((n, *self.shape.input), np.float32)
+        y = self._rules[group](x) ^ (rng.random(n) < self._noise)
+        return torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))

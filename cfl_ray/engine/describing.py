@@ -32,7 +32,8 @@ def losses(chunk: OpenChunk[Losses]) -> Arrays:
             logits_BC = network.logits(x)
             if index in frozen:
                 logits_BC = logits_BC + frozen[index]
-            loss_B = network.task.loss(logits_BC, y.to(logits_BC.device))
+            y = y.to(logits_BC.device)
+            loss_B = (logits_BC.argmax(1) != y).float() if work.errors else network.task.loss(logits_BC, y)
             arrays["losses"][index, model] = loss_B.cpu().mean().item()
     return arrays
 

@@ -169,7 +169,8 @@ class ReusingBackend:
         frozen = b""
         if work.frozen_model is not None:
             frozen = self._checksum(work.tables[work.frozen_model.table], int(work.frozen_model.row_M[0]))
-        models = [_Model("Losses", self._checksum(work.tables[0], k), frozen) for k in range(work.num_models)]
+        kind = "Errors" if work.errors else "Losses"
+        models = [_Model(kind, self._checksum(work.tables[0], k), frozen) for k in range(work.num_models)]
         loss_MK = work.empty_result(0)["losses"]
         known_MK = np.zeros(loss_MK.shape, bool)
         reusable_M = ~np.isin(work.ids_M, self.attackers)

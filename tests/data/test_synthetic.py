@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfl_ray.data.synthetic import SyntheticFederation
+from cfl_ray.data.changes import ChangingFederation, DataChange
+from cfl_ray.data.synthetic import ConceptFederation, SyntheticFederation
 
 
 def test_a_million_clients_cost_nothing_until_read():
@@ -71,3 +72,27 @@ def test_gradients_at_a_common_point_separate_the_groups(classes, groups):
     same.fill_diagonal_(False)
     other = torch.from_numpy(federation.group_N[:, None] != federation.group_N)
     assert cosine[same].min() > cosine[other].max()
+
+
+@pytest.mark.parametrize("name, inputs, concepts", [("sine", 2, 2), ("circle", 2, 2), ("sea", 3, 4)])
+def test_points_have_the_labels_of_their_clients_concept(name, inputs, concepts):
+    federation = ConceptFederation(2 * concepts, name=name, samples=4000)
+    again = pickle.loads(pickle.dumps(federation))
+    for client in range(concepts):
+        x, y = federation.train(client)
+        assert x.shape == (4000, inputs) and x.min() >= 0 and x.max() <= 1 and federation.group_N[client] == client
+        a, b = x[:, 0].double(), x[:, 1].double()
+        expected = {
+            "sine": [b <= a.sin(), b > a.sin()],
+            "circle": [(a - 0.2) ** 2 + (b - 0.5) ** 2 > 0.15**2, (a - 0.6) ** 2 + (b - 0.5) ** 2 > 0.25**2],
+            "sea": [a + b <= 0.8, a + b <= 0.9, a + b <= 0.7, a + b <= 0.95],
+        }[name][client]
+        agree = (y == expected).float().mean().item()
+        assert agree == pytest.approx(0.9 if name == "sea" else 1, abs=0.02 if name == "sea" else 1e-3)
+        assert all(map(torch.equal, again.train(client), (x, y)))
+        assert torch.equal(federation.test(client)[1], federation.test(client + concepts)[1])
+
+
+def test_a_swap_of_the_labels_of_sine_is_its_other_concept():
+    changed = ChangingFederation(ConceptFederation(4, name="sine"), [DataChange(2, (0,), swap=(0, 1))]).at(2)
+    assert changed.group_N.tolist() == [1, 1, 0, 1]

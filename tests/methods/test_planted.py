@@ -83,8 +83,8 @@ ONE = {
     "fedprox_plus",
 }
 MIXED = {"fedem", "fedrc", "fedsoft"}  # every client counts in all models
-# no clusters by round 2: two split later, and groups see the same images
-WHOLE = ONE | MIXED | {"cfl", "fedgwc", "pacfl"}
+# no clusters by round 2: two split later, groups see the same images, and nothing drifts
+WHOLE = ONE | MIXED | {"cfl", "fedgwc", "pacfl", "feddrift"}
 
 
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - WHOLE))

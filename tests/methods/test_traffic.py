@@ -32,6 +32,8 @@ TABLE = [  # method, options, (down, up) in the first round, and in the second
     ("ifca", {"share_base": True}, (BASE + 4 * HEAD, P + 1), (BASE + 4 * HEAD, P + 1)),
     ("ifca", {"average": "gradients"}, (4 * P, P), (4 * P, P)),
     ("cfl", {}, (P, P), (P, P)),
+    ("feddrift", {}, (P, P), (P, P)),
+    ("feddrift", {"step_rounds": 1, "delta": 9.0}, (P, P), (2 * P, P + 1)),  # the pool of one, and its error
     ("fedgwc", {}, (P, P + 7), (P, P + 7)),
     ("fl_hc", {"cluster_round": 2}, (P, P), (P, P)),
     ("fesem", {}, (P, P), (P, P)),
