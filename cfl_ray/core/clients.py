@@ -34,6 +34,7 @@ from cfl_ray.core.work import (
     FitMixture,
     Losses,
     Mixture,
+    Objective,
     Outcome,
     Proximal,
     Replay,
@@ -50,6 +51,7 @@ __all__ = [
     "LocalTraining",
     "Mixture",
     "MixtureUpdates",
+    "Objective",
     "Proximal",
     "RoundStats",
     "Sent",
@@ -88,6 +90,7 @@ class LocalTraining:
     proximal: Sequence[Proximal[Sent]] = ()
     frozen_model: Sent | None = None  # its logits are added to those of the trained model (additive models, CAM)
     local_step: LocalStep | None = None  # a step of several gradients; None: the gradient of one batch
+    objective: Objective | None = None  # a loss that uses features; None: the task's loss
     # a second model, which `local_step` gets as a further argument and may move in place; the client state is then
     # that of the companion
     companion: Sent | None = None
@@ -110,8 +113,14 @@ class ClientData(Protocol):
     @property
     def spec(self) -> ParamSpec: ...
 
-    def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
-        """Gradient (trained columns,) of the mean loss over the whole training data at a model; without dropout."""
+    def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
+        """Gradient (trained columns,) of the mean loss over the training data at a model; without dropout.
+
+        samples: of these samples alone.
+        """
+
+    def features(self, row_P: Tensor) -> Tensor:
+        """Inputs (n, F) of the last layer of a model for all training samples, in evaluation mode."""
 
     def outputs(self, row_P: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of a model for all training samples, in evaluation mode."""
@@ -357,6 +366,7 @@ class Clients:
             proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
             frozen_model=None if how.frozen_model is None else tables.rows(how.frozen_model),
             local_step=how.local_step,
+            objective=how.objective,
             companion=None if how.companion is None else tables.rows(how.companion),
             trace=how.trace,
             local=local,
@@ -507,7 +517,7 @@ class Clients:
         private run.
         """
         self.reads("the losses")
-        return self._losses(sent, max_samples, frozen_model)
+        return self._losses(sent, max_samples, frozen_model, errors)
 
     def choose(
         self,
@@ -532,7 +542,9 @@ class Clients:
             self._count_upload(1)
         return least_loss(loss_MK)
 
-    def _losses(self, sent: Sent, max_samples: int | None, frozen_model: Sent | None) -> np.ndarray:
+    def _losses(
+        self, sent: Sent, max_samples: int | None, frozen_model: Sent | None, errors: bool = False
+    ) -> np.ndarray:
         if not len(self):
             return np.zeros((0, sent.num_models))
         if sent.row_MK is not None:
@@ -589,6 +601,7 @@ class Clients:
         sketch: int | None = None,
         floats: int | None = None,
         local: LocalSGD | None = None,
+        client_state: ClientState | None = None,
     ) -> tuple[Tensor, np.ndarray]:
         """Applies a function to each client: its results, float32 (M, F), and bool (M,), False for an excluded client.
 
@@ -599,6 +612,7 @@ class Clients:
         sketch: project each result to this many features on the host (`core.sketch`); None: no projection.
         floats: numbers that a client uploads by the paper's count; None: the length of its result before projection.
         local: local training that the function uses; None: the experiment's.
+        client_state: columns that the client keeps, and that replace those of the anchor.
         """
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
@@ -609,6 +623,7 @@ class Clients:
             function=CheckedDescription(function),
             anchor=None if anchor is None else tables.rows(anchor),
             sketch=sketch,
+            client_state=client_state,
             local=local or self.local,
             tables=tables.as_tuple(),
         )

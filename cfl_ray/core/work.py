@@ -7,7 +7,7 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -143,6 +143,8 @@ class ClientState:
     private: bool = True  # False: the columns are also uploaded
     # of these columns in the model that the client predicts with; the rest is those of the received model
     share: float = 1.0
+    # of a whole row: the columns that the next training starts from; None: all, so that nothing received counts
+    resumed: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,31 @@ class Mixture:
         size, count = self.weight_MK.shape
         upload = np.zeros((size, self.upload_floats), np.float32)
         return {"mixture": np.full((size, count), np.nan), "mixture_upload": upload}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of a batch that may use the features of its samples, the inputs of the model's last layer.
+
+    function: (loss, features (B, F), y_B, values) -> the loss whose gradient is taken. loss: the task's mean loss;
+        values: the client's entry of `values_M`.
+    """
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    values_M: np.ndarray  # float32 (M, ...): further numbers that each client has or has received
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, values_M=self.values_M[index_m])
+
+    def of_client(self, index: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """(loss, features, y) -> loss of the client at this position."""
+        return partial(_with_values, self.function, torch.from_numpy(self.values_M[index]))
+
+
+def _with_values(
+    function: Callable[..., Tensor], values: Tensor, loss: Tensor, feature_BF: Tensor, y_B: Tensor
+) -> Tensor:
+    return function(loss, feature_BF, y_B, values.to(feature_BF.device))
 
 
 @dataclass(frozen=True)
@@ -306,6 +333,7 @@ class Train(Work):
     local: LocalSGD
     steps_M: np.ndarray
     local_step: LocalStep | None = None  # None: the gradient of one batch
+    objective: Objective | None = None  # None: the task's loss
     companion: Rows | None = None  # a second model of each client, which the local step may move
     proximal: tuple[Proximal[Rows], ...] = ()
     trace: int = 0  # number of first steps whose losses are returned

@@ -30,6 +30,15 @@ def with_client_state(start_P: Tensor, client_state: ClientState | None, value: 
     return row_P
 
 
+def starting_row(start_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
+    """The row with which a client begins to train that received `start_P` and keeps `value`."""
+    if client_state is None or value is None or client_state.resumed is None:
+        return with_client_state(start_P, client_state, value)
+    row_P = start_P.clone()
+    client_state.resumed.put(row_P, client_state.resumed.of(value[: len(start_P)]))
+    return row_P
+
+
 def predicting_row(received_P: Tensor, client_state: ClientState | None, value: Tensor | None) -> Tensor:
     """The row with which a client predicts that received `received_P` and keeps `value`."""
     row_P = with_client_state(received_P, client_state, value)

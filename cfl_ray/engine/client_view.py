@@ -31,20 +31,34 @@ class ClientView:
     def spec(self) -> ParamSpec:
         return self.network.spec
 
-    def gradient(self, row_P: Tensor, batch: int = 2048) -> Tensor:
-        """Gradient (trained columns,) of the mean loss over all training samples at a model, without dropout.
+    def gradient(self, row_P: Tensor, batch: int = 2048, samples: slice = slice(None)) -> Tensor:
+        """Gradient (trained columns,) of the mean loss over training samples at a model, without dropout.
 
-        batch: most samples of a pass; fewer if the memory of the device is too small.
+        batch: most samples of a pass; fewer if the memory of the device is too small. samples: these alone.
         """
         self.network.load(row_P)
         self.network.module.eval()
-        return self.network.memory.in_batches_of("gradient", batch, self._gradient)
+        x, y = self.x[samples], self.y[samples]
+        return self.network.memory.in_batches_of("gradient", batch, lambda batch: self._gradient(x, y, batch))
 
-    def _gradient(self, batch: int) -> Tensor:
+    def features(self, row_P: Tensor) -> Tensor:
+        """Inputs (n, F) of the last layer of a model for all training samples, in evaluation mode."""
+        self.network.load(row_P)
+        return self.network.memory.in_batches_of("features", 2048, self._features)
+
+    @torch.no_grad()
+    def _features(self, batch: int) -> Tensor:
+        self.network.module.eval()
+        with self.network.kept_features() as found:
+            for x_B in self.x.split(batch):
+                self.network.module(self.network.input(x_B))
+        return torch.cat(found).float().cpu()
+
+    def _gradient(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
         total: Tensor | None = None
-        for x_B, y_B in zip(self.x.split(batch), self.y.split(batch), strict=True):
+        for x_B, y_B in zip(x.split(batch), y.split(batch), strict=True):
             logits_BC = self.network.module(self.network.input(x_B))
-            loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(self.y)
+            loss = self.network.task.total_loss(logits_BC, y_B.to(self.network.device)) / len(y)
             grads = torch.autograd.grad(loss, self.network.params, materialize_grads=True)
             part = torch.cat([g.reshape(-1) for g in grads])
             total = part if total is None else total.add_(part)

@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cfl_ray.core.rng import stream
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import Describe, Losses
+from cfl_ray.engine.client_state import with_client_state
 from cfl_ray.engine.client_view import ClientView
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
@@ -49,6 +50,8 @@ def describe(chunk: OpenChunk[Describe]) -> Arrays:
         with naming_client(client, "describing itself"):
             view = ClientView(client, *samples, chunk.network, work.address, work.local, chunk.train_one)
             anchor_P = None if work.anchor is None else chunk.model(work.anchor, index)
+            if anchor_P is not None:
+                anchor_P = with_client_state(anchor_P, work.client_state, chunk.stored_value(index))
             vector = torch.as_tensor(work.function(view, anchor_P)).float().reshape(-1)
             vector = chunk.attack.upload(client, vector, torch.zeros_like(vector), work.address)
         arrays["floats"][index] = len(vector)

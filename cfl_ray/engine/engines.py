@@ -34,8 +34,8 @@ class TrainedBatch(Protocol):
 class Engine:
     """The functions of an engine. Clients are trained one at a time unless it says otherwise."""
 
-    # reason, in one line, why the engine cannot train the network or, with tasks, these clients together
-    why_not: Callable[[Network, Sequence[TrainingTask]], str | None]
+    # reason, in one line, why the engine cannot train the network or, with tasks, these clients together on its loss
+    cannot: Callable[[Network, Sequence[TrainingTask]], str | None]
     train: Callable[[Network, Iterable[TrainingTask]], Iterator[TrainingResult]]  # each from its own start, in order
     # whether the clients of a chunk are trained in one go, on a GPU those of several chunks
     together: Callable[[Network], bool] = lambda network: False
@@ -46,6 +46,12 @@ class Engine:
     # is measured last, and only without a reason. None: it is measured with the others
     no_gain: Callable[[Network, float, int], str | None] | None = None
     chunk_size: Callable[[int], int] = partial(limited_size, chunks=128, most=8)  # clients of a chunk, for a cohort
+
+    def why_not(self, network: Network, tasks: Sequence[TrainingTask]) -> str | None:
+        """Reason, in one line, why the engine cannot train the network or these clients together; None if it can."""
+        if self.train is not sequential.train and any(task.objective is not None for task in tasks):
+            return "only sequential has a loss on features"
+        return self.cannot(network, tasks)
 
     def applies(self, network: Network, tasks: Sequence[TrainingTask] = ()) -> bool:
         """Whether the engine can train the network or, with tasks, these clients together."""

@@ -4,6 +4,7 @@ It is the definition of local training; the tests compare the other engines with
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ class _Gradient(LocalGradient):
         self.frozen_BC = frozen_BC
         self.x, self.y = network.input(task.x), task.y.to(network.device)
         self.weight_n = None if task.weight_n is None else task.weight_n.to(network.device)
+        self.objective = task.objective
 
     def of_batch(self, batch: int) -> list[Tensor]:
         index_B = self.batches[batch]
@@ -76,7 +78,10 @@ class _Gradient(LocalGradient):
             frozen_BC = None if frozen_BC is None else frozen_BC[index_B]
         for layer, mask in zip(self.network.dropouts.values(), self.masks(batch, len(y_B)), strict=True):
             layer.mask = mask
-        with self.draws(batch), self.network.autocast():
+        kept: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self.objective is not None:
+            kept = self.network.kept_features()
+        with self.draws(batch), self.network.autocast(), kept as features:
             logits_BC = self.network.module(x_B).float()
         logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
         if self.weight_n is None:
@@ -84,6 +89,8 @@ class _Gradient(LocalGradient):
         else:
             weight_B = self.weight_n if index_B is None else self.weight_n[index_B]
             loss = (self.network.task.loss(logits_BC, y_B) * weight_B).mean()
+        if self.objective is not None:
+            loss = self.objective(loss, features[-1].float(), y_B)
         grads = list(torch.autograd.grad(loss, self.network.params, materialize_grads=True))
         self.losses.append(loss.detach())
         return grads

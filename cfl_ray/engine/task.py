@@ -1,6 +1,6 @@
 """Input and output of an engine: the local training of one client, and its result."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ class TrainingTask:
     address: Address
     proximal: tuple[Proximal[Tensor], ...] = ()
     local_step: LocalStep | None = None
+    objective: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (loss, features, y) -> loss; None: the loss
     companion_P: Tensor | None = None  # a second model, which the local step may move
     trace: int = 0  # number of first steps whose losses are part of the result
     frozen_P: Tensor | None = None  # a frozen model whose logits are added

@@ -12,7 +12,13 @@ from torch import Tensor
 from cfl_ray.core.sketch import sketch
 from cfl_ray.core.work import AverageDeferred, Train, UpdateFeatures
 from cfl_ray.engine import mixtures, scoring
-from cfl_ray.engine.client_state import client_state_value, predicting_row, stored_velocity, with_client_state
+from cfl_ray.engine.client_state import (
+    client_state_value,
+    predicting_row,
+    starting_row,
+    stored_velocity,
+    with_client_state,
+)
 from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
@@ -241,7 +247,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
     work, value = chunk.work, chunk.stored_value(index)
     start_P, companion_P, velocity = chunk.on_device(work.start, index), None, None
     if work.companion is None:
-        start_P = with_client_state(start_P, work.client_state, value)
+        start_P = starting_row(start_P, work.client_state, value)
     else:
         companion_P = with_client_state(chunk.on_device(work.companion, index), work.client_state, value)
     if work.local.persist and work.client_state is not None:
@@ -255,6 +261,7 @@ def training_task(chunk: OpenChunk[Train], index: int) -> TrainingTask | None:
         address=work.address,
         proximal=tuple(term.of_client(index, chunk.on_device(term.anchor, index)) for term in work.proximal),
         local_step=work.local_step,
+        objective=None if work.objective is None else work.objective.of_client(index),
         companion_P=companion_P,
         trace=work.trace,
         frozen_P=chunk.frozen(index),

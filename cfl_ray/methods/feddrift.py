@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from cfl_ray.clustering.agglomerative import linkage_tree
-from cfl_ray.core.clients import Clients
+from cfl_ray.core.clients import Clients, least_loss
 from cfl_ray.core.method import Method, Start, option, weights_option
 from cfl_ray.core.rng import Draws
-from cfl_ray.core.rounds import least_loss, serve_per_cluster
+from cfl_ray.core.rounds import serve_per_cluster
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED, State
 from cfl_ray.core.weights import global_weights

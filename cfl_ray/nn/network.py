@@ -270,6 +270,20 @@ class Network:
             torch.manual_seed(seed)
             yield
 
+    @contextmanager
+    def kept_features(self) -> Iterator[list[Tensor]]:
+        """Context in which each forward pass adds the inputs of the last layer, (B, F), to a list."""
+        found: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found.append(inputs[0].flatten(1))
+
+        handle = self.module.get_submodule(self.spec.layers[-1]).register_forward_pre_hook(keep)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
     def logits_of(self, row_P: Tensor, x: Tensor) -> Tensor:
         """Outputs (n, *output_shape) of a row in evaluation mode. The row stays loaded."""
         self.load(row_P)

@@ -28,6 +28,8 @@ PERSONAL = (
     "pfedme",
     "pfedgraph",
     "fedcac",
+    "fedccfa",
+    "fedas",
     "fedac",
     "cgpfl",
 )

@@ -79,6 +79,8 @@ ONE = {
     "lg_fedavg",
     "per_fedavg",
     "local",
+    "fedas",
+    "fedccfa",
     "fedavg_plus",
     "fedprox_plus",
 }

@@ -22,6 +22,7 @@ REFUSED = {
     "local": ROBUST,
     "pfedgraph": ROBUST,
     "fedcac": ROBUST,
+    "fedccfa": ROBUST,
     "fedem": ROBUST,
     "fedrc": ROBUST,
     "fednova": ["median", "trimmed_mean", "multi_krum"],

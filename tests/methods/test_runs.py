@@ -27,7 +27,20 @@ DATA = {
     "synthetic_samples": 40,
     "partition": {"clients": 10},
 }
-WITH_CLIENT_STATE = {"ditto", "local", "fedper", "fedrep", "lg_fedavg", "cgpfl", "fedac", "fedsoft", "apfl", "pfedme"}
+WITH_CLIENT_STATE = {
+    "ditto",
+    "local",
+    "fedper",
+    "fedrep",
+    "lg_fedavg",
+    "cgpfl",
+    "fedac",
+    "fedsoft",
+    "apfl",
+    "pfedme",
+    "fedas",
+    "fedccfa",
+}
 
 
 def make_experiment(output: Path, methods=("fedavg",), rounds=6, **sections) -> cfl_ray.Experiment:

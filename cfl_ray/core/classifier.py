@@ -1,0 +1,60 @@
+"""The last layer of a model as a row for each label, and the mean features of each label."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.clients import ClientData
+from cfl_ray.core.params import ParamSpec
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A linear last layer with C labels and F features: for each label a row of F weights and, if any, a bias."""
+
+    layer: str
+    num_classes: int  # C
+    num_features: int  # F
+    has_bias: bool
+
+    @classmethod
+    def of(cls, spec: ParamSpec) -> Self:
+        """That of a model. Raises ValueError if its last layer is not linear."""
+        layer = spec.layers[-1]
+        shape_of = dict(zip(spec.names, spec.shapes, strict=True))
+        shape = shape_of.get(f"{layer}.weight", ())
+        if len(shape) != 2:
+            raise ValueError(f"the last layer {layer!r} must be linear, with a weight (C, F); its shape is {shape}")
+        return cls(layer, *shape, f"{layer}.bias" in shape_of)
+
+    def rows(self, spec: ParamSpec, models_XP: Tensor) -> Tensor:
+        """The rows (..., C, F + 1) of models (..., P), a copy; (..., C, F) without biases."""
+        tensors = spec.tensors(models_XP)
+        parts = [tensors[f"{self.layer}.weight"]]
+        parts += [tensors[f"{self.layer}.bias"][..., None]] if self.has_bias else []
+        return torch.cat(parts, -1)
+
+    def put(self, spec: ParamSpec, models_XP: Tensor, row_XCF: Tensor) -> None:
+        """Writes rows into models, in place."""
+        tensors = spec.tensors(models_XP)
+        tensors[f"{self.layer}.weight"].copy_(row_XCF[..., : self.num_features])
+        if self.has_bias:
+            tensors[f"{self.layer}.bias"].copy_(row_XCF[..., -1])
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """For `Clients.describe`: (C, F + 1), the mean features of each label and its number of samples; 0 without any."""
+
+    classifier: Classifier
+
+    def floats(self, inputs: int, classes: int) -> int:
+        return self.classifier.num_classes * (self.classifier.num_features + 1)
+
+    def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
+        feature_nF, y_n = client.features(model_P), client.y.cpu()
+        label_nC = torch.nn.functional.one_hot(y_n, self.classifier.num_classes).float()
+        count_C1 = label_nC.sum(0)[:, None]
+        return torch.cat([label_nC.T @ feature_nF / count_C1.clamp(min=1), count_C1], 1)

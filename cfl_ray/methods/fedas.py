@@ -1,0 +1,124 @@
+"""FedAS: X. Yang, W. Huang, M. Ye. FedAS: Bridging Inconsistency in Personalized Federated Learning. CVPR 2024.
+
+A model is a shared base theta, with features g(x; theta), under a private head h_i.
+
+    c_iy <- mean of g(x; theta_i) over client i's samples of label y      theta_i: base of its last round
+    theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2                  alignment of the received base, for one epoch
+    theta_i, h_i <- SGD_i from theta and the client's head
+    F_i = sum over batches |gradient of the batch's mean loss at theta_i, h_i|^2      trace of the Fisher information
+    theta <- sum_i F_i theta_i / sum_i F_i                                over those that took part
+
+A client that never took part has the averaged model, with the average of the heads.
+
+Deviations: heads are uploaded and averaged too, as in PFLlib, for clients without one. PFLlib also computes F_i of
+clients that were not selected, which in a deployment would double a round; its batches for F_i are shuffled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cfl_ray.core.classifier import Classifier, Prototypes
+from cfl_ray.core.clients import ClientData, Clients, ClientState, LocalTraining, Objective
+from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.method import Method, Start, option
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import State
+from cfl_ray.core.weights import global_weights
+from cfl_ray.errors import ConfigError
+
+OWN = ClientState("model", private=False)  # theta_i and h_i
+
+
+def alignment(loss: Tensor, feature_BF: Tensor, y_B: Tensor, prototype_CF: Tensor) -> Tensor:
+    """Sum over the labels of a batch of the mean squared difference of their features to c_iy.
+
+    prototype_CF: of `Prototypes`, with the number of samples as the last column.
+    """
+    squared_B = ((feature_BF - prototype_CF[y_B, :-1]) ** 2).mean(1)
+    count_C = torch.bincount(y_B, minlength=len(prototype_CF))
+    return (squared_B / count_C[y_B]).sum()
+
+
+@dataclass(frozen=True)
+class FisherTrace:
+    """F_i, one number."""
+
+    batch_size: int | None
+    floats: Callable[[int, int], int] = lambda inputs, classes: 1
+
+    def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
+        count = len(client.y)
+        size = self.batch_size or count
+        batches = [slice(first, first + size) for first in range(0, count, size)]
+        return torch.stack([client.gradient(model_P, samples=batch).square().sum() for batch in batches]).sum()
+
+
+@dataclass(frozen=True)
+class FedAS(Method[State], name="fedas"):
+    """A shared base, aligned to each client's own features, under private heads; weights by Fisher information."""
+
+    align_epochs: int = option(1, "epochs of the alignment; 0: none", source="PFLlib", low=0)
+    align_lr: float = option(0.01, "learning rate of the alignment", source="PFLlib", low=0)
+    weights: str = option(
+        "fisher",
+        "weight of a client in the average: the trace of its Fisher information, its samples, or the same for all",
+        source="paper",
+        choices=("fisher", "samples", "uniform"),
+    )
+
+    @property
+    def needs_classes(self) -> str:
+        return "its prototypes are mean features of each label"
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        return "a client's base is replaced at the beginning of a round"
+
+    def check_model(self, spec: ParamSpec) -> None:
+        check_classifier(self, spec)
+
+    def init(self, start: Start) -> State:
+        return start.one_model()
+
+    def round(self, state: State, clients: Clients, rng: Draws) -> State:
+        clients.reads("the Fisher information")
+        spec = clients.spec
+        received = clients.send(state.models_KP, columns=spec.base)
+        resumed = ClientState("model", private=False, resumed=spec.head)  # h_i alone
+        if self.align_epochs:
+            # c_iy <- mean of g(x; theta_i)
+            prototypes = Prototypes(Classifier.of(spec))
+            prototype_MX, _ = clients.describe(prototypes, received, client_state=OWN, floats=0)
+            # theta <- SGD on sum_y mean of (g(x; theta) - c_iy)^2
+            values = prototype_MX.reshape(len(clients), prototypes.classifier.num_classes, -1).numpy()
+            sgd = LocalSGD(epochs=self.align_epochs, batch_size=clients.local.batch_size, lr=self.align_lr)
+            how = LocalTraining(sgd=sgd, objective=Objective(alignment, values))
+            clients.train(received, client_state=resumed, how=how, keep_as_local_model=False)
+            resumed = OWN
+        # theta_i, h_i <- SGD_i
+        updates = clients.train(received, client_state=resumed, defer_aggregation=True)
+        # theta <- sum_i F_i theta_i / sum_i F_i
+        if self.weights == "fisher":
+            fisher_M1, _ = clients.describe(FisherTrace(clients.local.batch_size), received, client_state=OWN)
+            weight_M = fisher_M1.double().sum(1).numpy() * updates.valid_M
+        else:
+            weight_M = clients.weights(self.weights)
+        means = clients.average(updates, global_weights(weight_M))
+        return state.advance(models_KP=means.averaged(default=state.models_KP))
+
+    def serve(self, state: State, clients: Clients) -> Serving:
+        return Serving(state.models_KP, clients.first_row(), client_state=OWN)
+
+
+def check_classifier(method: Method[Any], spec: ParamSpec) -> None:
+    """Raises ConfigError if the model has no linear last layer."""
+    try:
+        Classifier.of(spec)
+    except ValueError as error:
+        raise ConfigError(f"{method.name}: {error}") from None

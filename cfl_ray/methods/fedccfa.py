@@ -1,0 +1,246 @@
+"""FedCCFA: J. Chen, J. Xue, Y. Wang, Z. Liu, L. Huang. Classifier Clustering and Feature Alignment for Federated
+Learning under Distributed Concept Drift. NeurIPS 2024, arXiv:2410.18478.
+
+A model is a shared extractor theta, with features g(x; theta), under a classifier h_i of each client, a row per label.
+
+    v_i <- SGD on h_i alone, on a balanced part of client i's samples         for the comparison of clients only
+    h_i <- SGD_i on h_i alone, for one epoch
+    theta_i <- SGD_i on theta alone, after round 20 with the further loss
+        (H_i / gamma) CE(cos(g(x; theta), z_i1 .. z_iC) / tau, y)             H_i: entropy of the client's labels
+    z_iy <- mean of g(x; theta_i) over its samples of label y
+    theta <- Avg of theta_i
+    for each label y: groups of the clients of the round by DBSCAN (eps, min_samples 1) of
+        d_ij = mean over the other clients z of |cos(v_iy, v_zy) - cos(v_jy, v_zy)|           MADD
+        h_iy, z_iy <- means of h_jy, z_jy over the group of i
+
+A client that never took part has theta and the average of the classifiers.
+
+Deviations: of a label, only clients with samples of it are compared (official code: every client has all labels).
+A label that fewer than three of them have has no d_ij, and they keep their own rows. The balanced part are the first 5,
+or fewer, samples of each label. DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import scipy
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize, one_hot
+
+from cfl_ray.core.classifier import Classifier, Prototypes
+from cfl_ray.core.clients import ClientData, Clients, ClientState, Objective
+from cfl_ray.core.method import Method, Start, option
+from cfl_ray.core.params import Columns, ParamSpec
+from cfl_ray.core.rng import Draws
+from cfl_ray.core.serving import Serving
+from cfl_ray.core.state import OwnModelsState
+from cfl_ray.core.weights import global_weights
+from cfl_ray.methods.fedas import OWN, check_classifier
+from cfl_ray.methods.fedrep import training_of
+
+_RECEIVED = ClientState("model", private=False, resumed=Columns(()))  # training starts from what the client received
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelGroupsState(OwnModelsState):
+    """Models with the classifiers h_i of the clients, and their prototypes z_iy."""
+
+    prototype_SCF: Tensor  # float32; NaN: none
+
+    def models_of(self, ids_M: np.ndarray, spec: ParamSpec) -> Tensor:
+        """Models (M, P): theta under h_i."""
+        models_MP = self.all_models[torch.from_numpy(self.rows_of(ids_M))]
+        spec.base.put(models_MP, spec.base.of(self.models_KP[0]))
+        return models_MP
+
+    def prototypes_of(self, ids_M: np.ndarray) -> Tensor:
+        """z_iy, (M, C, F); NaN for a client without any."""
+        none_1CF = torch.full((1, *self.prototype_SCF.shape[1:]), torch.nan)
+        return torch.cat([none_1CF, self.prototype_SCF])[torch.from_numpy(self.rows_of(ids_M))]
+
+    def with_clients(self, ids_M: np.ndarray, models_MP: Tensor, prototype_MCF: Tensor) -> Self:
+        """This state with new classifiers and prototypes of these clients."""
+        state = self.with_models(ids_M, models_MP)
+        added = len(state.seen_S) - len(self.seen_S)
+        more = self.prototype_SCF.new_empty(added, *self.prototype_SCF.shape[1:])
+        prototype_SCF = torch.cat([self.prototype_SCF, more])
+        prototype_SCF[torch.from_numpy(state.rows_of(ids_M) - 1)] = prototype_MCF
+        return state.advance(prototype_SCF=prototype_SCF)
+
+    def forget(self, ids: np.ndarray) -> Self:
+        stay_S = torch.from_numpy(~np.isin(self.seen_S, ids))
+        return super().forget(ids).advance(prototype_SCF=self.prototype_SCF[stay_S])
+
+
+@dataclass(frozen=True)
+class BalancedClassifier:
+    """v_i, (C, F + 1), and the client's number of samples of each label, (C,)."""
+
+    classifier: Classifier
+    epochs: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    per_class: int
+
+    def floats(self, inputs: int, classes: int) -> int:
+        return self.classifier.num_classes * (self.classifier.num_features + self.classifier.has_bias + 1)
+
+    def __call__(self, client: ClientData, model_P: Tensor) -> Tensor:
+        y_n, v_CF = client.y.cpu(), self.classifier.rows(client.spec, model_P.cpu())
+        label_nC = one_hot(y_n, len(v_CF))
+        count_C = label_nC.sum(0)
+        each = min(int(count_C[count_C > 0].min()), self.per_class)
+        first_n = label_nC.cumsum(0)[torch.arange(len(y_n)), y_n] <= each  # of its label
+        x_bF, y_bC = client.features(model_P)[first_n], label_nC[first_n].float()
+        x_bF = torch.nn.functional.pad(x_bF, (0, int(self.classifier.has_bias)), value=1.0)
+        velocity_CF = torch.zeros_like(v_CF)
+        for _ in range(self.epochs):
+            gradient_CF = ((x_bF @ v_CF.T).softmax(1) - y_bC).T @ x_bF / len(x_bF)
+            velocity_CF = self.momentum * velocity_CF + gradient_CF + self.weight_decay * v_CF
+            v_CF = v_CF - self.lr * velocity_CF
+        return torch.cat([v_CF.reshape(-1), count_C.float()])
+
+
+@dataclass(frozen=True)
+class FeatureAlignment:
+    """loss + (H_i / gamma) CE(cos(g(x), z_i1 .. z_iC) / tau, y), over the samples whose label has a prototype.
+
+    values (C F + 1,): z_iy, NaN without any, and H_i / gamma.
+    """
+
+    num_classes: int
+    temperature: float
+
+    def __call__(self, loss: Tensor, feature_BF: Tensor, y_B: Tensor, values: Tensor) -> Tensor:
+        prototype_CF, weight = values[:-1].reshape(self.num_classes, -1), values[-1]
+        known_C = torch.isfinite(prototype_CF).all(1)
+        known_B = known_C[y_B]
+        if not known_B.any():
+            return loss
+        cosine_BC = normalize(feature_BF[known_B], dim=1) @ normalize(prototype_CF.nan_to_num(), dim=1).T
+        logits_BC = (cosine_BC / self.temperature).masked_fill(~known_C, -torch.inf)
+        return loss + weight * cross_entropy(logits_BC, y_B[known_B])
+
+
+@dataclass(frozen=True)
+class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
+    """A shared extractor; the rows of the clients' classifiers are averaged within groups of clients for each label."""
+
+    only_mean = "classifiers are averaged within groups of clients for each label"
+
+    eps: float = option(0.1, "eps: largest d_ij of neighbours", source="official code", low=0)
+    balanced_epochs: int = option(5, "epochs on the balanced part", source="official code", low=1)
+    balanced_lr: float = option(0.1, "learning rate on the balanced part", source="official code", low=0)
+    per_class: int = option(5, "most samples of a label in the balanced part", source="official code", low=1)
+    classifier_epochs: int = option(1, "epochs of h_i", source="official code", low=1)
+    classifier_lr: float = option(0.1, "learning rate of h_i", source="official code", low=0)
+    align_after: int = option(20, "rounds without the loss on features", source="official code", low=0)
+    gamma: float = option(
+        20.0, "gamma: divisor of the entropy; inf: no loss on features", source="official code", low=1e-6
+    )
+    temperature: float = option(0.1, "tau: temperature of the loss on features", source="official code", low=1e-6)
+
+    @property
+    def needs_classes(self) -> str:
+        return "its classifiers are compared by label"
+
+    @property
+    def needs_fresh_momentum(self) -> str:
+        return "classifier and extractor are trained one after the other, with a buffer each"
+
+    def check_model(self, spec: ParamSpec) -> None:
+        check_classifier(self, spec)
+
+    def init(self, start: Start) -> LabelGroupsState:
+        first_KP, classifier = start.new_model(0)[None], Classifier.of(start.spec)
+        return LabelGroupsState(
+            models_KP=first_KP,
+            assign_N=start.one_cluster(),
+            own_SP=first_KP[:0],
+            seen_S=np.zeros(0, np.int64),
+            prototype_SCF=torch.zeros(0, classifier.num_classes, classifier.num_features),
+        )
+
+    def round(self, state: LabelGroupsState, clients: Clients, rng: Draws) -> LabelGroupsState:
+        clients.reads("the classifiers")
+        spec, classifier = clients.spec, Classifier.of(clients.spec)
+        count = classifier.num_classes
+        received = clients.send(state.models_of(clients.ids_M, spec), np.arange(len(clients)))
+        # v_i <- SGD on h_i alone, on a balanced part
+        local = clients.local
+        balanced = BalancedClassifier(
+            classifier, self.balanced_epochs, self.balanced_lr, local.momentum, local.weight_decay, self.per_class
+        )
+        balanced_MX, compared_M = clients.describe(balanced, received)
+        v_MCF, count_MC = balanced_MX[:, :-count].reshape(len(clients), count, -1), balanced_MX[:, -count:]
+        # h_i <- SGD_i on h_i alone
+        how = training_of(spec.head, clients, self.classifier_epochs)
+        how = replace(how, sgd=replace(how.sgd or local, lr=self.classifier_lr))
+        clients.train(received, client_state=_RECEIVED, how=how, keep_as_local_model=False)
+        # theta_i <- SGD_i on theta alone
+        how = training_of(spec.base, clients)
+        if clients.round > self.align_after and self.gamma < np.inf:
+            clients.count_download(count * classifier.num_features)
+            how = replace(how, objective=self.alignment(state, clients, count_MC))
+        weight_1M = global_weights(clients.weights())
+        updates = clients.train(received, client_state=OWN, how=how, average=weight_1M, features=spec.head)
+        # z_iy <- mean of g(x; theta_i)
+        prototype_MX, described_M = clients.describe(Prototypes(classifier), received, client_state=OWN)
+        # theta <- Avg of theta_i;  h_iy, z_iy <- means over the group of i
+        valid_M = compared_M & described_M & updates.valid_M
+        state = state.advance(models_KP=updates.averaged(default=state.models_KP))
+        if not valid_M.any():
+            return state
+        ids_m = clients.ids_M[valid_M]
+        models_mP = state.models_of(ids_m, spec)
+        spec.head.put(models_mP, updates.valid_features_MF[torch.from_numpy(valid_M[updates.valid_M])])
+        row_mCF = classifier.rows(spec, models_mP)
+        z_mCF = prototype_MX[valid_M].reshape(len(ids_m), count, -1)[..., :-1].clone()
+        group_mC = label_groups(v_MCF[valid_M], count_MC[valid_M] > 0, self.eps)
+        for c in range(count):
+            for group in np.unique(group_mC[group_mC[:, c] >= 0, c]):
+                members = torch.from_numpy(group_mC[:, c] == group)
+                row_mCF[members, c] = row_mCF[members, c].mean(0)
+                z_mCF[members, c] = z_mCF[members, c].mean(0)
+        z_mCF[torch.from_numpy(group_mC < 0)] = torch.nan
+        clients.record("label_groups", group_mC.max(0) + 1, ("labels",))
+        classifier.put(spec, models_mP, row_mCF)
+        return state.with_clients(ids_m, models_mP, z_mCF)
+
+    def alignment(self, state: LabelGroupsState, clients: Clients, count_MC: Tensor) -> Objective:
+        """The loss on features, with the prototypes and the entropy of each client."""
+        share_MC = count_MC / count_MC.sum(1, keepdim=True).clamp(min=1)
+        weight_M1 = torch.special.entr(share_MC).sum(1, keepdim=True) / self.gamma
+        values_MX = torch.cat([state.prototypes_of(clients.ids_M).flatten(1), weight_M1], 1)
+        return Objective(FeatureAlignment(count_MC.shape[1], self.temperature), values_MX.numpy())
+
+    def serve(self, state: LabelGroupsState, clients: Clients) -> Serving:
+        return Serving(state.models_of(clients.ids_M, clients.spec), np.arange(len(clients)))
+
+
+def label_groups(v_MCF: Tensor, has_MC: Tensor, eps: float) -> np.ndarray:
+    """The group of each client for each label, from 0, int64 (M, C); -1 for a client without samples of the label."""
+    group_MC = np.full(has_MC.shape, -1, np.int64)
+    for c in range(has_MC.shape[1]):
+        here = np.flatnonzero(has_MC[:, c].numpy())
+        if len(here) < 3:
+            group_MC[here, c] = np.arange(len(here))
+        else:
+            near_mm = madd(v_MCF[torch.from_numpy(here), c]) <= eps
+            group_MC[here, c] = scipy.sparse.csgraph.connected_components(near_mm, directed=False)[1]
+    return group_MC
+
+
+def madd(v_mF: Tensor) -> np.ndarray:
+    """d_ij = mean over z other than i, j of |cos(v_i, v_z) - cos(v_j, v_z)|, float64 (m, m), of at least 3 vectors."""
+    unit_mF = normalize(v_mF.double(), dim=1)
+    cosine_mm = (unit_mF @ unit_mF.T).numpy()
+    total_mm = scipy.spatial.distance.squareform(scipy.spatial.distance.pdist(cosine_mm, "cityblock"))
+    # z = i and z = j: |1 - cos_ij| each, of cosines that are 1 up to rounding
+    diagonal_m = cosine_mm.diagonal()
+    own_mm = np.abs(diagonal_m[:, None] - cosine_mm) + np.abs(diagonal_m - cosine_mm)
+    np.fill_diagonal(own_mm, 0)
+    return np.maximum(total_mm - own_mm, 0) / (len(v_mF) - 2)
