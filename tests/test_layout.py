@@ -242,7 +242,7 @@ class TestMethodFiles:
         assert set(REGISTRY) == {Path(name).stem for name in METHOD_FILES}
 
     def test_opens_with_its_source_and_its_deviations(self):
-        source = r"arXiv:\d{4}\.\d{4,5}|doi:10\.\d{4,}/|https://doi\.org/10\.\d{4,}/|https://papers\.nips\.cc/|https://proceedings\.mlr\.press/"
+        source = r"arXiv:\d{4}\.\d{4,5}|doi:10\.\d{4,}/|https://doi\.org/10\.\d{4,}/|https://papers\.nips\.cc/|https://proceedings\.mlr\.press/|https://openaccess\.thecvf\.com/"
         for name in METHOD_FILES:
             text = ast.get_docstring(TREES[name])
             cited = re.search(source, text) or "there is no paper" in text

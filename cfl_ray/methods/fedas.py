@@ -1,4 +1,5 @@
-"""FedAS: X. Yang, W. Huang, M. Ye. FedAS: Bridging Inconsistency in Personalized Federated Learning. CVPR 2024.
+"""FedAS: X. Yang, W. Huang, M. Ye. FedAS: Bridging Inconsistency in Personalized Federated Learning. CVPR 2024,
+https://openaccess.thecvf.com/content/CVPR2024/html/Yang_FedAS_Bridging_Inconsistency_in_Personalized_Federated_Learning_CVPR_2024_paper.html
 
 A model is a shared base theta, with features g(x; theta), under a private head h_i.
 
