@@ -22,6 +22,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
+from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
 from cfl_ray.data.synthetic import SyntheticFederation
@@ -30,7 +31,9 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.dry_rounds import TrafficEstimate, traffic
+from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
 from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
+from cfl_ray.runtime.virtual_time import Flights
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for
@@ -85,6 +88,7 @@ class Estimate:
     setup: Setup  # on a stand-in for the federation
     sizes: _Sizes
     traffic: dict[str, TrafficEstimate]  # by method
+    seconds: dict[str, float]  # virtual seconds of a round, by method; empty without a clock
 
     @property
     def warnings(self) -> list[str]:
@@ -108,7 +112,30 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     sizes = _Sizes.of(setup, summary)
-    return Estimate(setup, sizes, {label: sizes.traffic(method) for label, method in setup.methods.items()})
+    found = {label: sizes.traffic(method) for label, method in setup.methods.items()}
+    seconds = {label: seconds_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
+    return Estimate(setup, sizes, found, seconds)
+
+
+def seconds_of_a_round(setup: Setup, label: str) -> float:
+    """Returns the mean virtual seconds of a method's first rounds, at most 20, without clients that join or leave."""
+    federation, experiment, rounds = setup.federation, setup.experiment, min(setup.experiment.rounds, 20)
+    time = setup.time_of(label, setup.network().spec, lambda ids: federation.num_samples_N[ids])
+    assert time is not None
+    population = population_of(experiment, federation.num_clients)
+    state = State(torch.zeros(1, 1), np.zeros(federation.num_clients, np.int32))
+    flights = None if setup.asynchrony is None else Flights.none(setup.asynchrony, time)
+    concurrency = experiment.asynchronous.concurrency or wanted_clients(experiment.cohort, population)
+    for round in range(1, rounds + 1):
+        if flights is None:
+            cohort, wanted = drawn_cohort(experiment.cohort, population, setup.availability, round)
+            time.wait_for(round, cohort, wanted)
+            time.end_round()
+        else:
+            dropout = experiment.cohort.dropout
+            flights.next_cohort(round, state, concurrency, population, setup.availability, dropout)
+            flights.advance(round, state, state)
+    return time.now / rounds
 
 
 def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
@@ -174,6 +201,7 @@ def show(found: Estimate, console: Console) -> None:
         "methods that find the number of clusters may hold more models at first",
     )
     _show_deferred(sizes, estimates, console)
+    _show_seconds(found, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
         _print(console, line)
 
@@ -194,6 +222,8 @@ def show_study(
         for warning in dict.fromkeys(text for _, one in of_setting for text in one.warnings):
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(sizes, by_method, rounds), console)
+        for _, one in of_setting:
+            _show_seconds(one, console)
     for warning in metric_warnings(study, [run for run, _ in found]):
         _print(console, f"warning: {warning}")
     runs = len(found) * seeds
@@ -260,6 +290,15 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
     deferring = ", ".join(f"{label} {size:.1f} MB" for label, size in megabytes.items() if size)
     if deferring:
         _print(console, f"results of a round that stay in the object store until their weights are known: {deferring}")
+
+
+def _show_seconds(found: Estimate, console: Console) -> None:
+    """Prints the expected virtual time of a round, and of all, for experiments with a clock."""
+    rounds = found.setup.experiment.rounds
+    what = "server step" if found.setup.asynchrony else "round"
+    each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in found.seconds.items())
+    if each:
+        _print(console, f"virtual time of a {what}, mean of the first {min(rounds, 20)}: {each}")
 
 
 def _print(console: Console, text: str) -> None:

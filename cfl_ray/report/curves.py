@@ -25,7 +25,7 @@ from cfl_ray.report.drawing import (
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
 from cfl_ray.report.snapshots import evenly
 from cfl_ray.tracking.record import RoundRecord
-from cfl_ray.tracking.summary import mbit
+from cfl_ray.tracking.summary import mbit, virtual_seconds
 
 MOST_POINTS = 250  # most points of a line
 
@@ -60,7 +60,7 @@ def series(runs: Sequence[MethodRun], value_of: Callable[[RoundRecord], float]) 
 
 
 def curves(experiment: ReportedExperiment) -> list[PageFigure]:
-    """The figures with data: scores of the three protocols, score over traffic, agreement, clusters and events."""
+    """The figures with data: scores by three protocols, over traffic and virtual time, agreement, clusters, events."""
     score = experiment.score
     words = score.replace("_", " ")
     titles = {
@@ -69,7 +69,13 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
         f"{score}_tuned": f"{words.capitalize()}, P-tune: after further local epochs",
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
-    figures += [_by_traffic(experiment), _agreement(experiment), _clusters(experiment), _largest(experiment)]
+    figures += [
+        _by_traffic(experiment),
+        _by_time(experiment),
+        _agreement(experiment),
+        _clusters(experiment),
+        _largest(experiment),
+    ]
     figures += [_events(experiment)]
     return [figure for figure in figures if figure is not None]
 
@@ -200,28 +206,49 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
     return PageFigure(title, f"{caption}.{_spread_note(experiment)}", figure)
 
 
-def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
-    scores = _all(experiment, experiment.score)
+def _against(
+    experiment: ReportedExperiment, x_of: Callable[[RoundRecord], float]
+) -> dict[str, tuple[np.ndarray, Series]]:
+    """The score of each method against another number than the round, which grows with the rounds."""
     lines = {}
-    for label, values in scores.items():
-        traffic = series(experiment.methods[label], mbit)
-        if traffic is not None and traffic.mean_E[-1] > 0:
-            mbit_of = dict(zip(traffic.round_E.tolist(), traffic.mean_E.tolist(), strict=True))
-            lines[label] = (np.array([mbit_of[round] for round in values.round_E.tolist()]), values)
-    if not lines:
-        return None
+    for label, values in _all(experiment, experiment.score).items():
+        x = series(experiment.methods[label], x_of)
+        if x is not None and x.mean_E[-1] > 0:
+            x_at = dict(zip(x.round_E.tolist(), x.mean_E.tolist(), strict=True))
+            lines[label] = (np.array([x_at.get(round, math.nan) for round in values.round_E.tolist()]), values)
+    return lines
+
+
+def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, most: str) -> str:
+    """Where the methods with the least and the most of it end, as text."""
     order = sorted(lines, key=lambda label: float(lines[label][0][-1]))
     ends = [
-        f"{label} {number(float(lines[label][0][-1]))} Mbit for {number(float(lines[label][1].mean_E[-1]))}"
+        f"{label} {number(float(lines[label][0][-1]))} {unit} for {number(float(lines[label][1].mean_E[-1]))}"
         for label in ([order[0], order[-1]] if len(order) > 1 else order)
     ]
+    return f" ({least}), ".join(ends) + (f" ({most})." if len(ends) > 1 else ".")
+
+
+def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
+    if not (lines := _against(experiment, mbit)):
+        return None
     words = experiment.score.replace("_", " ")
-    caption = f"By its last evaluation a client has sent and received: {' (least), '.join(ends)}"
-    caption += " (most)." if len(ends) > 1 else "."
     return PageFigure(
         f"{words.capitalize()}, P-server, against the traffic of a client",
-        caption,
+        f"By its last evaluation a client has sent and received: {_ends(lines, 'Mbit', 'least', 'most')}",
         canvas(_lines(experiment, lines), "Mbit per client, down and up", words, hovermode="closest"),
+    )
+
+
+def _by_time(experiment: ReportedExperiment) -> PageFigure | None:
+    """Only of runs with a clock."""
+    if not (lines := _against(experiment, virtual_seconds)):
+        return None
+    words = experiment.score.replace("_", " ")
+    return PageFigure(
+        f"{words.capitalize()}, P-server, against virtual time",
+        f"The last evaluation is after: {_ends(lines, 's', 'first', 'last')}",
+        canvas(_lines(experiment, lines), "virtual time, s", words, hovermode="closest"),
     )
 
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from cfl_ray.report.palette import COLOURS
 from cfl_ray.system.files import drafted, private_folder
 from cfl_ray.tracking.record import RoundRecord, is_evaluated, primary_of
-from cfl_ray.tracking.summary import mbit
+from cfl_ray.tracking.summary import mbit, virtual_seconds
 
 STYLES = ("-", "--", ":")
 DPI = 150
@@ -32,6 +32,9 @@ LABEL_START = 1.07  # distance of the labels from the left end of the axes, in w
 Records = Sequence[RoundRecord]
 Line = tuple[list[float], list[float]]  # x, y
 XAxis = Callable[[RoundRecord], float]
+
+
+_X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_seconds: "virtual time, s"}
 
 
 class Panel(NamedTuple):
@@ -66,10 +69,17 @@ def write_figures(directory: str | Path, records_by_method: Mapping[str, Records
     figures = {
         f"{score}_by_round.png": [Panel(score, f"mean client {score.replace('_', ' ')}", _round)],
         f"{score}_by_mbit.png": [Panel(score, f"mean client {score.replace('_', ' ')}", mbit)],
+        f"{score}_by_virtual_seconds.png": [Panel(score, f"mean client {score.replace('_', ' ')}", virtual_seconds)],
         "clusters_by_round.png": clusters,
     }
+    if not any("virtual_seconds" in metrics for records in records_by_method.values() for metrics in _metrics(records)):
+        del figures[f"{score}_by_virtual_seconds.png"]
     written = (_write(directory / f"{prefix}{name}", panels, records_by_method) for name, panels in figures.items())
     return [path for path in written if path]
+
+
+def _metrics(records: Records) -> list[Mapping[str, float]]:
+    return [record.metrics for record in records]
 
 
 def _round(record: RoundRecord) -> float:
@@ -89,7 +99,7 @@ def _write(path: Path, panels: Sequence[Panel], records_by_method: Mapping[str, 
     all_axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw=margins)[:, 0]
     for axes, panel in zip(all_axes, drawn, strict=True):
         _draw(axes, panel, styles)
-    all_axes[-1].set_xlabel("Mbit per client, down and up" if panels[0].x_of is mbit else "round")
+    all_axes[-1].set_xlabel(_X_TITLES.get(panels[0].x_of, "round"))
     for axes, panel in zip(all_axes, drawn, strict=True):
         _label_ends(axes, panel.lines, styles)
     with drafted(path) as draft:

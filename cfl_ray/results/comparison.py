@@ -30,6 +30,7 @@ FORMATS = ("md", "csv", "latex", "html")
 _SHOWN = ("accuracy", "accuracy_local", "accuracy_p10", "macro_f1", "test_loss", "num_clusters", "ari")
 _LESS = (  # is better
     *("test_loss", "train_loss", "mbit", "mbit_down", "mbit_up", "seconds"),
+    *("virtual_seconds", "seconds_to_target"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
 _FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cfl_ray.config.cohort import CohortConfig
+from cfl_ray.core.availability import Availability
 from cfl_ray.core.population import Cohort, Population, count_of
 from cfl_ray.data.federation import Federation
 from cfl_ray.runtime.prepare import Setup, population_of
@@ -60,21 +62,32 @@ class Membership:
         changed = self.federation.changed(round)
         return MembershipChange(left, joined, changed[self.population.is_online_N[changed]])
 
-    def cohort(self, round: int) -> Cohort:
-        """The cohort of this round, with over-selection: before it is known who finishes first."""
-        settings = self.experiment.cohort
-        clients, poisson = settings.clients, settings.sampling == "poisson"
-        if settings.over_selection > 1:
-            clients = math.ceil(self.wanted * settings.over_selection - 1e-9)
-        return self.population.draw(round, settings.fraction, clients, self.availability, settings.dropout, poisson)
+    def cohort(self, round: int) -> tuple[Cohort, int]:
+        """The cohort of this round, before it is known who finishes first, and how many of it the round waits for."""
+        return drawn_cohort(self.experiment.cohort, self.population, self.availability, round)
 
     @property
-    def wanted(self) -> int:
-        """M, clients of a round without over-selection."""
-        settings, online = self.experiment.cohort, len(self.population.online)
-        return min(settings.clients or count_of(settings.fraction, online), online)
+    def concurrency(self) -> int:
+        """Clients at work at a time in asynchronous rounds."""
+        return self.experiment.asynchronous.concurrency or wanted_clients(self.experiment.cohort, self.population)
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
         ids = self.population.draw(round, 1.0, None, self.availability, self.experiment.cohort.dropout).ids_M
         return ids, self.present.num_samples_N[ids]
+
+
+def wanted_clients(settings: CohortConfig, population: Population) -> int:
+    """M, clients of a round without over-selection."""
+    online = len(population.online)
+    return min(settings.clients or count_of(settings.fraction, online), online)
+
+
+def drawn_cohort(
+    settings: CohortConfig, population: Population, availability: Availability, round: int
+) -> tuple[Cohort, int]:
+    """The cohort of a round, with over-selection, and how many of its clients the round waits for."""
+    wanted, factor, poisson = wanted_clients(settings, population), settings.over_selection, settings.sampling
+    clients = settings.clients if factor == 1 else math.ceil(wanted * factor - 1e-9)
+    cohort = population.draw(round, settings.fraction, clients, availability, settings.dropout, poisson == "poisson")
+    return cohort, len(cohort.ids_M) if factor == 1 else wanted

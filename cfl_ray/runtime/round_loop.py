@@ -270,14 +270,17 @@ class RoundLoop:
 
     def _next_cohort(self, draft: RoundDraft) -> tuple[Cohort, Received | None]:
         """The clients whose updates the server waits for; of an asynchronous round, also what they have received."""
-        membership, settings = self.membership, self.experiment.cohort
+        membership = self.membership
         if self.flights is None:
-            cohort = membership.cohort(draft.round)
-            wanted = membership.wanted if settings.over_selection > 1 else len(cohort.ids_M)
+            cohort, wanted = membership.cohort(draft.round)
             return (cohort if self.time is None else self.time.wait_for(draft.round, cohort, wanted)), None
-        concurrency = self.experiment.asynchronous.concurrency or membership.wanted
         ids, received = self.flights.next_cohort(
-            draft.round, self.state, concurrency, membership.population, membership.availability, settings.dropout
+            draft.round,
+            self.state,
+            membership.concurrency,
+            membership.population,
+            membership.availability,
+            self.experiment.cohort.dropout,
         )
         if stale := self.flights.stale:
             draft.metrics["updates_stale"] = float(stale)

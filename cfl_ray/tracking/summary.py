@@ -49,6 +49,11 @@ def mbit(record: RoundRecord) -> float:
     return record.metrics.get("mbit_down", 0.0) + record.metrics.get("mbit_up", 0.0)
 
 
+def virtual_seconds(record: RoundRecord) -> float:
+    """Returns the virtual time of the run so far, in seconds; NaN without a clock."""
+    return record.metrics.get("virtual_seconds", math.nan)
+
+
 @dataclass(frozen=True)
 class RejectedUpdates:
     """How many updates of clients were rejected as not valid."""

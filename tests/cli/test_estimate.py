@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+from rich.console import Console
 
 import cfl_ray
 from cfl_ray.cli import estimate
@@ -50,3 +51,28 @@ def test_every_step_of_a_method_is_tried():
                 estimate.estimate(cfl_ray.Experiment(methods=[method], data={"partition": {"clients": 4}}))
         finally:
             del Method.registry["broken_of_estimate"]
+
+
+@pytest.mark.parametrize("asynchronous", [{}, {"buffer": 2}])
+def test_the_virtual_time_is_that_of_the_run(tmp_path, asynchronous):
+    """Of all rounds, as they are fewer than 20."""
+    experiment = cfl_ray.Experiment(
+        rounds=6,
+        methods=["fedavg", {"ifca": {"num_clusters": 2}}],
+        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 12}},
+        cohort={"clients": 5},
+        clock={"kind": "lognormal", "jitter": 0.3},
+        asynchronous=asynchronous,
+        tracking={"enabled": False},
+        output=str(tmp_path),
+    )
+    found, results = estimate.estimate(experiment), cfl_ray.simulate(experiment)
+    for label, result in results.methods.items():
+        assert found.seconds[label] * 6 == pytest.approx(result.final["virtual_seconds"], rel=1e-9)
+    console = Console(width=200, record=True)
+    estimate.show(found, console)
+    what = "server step" if asynchronous else "round"
+    assert (
+        f"virtual time of a {what}, mean of the first 6: fedavg {found.seconds['fedavg']:.4g} s"
+        in console.export_text()
+    )

@@ -24,6 +24,16 @@ def test_figures_are_drawn_for_what_was_recorded(tmp_path):
         assert height >= 4.2 * 150
 
 
+def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or path.touch())
+    records = [RoundRecord(round, {"accuracy": 0.1 * round, "virtual_seconds": 7.0 * round}) for round in (1, 2, 3)]
+    written = write_figures(tmp_path, {"fedavg": records})
+    at = [path.name for path in written].index("accuracy_by_virtual_seconds.png")
+    (axes,) = drawn[at].axes
+    assert axes.get_xlabel() == "virtual time, s" and axes.lines[0].get_xdata().tolist() == [7.0, 14.0, 21.0]
+
+
 def test_no_cluster_figure_where_no_method_has_clusters(tmp_path):
     written = write_figures(tmp_path, {"fedavg": curve(0.5)})
     assert [path.name for path in written] == ["accuracy_by_round.png", "accuracy_by_mbit.png"]

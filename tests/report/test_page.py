@@ -89,6 +89,21 @@ def test_phases_are_bands_of_the_curves_and_events_are_on_the_time_axis():
     assert timeline.caption.endswith(f"In round 3, ifca: {text}.")
 
 
+def test_runs_with_a_clock_have_a_curve_over_virtual_time():
+    shown = experiment()
+    for factor, runs in enumerate(shown.methods.values(), 1):
+        for run in runs:
+            for at, record in enumerate(run.records):
+                metrics = {**record.metrics, "virtual_seconds": 10.0 * factor * record.round}
+                run.records[at] = replace(record, metrics=metrics)
+    figure = next(figure for figure in curves(shown) if figure.title == "Accuracy, P-server, against virtual time")
+    first, last = list(shown.methods)[0], list(shown.methods)[-1]
+    assert figure.caption.startswith(f"The last evaluation is after: {first} 40.0 s for")
+    assert f"{last} {40.0 * len(shown.methods):.1f} s for" in figure.caption
+    lines = [one for one in figure.plot["data"] if one.get("mode") == "lines+markers"]
+    assert list(lines[0]["x"]) == [10.0, 20.0, 30.0, 40.0]
+
+
 def test_captions_state_the_numbers_of_the_records(page):
     found = captions(page)
     spread = np.std([0.8, 0.9], ddof=1)
