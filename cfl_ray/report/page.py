@@ -75,6 +75,11 @@ class Chapter:
     parts: Sequence[tuple[str, Sequence[PlacedFigure]]]
 
 
+_RANK_HEADINGS = [
+    TableHeading("method", number=False),
+    TableHeading("mean rank"),
+    TableHeading("within the critical difference of the best", number=False),
+]
 _PUBLISHED_HEADINGS = [
     *(TableHeading(text, number=False) for text in ("table", "setting", "method", "metric")),
     *(TableHeading(text) for text in ("ours", "seeds", "published", "difference")),
@@ -98,6 +103,8 @@ def render(report: Report) -> str:
         report=report,
         headings=_table_headings(report),
         rows=_table_rows(report),
+        rank_headings=_RANK_HEADINGS,
+        ranks=_rank_rows(report),
         against=against,
         published_headings=_PUBLISHED_HEADINGS,
         published=[_published_row(comparison) for comparison in report.comparisons],
@@ -201,6 +208,17 @@ def _with_std(mean: float, std: float) -> str:
 def _roughly(mean: float, std: float) -> str:
     """Mean and standard deviation with one decimal, for counts and seconds."""
     return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(std) else f"{mean:.1f} ±\u00a0{std:.1f}"
+
+
+def _rank_rows(report: Report) -> list[list[TableCell]]:
+    ranks = report.ranks
+    if ranks is None:
+        return []
+    near = {method: "yes" if ranks.is_near_best(method) else "" for method in ranks.mean_rank}
+    return [
+        [TableCell(method, method), TableCell(f"{rank:.1f}", rank, number=True), TableCell(near[method], near[method])]
+        for method, rank in ranks.mean_rank.items()
+    ]
 
 
 def _published_row(row: Comparison) -> list[TableCell]:

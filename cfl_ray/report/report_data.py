@@ -74,6 +74,31 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Mean ranks of methods over pairs (experiment, seed), and the tests of their differences."""
+
+    metric: str
+    mean_rank: Mapping[str, float]  # by method, 1 the best; in this order
+    blocks: int  # pairs (experiment, seed)
+    p: float  # of the Friedman test that all methods are alike
+    critical_difference: float  # of two mean ranks at level 0.05 (Nemenyi)
+
+    def is_near_best(self, method: str) -> bool:
+        """Whether the test does not tell the method from the one with the best mean rank."""
+        return self.mean_rank[method] - min(self.mean_rank.values()) <= self.critical_difference
+
+    @property
+    def in_words(self) -> str:
+        """The tests in a sentence."""
+        p = "p < 0.001" if self.p < 1e-3 else f"p = {self.p:.3f}"
+        return (
+            f"Mean ranks of {len(self.mean_rank)} methods by {self.metric.replace('_', ' ')} over {self.blocks} pairs "
+            f"of setting and seed. Friedman test that all are alike: {p}. Two methods differ at level 0.05 if their "
+            f"mean ranks are more than {self.critical_difference:.1f} apart (Nemenyi)."
+        )
+
+
+@dataclass(frozen=True)
 class Report:
     """All data that a page shows."""
 
@@ -84,3 +109,4 @@ class Report:
     comparisons: Sequence[Comparison] = ()
     paper: str = ""  # title and authors of the published tables
     notes: Sequence[str] = ()
+    ranks: Ranks | None = None  # None: fewer than three methods, or than two pairs of setting and seed

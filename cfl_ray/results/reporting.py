@@ -14,9 +14,10 @@ from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import Found, free_name, settings_of, table_of, values_of
+from cfl_ray.results.comparison import Found, free_name, is_less_better, settings_of, table_of, values_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
+from cfl_ray.results.ranks import ranks_of
 from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.run_info import command_again, run_info
@@ -149,6 +150,7 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
         experiments=[one for one in experiments if one.methods],
         columns=metrics,
         rows=rows,
+        ranks=ranks_of(found, metrics[0], is_less_better(metrics[0])) if metrics and studies else None,
         comparisons=comparisons,
         paper=paper,
         notes=[f"Without an evaluation yet, and not shown: {', '.join(waiting)}"] if waiting else [],

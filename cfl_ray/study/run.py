@@ -17,8 +17,17 @@ from cfl_ray.config.published import load_published
 from cfl_ray.config.study import Study, load_study
 from cfl_ray.errors import ConfigError, Interrupted, RunError, did_you_mean
 from cfl_ray.errors.redaction import HIDDEN
-from cfl_ray.results.comparison import StudyFigures, format_table, measured, metrics_of, read_study, table_of
+from cfl_ray.results.comparison import (
+    StudyFigures,
+    format_table,
+    is_less_better,
+    measured,
+    metrics_of,
+    read_study,
+    table_of,
+)
 from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.ranks import ranks_of, ranks_table
 from cfl_ray.results.reporting import report_at_the_end
 from cfl_ray.results.run_record import check_hash_of_run
 from cfl_ray.results.study_folder import is_finished, run_folders, seed_of
@@ -375,7 +384,10 @@ class _Launch:
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
         table = table_of(figures.found, known)
-        write_text(directory.table, format_table(table, "md") + "\n")
+        score = table.columns[3]
+        ranks = ranks_of(figures.found, score, is_less_better(score)) if self.study.sweep is None else None
+        text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
+        write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)
         if self.experiment.tracking.report:

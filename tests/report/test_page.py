@@ -18,7 +18,7 @@ from cfl_ray.report.drawing import as_json, look, with_spread
 from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
-from cfl_ray.report.report_data import MethodRun, ReportedExperiment
+from cfl_ray.report.report_data import MethodRun, Ranks, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
@@ -215,6 +215,16 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     assert "150 of 1000 clients are drawn" in text
     assert "2,000 of 499,500 pairs are drawn" in text
     assert "600 of 10000 clients are drawn" in text
+
+
+def test_ranks_are_a_table_under_their_tests():
+    assert "Ranks over settings" not in render(report())
+    ranks = Ranks("accuracy", {"two": 1.0, "one": 2.25, "three": 2.75}, 8, 1e-5, 1.3)
+    text = render(replace(report(), ranks=ranks))
+    assert "Mean ranks of 3 methods by accuracy over 8 pairs of setting and seed." in text and "p &lt; 0.001" in text
+    assert [ranks.is_near_best(method) for method in ranks.mean_rank] == [True, True, False]
+    section = text[text.index("Ranks over settings") :]
+    assert section.index(">two<") < section.index(">2.2<") < section.index(">three<")
 
 
 def test_without_an_evaluation_there_is_still_a_page():

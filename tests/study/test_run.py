@@ -11,6 +11,8 @@ from studies import InlinePool
 import cfl_ray
 from cfl_ray.errors import ConfigError, Interrupted, RunError
 from cfl_ray.results.comparison import by_experiment, compare_runs, format_table
+from cfl_ray.results.found_runs import find_runs
+from cfl_ray.results.reporting import report_of
 from cfl_ray.results.study_folder import run_folders
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study import run, worker_pool
@@ -226,6 +228,14 @@ def test_a_live_run_is_waited_for_and_then_refused(study, inline, monkeypatch):
         pytest.raises(RunError, match="all, two, seed 0 is"),
     ):
         run_study(study())
+
+
+def test_three_methods_are_ranked_over_settings_and_seeds(study, inline):
+    results = run_study(study(experiment={"methods": ["fedavg", "local", "ditto"]}))
+    text = (results.root / "artifacts" / "table.md").read_text()
+    assert "Mean ranks of 3 methods by accuracy over 2 pairs of setting and seed." in text
+    ranks = report_of(find_runs([results.root], trust=True)).ranks
+    assert ranks is not None and ranks.blocks == 2 and set(ranks.mean_rank) == {"fedavg", "local", "ditto"}
 
 
 def test_tables(study, inline):
