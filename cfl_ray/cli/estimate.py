@@ -128,7 +128,7 @@ def seconds_of_a_round(setup: Setup, label: str) -> float:
     concurrency = experiment.asynchronous.concurrency or wanted_clients(experiment.cohort, population)
     for round in range(1, rounds + 1):
         if flights is None:
-            cohort, wanted = drawn_cohort(experiment.cohort, population, setup.availability, round)
+            cohort, wanted = drawn_cohort(experiment.cohort, population, time.available(setup.availability), round)
             time.wait_for(round, cohort, wanted)
             time.end_round()
         else:

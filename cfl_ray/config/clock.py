@@ -28,6 +28,12 @@ class RunningClockConfig(ClockConfig):
         gt=0,
         description="virtual seconds after which a round waits for no further client; null: it waits for all",
     )
+    availability_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="virtual seconds that cohort.availability takes for a round, e.g. 3600 for a period of 24 h; "
+        "null: its rounds are those of the run",
+    )
 
 
 class DeviceConfig(ConfigSection):

@@ -108,6 +108,27 @@ class Trace(Availability):
 
 
 @dataclass(frozen=True)
+class AtMoment(Availability):
+    """An availability in virtual time: in every round as in the round `moment`."""
+
+    inner: Availability
+    moment: int
+
+    @property
+    def always(self) -> bool:
+        return self.inner.always
+
+    def named(self, round: int, num_clients: int) -> np.ndarray | None:
+        return self.inner.named(self.moment, num_clients)
+
+    def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
+        return self.inner.chance(self.moment, clients)
+
+    def expected(self, round: int) -> float:
+        return self.inner.expected(self.moment)
+
+
+@dataclass(frozen=True)
 class OwnAvailability(Availability):
     """A user's function f(clients, round, draw), which says of each client whether it is reachable in a round."""
 

@@ -133,12 +133,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of clients. deadline: after which a round waits for no further client; None: it waits for all."""
+    """Seconds of clients."""
 
     devices: Devices
     seed: int
     jitter: float = 0.0
-    deadline: float | None = None
+    deadline: float | None = None  # after which a round waits for no further client; None: it waits for all
+    availability_seconds: float | None = None  # of what availability calls a round; None: each round is one
 
     def seconds(
         self, round: int, clients: np.ndarray, trained_M: np.ndarray, sizes_M: np.ndarray, load: Load, draw: int = 0

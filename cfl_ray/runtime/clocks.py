@@ -39,7 +39,7 @@ from cfl_ray.runtime.virtual_time import Asynchrony
 
 def clock_of(given: RunningClockConfig, num_clients: int, seed: int) -> Clock:
     """The clock that the section `clock` describes. Raises ConfigError or DataError for one that cannot be used."""
-    clock = Clock(_devices(given, num_clients, seed), seed, given.jitter, given.deadline)
+    clock = Clock(_devices(given, num_clients, seed), seed, given.jitter, given.deadline, given.availability_seconds)
     try:
         clock.devices.of(np.arange(min(num_clients, 2)))  # finds mistakes in a function of the user's
     except RunError as error:

@@ -95,7 +95,7 @@ class ChangingBackend(DryBackend):
     def run(self, work: Work) -> Outcome:
         found = super().run(work)
         if "features" in found.arrays:
-            found.arrays["features"] = self.random(*found.arrays["features"].shape).numpy()
+            found.arrays["features"] = self.random(*found.arrays["features"].shape).abs().numpy()
         if work.averaging is None:
             return found
         rows = np.unique(work.averaging.out_E).tolist()

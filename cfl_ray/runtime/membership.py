@@ -29,7 +29,8 @@ class Membership:
     """
 
     def __init__(self, setup: Setup, requests: Requests):
-        self.experiment, self.availability, self.requests = setup.experiment, setup.availability, requests
+        self.experiment, self.requests = setup.experiment, requests
+        self.available = lambda: setup.availability  # at the moment of a draw
         self.federation = self.present = setup.federation
         self.population: Population = population_of(setup.experiment, setup.federation.num_clients)
 
@@ -64,7 +65,7 @@ class Membership:
 
     def cohort(self, round: int) -> tuple[Cohort, int]:
         """The cohort of this round, before it is known who finishes first, and how many of it the round waits for."""
-        return drawn_cohort(self.experiment.cohort, self.population, self.availability, round)
+        return drawn_cohort(self.experiment.cohort, self.population, self.available(), round)
 
     @property
     def concurrency(self) -> int:
@@ -73,7 +74,7 @@ class Membership:
 
     def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and sample counts of all clients online that are reachable in this round and do not fail in it."""
-        ids = self.population.draw(round, 1.0, None, self.availability, self.experiment.cohort.dropout).ids_M
+        ids = self.population.draw(round, 1.0, None, self.available(), self.experiment.cohort.dropout).ids_M
         return ids, self.present.num_samples_N[ids]
 
 

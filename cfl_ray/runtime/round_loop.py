@@ -99,6 +99,8 @@ class RoundLoop:
             self.membership.population.cohort_seed = self.private.noise.seed("cohort")
         self.num_scores = len(setup.task.score_names)  # of one client
         self.time = setup.time_of(label, network.spec, lambda ids: self.membership.present.num_samples_N[ids])
+        if (time := self.time) is not None:
+            self.membership.available = lambda: time.available(setup.availability)
         self.flights = None  # None: rounds are synchronous
         if setup.asynchrony is not None and self.time is not None:
             self.flights = Flights.none(setup.asynchrony, self.time)
@@ -279,7 +281,7 @@ class RoundLoop:
             self.state,
             membership.concurrency,
             membership.population,
-            membership.availability,
+            self.setup.availability,
             self.experiment.cohort.dropout,
         )
         if stale := self.flights.stale:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.availability import Availability
+from cfl_ray.core.availability import AtMoment, Availability
 from cfl_ray.core.clients import Traffic
 from cfl_ray.core.clock import Clock, Load
 from cfl_ray.core.local_sgd import LocalSGD
@@ -41,6 +41,12 @@ class VirtualTime:
         if self.local.steps is None:
             trained_M = np.minimum(trained_M, self.local.epochs * sizes_M)  # the last batch of an epoch may be smaller
         return self.clock.seconds(round, ids_M, trained_M, sizes_M, self.load, draw)
+
+    def available(self, availability: Availability) -> Availability:
+        """The availability of clients now; its rounds begin with 1."""
+        if (length := self.clock.availability_seconds) is None:
+            return availability
+        return AtMoment(availability, 1 + int(self.now // length))
 
     def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
         """Whether each of these clients meets the deadline, bool (M,). The round waits for those that do."""
@@ -141,7 +147,8 @@ class Flights:
         number = 0
         while True:
             if wanted := concurrency - int((~self.arrived_F).sum()):
-                ids, reports = population.draw_more(round, number, wanted, self.client_F, availability, dropout)
+                now = self.time.available(availability)
+                ids, reports = population.draw_more(round, number, wanted, self.client_F, now, dropout)
                 self._begin(round, ids, reports, number)
                 number += 1
             if (taken := self._full_buffer(state, population)) is None and not self.arrived_F.all():

@@ -221,6 +221,21 @@ def test_a_deadline_leaves_late_clients_out(timed):
     assert all(one.metrics["virtual_seconds"] <= one.round + 1e-9 for one in records)
 
 
+@pytest.mark.parametrize("asynchronous", [{}, {"buffer": 2}])
+def test_availability_follows_virtual_time(timed, tmp_path, asynchronous):
+    """Clients 0 to 5 can be reached in the first 30 seconds, the others after that."""
+    rows = "".join(f"{client},{1 if client < 6 else 2},{1 if client < 6 else 99}\n" for client in range(12))
+    (tmp_path / "trace.csv").write_text("client,from,to\n" + rows)
+    availability = {"kind": "trace", "file": str(tmp_path / "trace.csv")}
+    clock = {"kind": "constant", "seconds_per_sample": 0.1, "availability_seconds": 30.0}
+    changes = {"methods": ["local"], "rounds": 26, "asynchronous": asynchronous, "clock": clock}
+    results = simulate(timed(**changes, cohort={"clients": 4, "availability": availability}), tmp_path / "run")
+    records = results["local"].records
+    late = next(record.round for record in records if record.metrics["trained_share"] > 0.5)
+    assert records[late - 2].metrics["virtual_seconds"] >= 30
+    assert records[0].metrics["trained_share"] <= 0.5 and records[1].metrics["virtual_seconds"] < 30
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_asynchronous_rounds_with_equal_devices_and_a_buffer_for_all_are_synchronous(timed, momentum):
     """Bit for bit: methods, mini-batches, and a server optimiser."""
