@@ -92,6 +92,27 @@ class Browser:
         self.run("dispatchEvent(new Event('beforeprint'))")
         self.wait("[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('svg.main-svg'))")
 
+    def visit(self, url: str, width: int = 1280, height: int = 900) -> None:
+        """Loads a page that draws itself, and waits until it has begun to."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && document.body.innerText.length > 0")
+
+    def click(self, text: str) -> None:
+        """Clicks with the mouse on the link or button of this text, which must not be covered."""
+        find = f"[...document.querySelectorAll('a, button')].find(one => one.innerText.trim() === {json.dumps(text)})"
+        self.wait(f"!!{find}")
+        place = f"""(() => {{
+            const one = {find}
+            one.scrollIntoView()
+            const box = one.getBoundingClientRect(), x = box.x + box.width / 2, y = box.y + box.height / 2
+            return [x, y, one.contains(document.elementFromPoint(x, y))]
+        }})()"""
+        self.wait(f"{place}[2]")
+        x, y, _ = self.run(place)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
     def wait(self, condition: str) -> None:
         """Waits until an expression is true."""
         end = time.monotonic() + SECONDS

@@ -1,6 +1,5 @@
 """Progress of a live run on the terminal."""
 
-import shlex
 import threading
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
 from cfl_ray.tracking.summary import why_diverged
 
@@ -250,10 +250,8 @@ class Display(Watcher):
             report = RunDirectory(results.run_dir).report
             if report.is_file():
                 self._line(f"report: {report}")
-        if results.tracking is not None:
-            is_server = results.tracking.startswith("http")
-            command = shlex.join(["mlflow", "ui", "--backend-store-uri", results.tracking])
-            self._line(f"MLflow: {results.tracking}" + ("" if is_server else f"; view the results with: {command}"))
+        if results.tracking is not None and results.run_dir is not None:
+            self._line(f"MLflow: {where_to_look(results.run_dir, results.tracking)}")
         self._line(
             "next: cfl-ray methods (the other methods), cfl-ray run FILE.yaml (your own experiment), "
             "cfl-ray check --yaml (all settings, as a template)"

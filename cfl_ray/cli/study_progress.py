@@ -22,7 +22,7 @@ from cfl_ray.study.ranking import RankedTrial
 from cfl_ray.study.resources import Resources
 from cfl_ray.study.run import StudyResults, StudyWatcher
 from cfl_ray.study.worker_pool import RunOutcome
-from cfl_ray.tracking import RoundRecord
+from cfl_ray.tracking import RoundRecord, where_to_look
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +114,7 @@ class StudyDisplay(StudyWatcher):
         files = sorted(path.name for path in RunDirectory(results.root).artifacts.glob("*"))
         self._print(f"results: {results.root} ({', '.join(files)} in {RunDirectory.artifacts.name})")
         if results.tracking:
-            self._print(f"MLflow: {results.tracking}")
+            self._print(f"MLflow: {where_to_look(results.root, results.tracking)}")
 
     def _print(self, text: str) -> None:
         self.console.print(

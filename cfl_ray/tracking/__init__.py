@@ -7,7 +7,7 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.tracking.chosen import TRACKERS, new_trackers
 from cfl_ray.tracking.delivery import Delivery, Tracker
 from cfl_ray.tracking.mlflow_models import check_mlflow, save_model
-from cfl_ray.tracking.mlflow_tracker import Delivered, Mlflow, deliver_pending
+from cfl_ray.tracking.mlflow_tracker import Delivered, Mlflow, deliver_pending, where_to_look
 from cfl_ray.tracking.reading import read_end, read_info, read_records
 from cfl_ray.tracking.record import (
     METRICS,
@@ -48,4 +48,5 @@ __all__ = [
     "resolve_uri",
     "save_model",
     "summarise",
+    "where_to_look",
 ]

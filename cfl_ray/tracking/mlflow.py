@@ -57,8 +57,8 @@ DEFAULTS = {  # environment variables; those that the user has set stay as they 
 class MlflowRun:
     """A run that exists in MLflow. Methods raise the errors of MLflow; the caller opens the run again and repeats."""
 
-    def __init__(self, client: "MlflowClient", run_id: str, phases: Sequence[str] = ()) -> None:
-        self.run_id = run_id
+    def __init__(self, client: "MlflowClient", run_id: str, experiment_id: str, phases: Sequence[str] = ()) -> None:
+        self.run_id, self.experiment_id = run_id, experiment_id
         self.phases = list(phases)  # that the method declares, in their order
         self._client = client
         # An earlier process may have delivered the next batches already; False from the first batch that is all new.
@@ -72,7 +72,7 @@ class MlflowRun:
             run_id = _find(client, experiment_id, info.uid) or _create(client, experiment_id, info, parent_id)
             _log_params(client, run_id, info)
             _log_dataset(client, run_id, info)
-        return cls(client, run_id, info.tags.get(PHASES_TAG, "").split(", "))
+        return cls(client, run_id, experiment_id, info.tags.get(PHASES_TAG, "").split(", "))
 
     def log(self, records: Sequence[RoundRecord]) -> None:
         """Sends every metric with the round as its step; the phase as its number in the tag `phases`, from 0 on; and
@@ -150,7 +150,7 @@ class MlflowRun:
         """
         run = self._client.get_run(self.run_id)
         experiment = self._client.get_experiment(run.info.experiment_id)
-        page = f"#/experiments/{experiment.experiment_id}/runs/{self.run_id}"
+        page = page_of(experiment.experiment_id, self.run_id)
         text = "\n\n".join([table, *self._shown(artifacts, page)])
         self._client.set_tag(self.run_id, _NOTE_TAG, text)
         if experiment.tags.get(_NOTE_TAG, _LATEST).startswith(_LATEST):
@@ -161,10 +161,11 @@ class MlflowRun:
         """The figures of a comparison and a link to its report, as Markdown with addresses on the server."""
         for file in sorted(artifacts.glob("*.png")):
             address = f"get-artifact?{urlencode({'path': file.name, 'run_uuid': self.run_id})}"
-            yield f"![{file.stem.replace('_', ' ')}]({address})"
+            name = file.stem.replace("_", " ")
+            yield f"**{name}**\n\n![{name}]({address})"  # MLflow shows no text of an image
         report = artifacts / Path(RunDirectory.report.name).name
         if report.is_file():
-            yield f"[Report]({page}/artifacts/{report.name})"
+            yield f"[Report]({page.replace('?', f'/artifacts/{report.name}?')})"
 
     def reopen(self) -> None:
         """Sets the status of a run that has ended back to RUNNING."""
@@ -178,6 +179,11 @@ class MlflowRun:
             for entry in self._client.get_metric_history(self.run_id, name)
         }
         return [metric for metric in metrics if (metric.key, metric.step) not in existing]
+
+
+def page_of(experiment_id: str, run_id: str) -> str:
+    """The page of a run below the address of the server, in the interface for models, whichever a browser last had."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def _traffic_metric(record: RoundRecord) -> list[tuple[str, float]]:

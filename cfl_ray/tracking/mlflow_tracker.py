@@ -22,7 +22,7 @@ from cfl_ray.security.credentials import hides, with_credentials
 from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import read_record
 from cfl_ray.tracking.delivery import MLFLOW, Delivery, lacks, lock, redacted_reason, update_cursor
-from cfl_ray.tracking.mlflow import MlflowRun
+from cfl_ray.tracking.mlflow import MlflowRun, page_of
 from cfl_ray.tracking.reading import read_end, read_info
 from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 from cfl_ray.tracking.uri import accepts_connection
@@ -38,6 +38,7 @@ class Destination:
     experiment: str
     parent: str | None = None  # directory of the parent run, relative to that of this run
     run_id: str | None = None  # None: the run does not exist in MLflow yet
+    experiment_id: str | None = None
     signature: str | None = None  # for this directory, by the user who chose the destination
 
     @classmethod
@@ -145,8 +146,22 @@ class Mlflow:
                 parent_id = of_parent._created(self.parent, parent_info).run_id
         run = MlflowRun.open(self.uri, self.experiment, info, run_id, parent_id)
         if run.run_id != run_id:
-            update_cursor(run_dir, MLFLOW, run_id=run.run_id, delivered=0, round=None, ended_ms=None)
+            ids = {"run_id": run.run_id, "experiment_id": run.experiment_id}
+            update_cursor(run_dir, MLFLOW, **ids, delivered=0, round=None, ended_ms=None)
         return run
+
+
+def where_to_look(run_dir: Path, uri: str) -> str:
+    """How a user sees the run at `uri`, in words: its page, and the command that serves it if it is in a file."""
+    destination = read_record(RunDirectory(run_dir).mlflow, Destination) or Destination(uri, "")
+    if destination.run_id is None or destination.experiment_id is None:  # not delivered, or by an earlier version
+        page = ""
+    else:
+        page = page_of(destination.experiment_id, destination.run_id)
+    if destination.uri.startswith("http"):
+        return f"{destination.uri.rstrip('/')}/{page}"
+    command = shlex.join(["mlflow", "ui", "--backend-store-uri", destination.uri])
+    return f"{destination.uri}; view the results with: {command}, at http://127.0.0.1:5000/{page}"
 
 
 # ---- later commands

@@ -29,7 +29,7 @@ from jobs.chaos.processes import Run
 from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
 
 TARGETS = ["host", "server", "data"]
-WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit, which is longer than the start of a server
+WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit
 _LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")

@@ -20,8 +20,8 @@ def test_figures_are_drawn_for_what_was_recorded(tmp_path):
     assert [path.name for path in written] == ["accuracy_by_round.png", "accuracy_by_mbit.png", "clusters_by_round.png"]
     for path in written:
         height, width, _ = imread(path).shape
-        assert width == 7.5 * 150
-        assert height >= 4.2 * 150
+        assert width == 7.5 * 100
+        assert height >= 4.2 * 100
 
 
 def test_runs_with_a_clock_have_a_figure_over_virtual_time(tmp_path, monkeypatch):

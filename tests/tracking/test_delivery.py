@@ -73,11 +73,19 @@ def test_a_comparison_is_a_parent_with_nested_runs(sqlite, tmp_path, runs, recor
     run_id, note = by_name["comparison"].info.run_id, by_name["comparison"].data.tags["mlflow.note.content"]
     image = f"![accuracy by round](get-artifact?path=accuracy_by_round.png&run_uuid={run_id})"
     client, experiment_id = adapter.connect(sqlite, "comparison")
-    page = f"#/experiments/{experiment_id}/runs/{run_id}"
-    assert note.splitlines() == [*table, "", image, "", f"[Report]({page}/artifacts/report.html)"]
+    page, models = f"#/experiments/{experiment_id}/runs/{run_id}", "?workflowType=machine_learning"
+    assert note.splitlines() == [
+        *table,
+        "",
+        "**accuracy by round**",
+        "",
+        image,
+        "",
+        f"[Report]({page}/artifacts/report.html{models})",
+    ]
     tags = client.get_experiment(experiment_id).tags
     assert tags["mlflow.experimentKind"] == "custom_model_development"
-    assert tags["mlflow.note.content"] == f"Latest comparison: [comparison]({page})\n\n{note}"
+    assert tags["mlflow.note.content"] == f"Latest comparison: [comparison]({page}{models})\n\n{note}"
     assert ifca.histories == expected(range(3)) | {"rounds_to_target": [(2, 2, record(2).time_ms)]}
     assert ifca.files == {"config.yaml"}
     assert ifca.info.artifact_uri.startswith(adapter.sqlite_path(sqlite).with_name("mlartifacts").as_uri())
@@ -318,7 +326,7 @@ def test_a_cut_log_in_mlflow(store, sqlite, tmp_path, deliver, runs, expected, m
 class Store:
     """In the place of MLflow: the entries of one run. Those that exist are found only by a run that is opened anew."""
 
-    run_id = "one"
+    run_id, experiment_id = "one", "1"
 
     def __init__(self):
         self.entries, self.opened = [], 0

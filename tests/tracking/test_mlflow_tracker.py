@@ -197,5 +197,8 @@ def test_a_server_shows_the_figures_that_the_description_of_a_comparison_names(s
         for _, address in images:
             with urllib.request.urlopen(f"{server.uri}/{address}", timeout=60) as answer:
                 assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
-        assert f"[Report](#/experiments/{experiment_id}/runs/{run.info.run_id}/artifacts/report.html)" in note
+        assert (
+            f"[Report](#/experiments/{experiment_id}/runs/{run.info.run_id}/artifacts/report.html?workflowType=machine_learning)"
+            in note
+        )
     assert set(run.data.metrics) == {"fedavg/accuracy", "ifca/accuracy"}

@@ -121,8 +121,8 @@ class RaySession:
         """The server's answer; a server that died is replaced first. Raises what a user can act on."""
         while True:
             try:
-                self._answer(self.started)
-                return self._answer(self.actor.call.remote(verb, *arguments))
+                self._answer(self.started, self.stall_rule.for_start())
+                return self._answer(self.actor.call.remote(verb, *arguments), self.stall_rule)
             except RayTaskError as error:
                 raise as_user_error(error) from error
             except (RuntimeEnvSetupError, ActorUnschedulableError) as error:
@@ -134,12 +134,12 @@ class RaySession:
             except (RayError, ServerStalled) as error:  # died, ended by Ray's memory monitor, out of reach, or hanging
                 self._recover(error)
 
-    def _answer(self, ref: ray.ObjectRef[Any]) -> Any:
+    def _answer(self, ref: ray.ObjectRef[Any], rule: StallRule) -> Any:
         """The server's answer. Meanwhile the user is told what the server waits for.
 
         Raises ServerStalled if it makes no progress for too long.
         """
-        watch = ServerWatch(self.stall_rule, time.monotonic())
+        watch = ServerWatch(rule, time.monotonic())
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
             found: Progress | None = None
             with suppress(RayError):  # a server that died, which `ref` says as well, or that does not answer

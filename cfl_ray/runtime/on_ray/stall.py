@@ -7,7 +7,7 @@ ten times the slow time, if that is more) its host is replaced and the work is d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _FACTOR = 10  # of the usual seconds, from which on work is slow
 _UNKNOWN_FACTOR = 6  # of the limit, if nothing is known of such work
@@ -43,6 +43,10 @@ class StallRule:
         if usual is None:
             return _UNKNOWN_FACTOR * self.limit
         return max(self.limit, _FACTOR * self.slow_after(usual))
+
+    def for_start(self) -> StallRule:
+        """The limits of a process that starts, of which nothing is known."""
+        return replace(self, limit=self.limit and _UNKNOWN_FACTOR * self.limit)
 
     def stop_after(self, usual: float | None) -> float:
         """Seconds after which a request to stop ends the run within the round: the work takes far longer than usual."""

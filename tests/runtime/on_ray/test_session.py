@@ -10,6 +10,7 @@ from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.session import RaySession
+from cfl_ray.runtime.on_ray.stall import StallRule
 from cfl_ray.runtime.prepare import prepare
 
 
@@ -18,7 +19,7 @@ def session(experiment, monkeypatch, tmp_path):
     """A session whose servers are names, and `session.steps` what was done to them; `saved` is the last round saved."""
     made = object.__new__(RaySession)
     made.setup = prepare(experiment(methods=["fedavg", "ditto"], rounds=9, runtime={"retries": 2}))
-    made.run_dir, made.label = tmp_path, "ditto"
+    made.run_dir, made.label, made.stall_rule = tmp_path, "ditto", StallRule(30, 600)
     made.retry, made.faults, made.actor, made.steps, made.saved = RetryPolicy("the server", 2), [], "server 1", [], 3
 
     def start():
@@ -68,7 +69,7 @@ class FailingOnce:
     def __init__(self, error):
         self.errors = [error]
 
-    def __call__(self, ref):
+    def __call__(self, ref, rule):
         if ref == "answer" and self.errors:
             raise self.errors.pop()
         return ref

@@ -25,6 +25,11 @@ class TestRule:
         assert [self.rule.given_up_after(usual) for usual in (None, 1.0, 100.0)] == [3600, 600, 10_000]
         assert StallRule(30, None).given_up_after(1.0) == float("inf")
 
+    def test_a_server_that_starts_has_six_times_as_long(self):
+        watch = ServerWatch(self.rule.for_start(), 0.0)
+        assert not watch.is_over(3599) and watch.is_over(3601)
+        assert StallRule(30, None).for_start().limit is None
+
     def test_stop_waits_for_work_that_is_nearly_done(self):
         assert [self.rule.stop_after(usual) for usual in (None, 1.0, 60.0)] == [5, 5, 180]
 
