@@ -72,6 +72,7 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
     figures += [
         _by_traffic(experiment),
         _by_time(experiment),
+        _by_epsilon(experiment),
         _agreement(experiment),
         _clusters(experiment),
         _largest(experiment),
@@ -223,7 +224,7 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
     """Where the methods with the least and the most of it end, as text."""
     order = sorted(lines, key=lambda label: float(lines[label][0][-1]))
     ends = [
-        f"{label} {number(float(lines[label][0][-1]))} {unit} for {number(float(lines[label][1].mean_E[-1]))}"
+        f"{label} {number(float(lines[label][0][-1]))}{unit} for {number(float(lines[label][1].mean_E[-1]))}"
         for label in ([order[0], order[-1]] if len(order) > 1 else order)
     ]
     return f" ({least}), ".join(ends) + (f" ({most})." if len(ends) > 1 else ".")
@@ -235,7 +236,7 @@ def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
     words = experiment.score.replace("_", " ")
     return PageFigure(
         f"{words.capitalize()}, P-server, against the traffic of a client",
-        f"By its last evaluation a client has sent and received: {_ends(lines, 'Mbit', 'least', 'most')}",
+        f"By its last evaluation a client has sent and received: {_ends(lines, ' Mbit', 'least', 'most')}",
         canvas(_lines(experiment, lines), "Mbit per client, down and up", words, hovermode="closest"),
     )
 
@@ -247,8 +248,20 @@ def _by_time(experiment: ReportedExperiment) -> PageFigure | None:
     words = experiment.score.replace("_", " ")
     return PageFigure(
         f"{words.capitalize()}, P-server, against virtual time",
-        f"The last evaluation is after: {_ends(lines, 's', 'first', 'last')}",
+        f"The last evaluation is after: {_ends(lines, ' s', 'first', 'last')}",
         canvas(_lines(experiment, lines), "virtual time, s", words, hovermode="closest"),
+    )
+
+
+def _by_epsilon(experiment: ReportedExperiment) -> PageFigure | None:
+    """Only of private runs."""
+    if not (lines := _against(experiment, lambda record: record.metrics.get("epsilon", math.nan))):
+        return None
+    words = experiment.score.replace("_", " ")
+    return PageFigure(
+        f"{words.capitalize()}, P-server, against the privacy budget used",
+        f"The last evaluation is at epsilon: {_ends(lines, '', 'least', 'most')}",
+        canvas(_lines(experiment, lines), "epsilon", words, hovermode="closest"),
     )
 
 
