@@ -41,7 +41,14 @@ def test_every_example_is_run_below():
         "learning.py",
         "learning.yaml",
         "drift.yaml",
+        "privacy.yaml",
     } | {f"own_{kind}.{ending}" for kind in KINDS for ending in ("py", "yaml")}
+
+
+def test_privacy_stays_within_its_budget():
+    results = simulate(load(EXAMPLES / "privacy.yaml", ["tracking.enabled=false", "evaluation.every=5"]))
+    for result in results.methods.values():
+        assert 7.9 < result.final["epsilon"] <= 8 and result.final["accuracy"] > 0.2, "a guess is right in 0.1"
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ from torch import nn
 
 
 def mlp(input_shape: tuple[int, ...], num_classes: int, hidden: int = 200) -> nn.Module:
-    """One hidden layer of `hidden` units with ReLU.
+    """One hidden layer of `hidden` units with ReLU; 0: none, which is multinomial logistic regression.
 
     On 28x28 images with 10 classes, 200 units give 159,010 and 2048 units give 1,628,170 parameters.
     """
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
-    )
+    size = math.prod(input_shape)
+    if not hidden:
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, num_classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))

@@ -33,6 +33,7 @@ class Requests:
         self.status: Status = "starting"
         self.round = 0  # the round at work
         self.settled = recorded  # the last round whose population is fixed
+        self.fixed = ""  # why clients cannot join or leave on request; empty: they can
         self.stop_after: int | None = None  # the round after which the run ends, as was asked
         self.federations = [(0, federation)]  # (first round, federation); the last one has all granted newcomers
         for event in journal.events:
@@ -119,6 +120,8 @@ class Requests:
 
     def _next(self) -> int:
         """The first round whose population is open; not before a journaled event, which stays as it was granted."""
+        if self.fixed:
+            raise ConfigError(f"{self.label}: clients cannot join or leave: {self.fixed}")
         last = max((event.round for event in self.journal.events if not event.stop), default=0)
         round = max(self.settled + 1, last)
         if round > self.rounds:

@@ -96,6 +96,8 @@ class RoundLoop:
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
         if self.private is not None:
+            if self.privacy is not None and self.privacy.sampling.kind != "all":
+                self.requests.fixed = "the account of privacy assumes cohorts of the clients of the start"
             self.membership.population.cohort_seed = self.private.noise.seed("cohort")
         self.num_scores = len(setup.task.score_names)  # of one client
         self.time = setup.time_of(label, network.spec, lambda ids: self.membership.present.num_samples_N[ids])

@@ -87,6 +87,22 @@ def test_a_resumed_run_releases_the_same_sums(noise, tmp_path, monkeypatch):
         assert other != resumed, "another run draws other noise and other cohorts"
 
 
+def test_clients_cannot_join_or_leave_on_request(monkeypatch):
+    from cfl_ray.runtime.round_loop import RoundLoop
+
+    real, refused = RoundLoop._train, []
+
+    def asking(self, cohort, draft):
+        with pytest.raises(ConfigError, match="ifca: clients cannot join or leave: the account of privacy") as error:
+            self.requests.leave([0])
+        refused.append(error)
+        real(self, cohort, draft)
+
+    monkeypatch.setattr(RoundLoop, "_train", asking)
+    simulate(experiment(rounds=1))
+    assert refused
+
+
 def test_methods_with_signatures(tmp_path):
     privacy = {"noise_multiplier": 1.0, "noise": "reproducible", "signatures": {"noise_multiplier": 5.0}}
     found = figures(simulate(experiment(methods=["stocfl"], privacy=privacy)), "stocfl")
