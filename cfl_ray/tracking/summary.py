@@ -81,7 +81,7 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
     if not records:
         return None
     last, size = records[-1], records[-1].metrics.get("cohort_size", 0)
-    if size and last.metrics["updates_rejected"] >= size:
+    if size and last.metrics.get("updates_rejected", 0) >= size:
         return f"all {size:.0f} updates of round {last.round}, the last one, were rejected as not finite or not valid"
     final = next((record.metrics for record in reversed(records) if "test_loss" in record.metrics), {"test_loss": 0.0})
     loss, score = final["test_loss"], final.get(primary_of(final), 0.0)

@@ -92,11 +92,11 @@ def test_clients_cannot_join_or_leave_on_request(monkeypatch):
 
     real, refused = RoundLoop._train, []
 
-    def asking(self, cohort, draft):
+    def asking(self, *arguments):
         with pytest.raises(ConfigError, match="ifca: clients cannot join or leave: the account of privacy") as error:
             self.requests.leave([0])
         refused.append(error)
-        real(self, cohort, draft)
+        real(self, *arguments)
 
     monkeypatch.setattr(RoundLoop, "_train", asking)
     simulate(experiment(rounds=1))
