@@ -127,6 +127,8 @@ def dry_rounds(
         )
         state = steps.round(state, clients, Draws(0, round))
         yield state, stats
+    if private is not None:
+        steps.round(steps.drift(state, clients), clients, Draws(0, rounds))  # which may read other uploads
     steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 

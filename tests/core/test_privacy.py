@@ -1,5 +1,6 @@
 """Private rounds: what one client can change in the sums, the noise on them, and what a server may not read."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,19 @@ from cfl_ray.methods import REGISTRY
 
 NORM, COHORT = 0.05, 4.0
 SUMS_ONLY = "apfl ditto fedavg fedavg_plus fedem fedper fedprox fedprox_plus fedrep ifca ifca_cam lg_fedavg pfedme"
+READS = "its server reads {} of single clients"
+REFUSED = {
+    "autocfl": READS.format("further numbers"),
+    "fedas": READS.format("the Fisher information"),
+    "fedcac": READS.format("further numbers"),
+    "fedccfa": READS.format("the classifiers"),
+    "feddrift": READS.format("the losses"),
+    "fedgwc": READS.format("the losses of local steps"),
+    "fednova": READS.format("further numbers"),
+    "fedrc": READS.format("further numbers"),
+    "fedsoft": READS.format("further numbers"),
+    "pfedgraph": "privacy needs equal weights",
+}
 WITH_SIGNATURES = "cfl cflgp cgpfl fedac fedclust fedgroup fesem pacfl stocfl"
 
 
@@ -60,6 +74,8 @@ def sums_of(name, ids, run, engine="sequential", first=1):
     method = REGISTRY[name]()
     clients = replace(one.clients(ids, first), private=run)
     state = method.round(method.init(one.start()), clients, Draws(0, first))
+    if name == "feddrift":
+        method.round(method.drift(state, clients), clients, Draws(0, first + 1))
     return one.backend.sums, state
 
 
@@ -105,10 +121,16 @@ def test_a_server_that_reads_single_uploads_needs_signatures(name):
     assert run.releases.signatures == 1, "each client uploaded one vector in this round"
 
 
-@pytest.mark.parametrize("name, what", [("fedsoft", "further numbers"), ("fedgwc", "the losses of local steps")])
-def test_other_uploads_are_refused(name, what):
-    with pytest.raises(PrivacyError, match=f"its server reads {what} of single clients"):
-        sums_of(name, range(8), private())
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_uploads_are_refused(name):
+    run = private(signatures=Signatures(1.0, 0.5), secret=b"key")
+    with pytest.raises(PrivacyError, match=REFUSED[name]):
+        sums_of(name, range(8), run)
+
+
+def test_every_method_is_in_one_of_these_lists():
+    groups = [SUMS_ONLY.split(), WITH_SIGNATURES.split(), list(REFUSED), ["local", "per_fedavg", "fl_hc", "fesem_cam"]]
+    assert sorted(itertools.chain(*groups)) == sorted(REGISTRY)
 
 
 def test_equal_weights_are_needed():

@@ -154,6 +154,12 @@ def test_refusals_of_the_config():
         ({"cohort": {"fraction": 0.5, "availability": 0.5}}, "all", "the availability of clients"),
         ({"cohort": {"fraction": 0.5, "dropout": 0.1}}, "all", "clients drop out"),
         ({"schedule": [{"round": 2, "leave": [0]}]}, "all", "clients join or leave"),
+        (
+            {"clock": {"kind": "lognormal"}, "cohort": {"fraction": 0.5, "over_selection": 1.3}},
+            "all",
+            "cohort.over_selection leaves out slow clients",
+        ),
+        ({"clock": {"kind": "constant", "deadline": 60.0}}, "all", "clock.deadline leaves out slow clients"),
     ],
 )
 def test_what_allows_amplification(sections, kind, reason):
