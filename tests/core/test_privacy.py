@@ -27,7 +27,7 @@ REFUSED = {
     "fedas": READS.format("the Fisher information"),
     "fedcac": READS.format("further numbers"),
     "fedccfa": READS.format("the classifiers"),
-    "feddrift": READS.format("the losses"),
+    "feddrift": READS.format("further numbers"),
     "fedgwc": READS.format("the losses of local steps"),
     "fednova": READS.format("further numbers"),
     "fedrc": READS.format("further numbers"),
