@@ -30,7 +30,7 @@ def _sum_below(limit: float) -> Rule:
 
 
 # concepts on points that are uniform in the unit cube: (D, share of labels that are flipped, rules). Thresholds and
-# noise of SEA: W. Street, Y. Kim, KDD 2001; SINE and CIRCLE as in FedDrift's code (microsoft/FedDrift, e4ac32f)
+# noise of SEA: W. Street, Y. Kim, KDD 2001; SINE and CIRCLE as in FedDrift's code (microsoft/FedDrift)
 CONCEPTS: dict[str, tuple[int, float, Sequence[Rule]]] = {
     "sine": (2, 0.0, (_below_sine, lambda x_nD: ~_below_sine(x_nD))),
     "circle": (2, 0.0, (_outside(0.2, 0.5, 0.15), _outside(0.6, 0.5, 0.25))),

@@ -1,7 +1,10 @@
 """Rounds of a method without training: what its clients receive, train and upload in a round."""
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -9,16 +12,109 @@ from torch import Tensor
 
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clients import Clients
+from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.core.clock import Load
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
-from cfl_ray.core.work import Outcome, Work
+from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
 from cfl_ray.data.federation import DataShape
-from cfl_ray.runtime.dry_run import DryBackend, dry_rounds
+
+
+@dataclass(frozen=True)
+class DryBackend:
+    """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
+
+    spec: ParamSpec
+    inputs: int  # floats of one sample
+    classes: int
+    deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
+    work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
+
+    @classmethod
+    def of(cls, spec: ParamSpec, shape: DataShape) -> Self:
+        return cls(spec, math.prod(shape.input), shape.num_classes)
+
+    def run(self, work: Work) -> Outcome:
+        num_clients = len(work.ids_M)
+        if isinstance(work, Train):
+            self.work["trained"] += int(work.cost_M(np.ones(num_clients)).sum())
+        elif isinstance(work, Losses | FitMixture):
+            self.work["tested"] += num_clients * len(work.tables[0])
+        if work.defers_results:
+            self.deferred.add(num_clients)
+        arrays = {name: np.ones_like(array) for name, array in work.empty_result(self.classes).items()}
+        if isinstance(work, Describe):
+            length = self.num_features(work)
+            arrays["features"] = np.ones((num_clients, min(work.sketch or length, length)), np.float32)
+            arrays["floats"] = np.full(num_clients, length)
+        return Outcome(arrays, {}, None if work.averaging is None else np.zeros(work.averaging.num_rows))
+
+    def num_features(self, work: Describe) -> int:
+        """Floats that the function of `work` returns: by its attribute `floats`, otherwise those of a gradient."""
+        floats = getattr(work.function, "floats", None)
+        return self.spec.trained if floats is None else floats(self.inputs, self.classes)
+
+    def use(self, federation: Any) -> None:
+        """No effect: results do not depend on data."""
+
+    def forget(self, ids: np.ndarray) -> None:
+        """No effect: there are no client states."""
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        return None
+
+    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
+        return iter(())
+
+    def forgotten(self) -> set[ClientStateKey]:
+        return set()
+
+    def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
+        """No effect: client states are not kept."""
+
+
+def dry_rounds(
+    method: Method[Any],
+    num_clients: int,
+    cohort: int,
+    spec: ParamSpec,
+    local: LocalSGD,
+    shape: DataShape,
+    backend: DryBackend,
+    private: PrivateRun | None = None,
+    rounds: int = 2,
+) -> Iterator[tuple[State, RoundStats]]:
+    """The state and statistics after each of some rounds of a method without training.
+
+    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
+    result that is not as agreed.
+    """
+    steps = CheckedMethod(method, spec.size)
+    state = steps.init(Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs))
+    for round in range(1, rounds + 1):
+        stats = RoundStats()
+        clients = Clients(
+            np.arange(cohort),
+            np.ones(cohort, np.int64),
+            spec,
+            local,
+            backend,
+            seed=0,
+            round=round,
+            stats=stats,
+            reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
+            private=private,
+        )
+        state = steps.round(state, clients, Draws(0, round))
+        yield state, stats
+    if private is not None:
+        steps.round(steps.drift(state, clients), clients, Draws(0, rounds))  # which may read other uploads
+    steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 
 @dataclass(frozen=True)

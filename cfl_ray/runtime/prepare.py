@@ -57,10 +57,8 @@ from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.privacy.plan import PrivacyPlan, plan_of
 from cfl_ray.runtime.clocks import asynchrony_of, clock_of
-from cfl_ray.runtime.dry_rounds import traffic, why_synchronous
+from cfl_ray.runtime.dry_rounds import DryBackend, dry_rounds, traffic, why_synchronous
 from cfl_ray.runtime.dry_run import (
-    DryBackend,
-    dry_rounds,
     try_aggregation,
     try_attack,
     try_availability,
