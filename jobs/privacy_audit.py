@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.engine import reduce
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 CONFIDENCE = 0.95
 

@@ -9,7 +9,7 @@ import pytest
 
 from cfl_ray import load, simulate
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 KINDS = ("method", "aggregation", "shift", "partition", "attack", "availability", "tracker", "backend")
 EXAMPLES = Path(__file__).parents[1] / "examples"

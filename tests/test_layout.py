@@ -36,8 +36,9 @@ ALLOWED = {  # package -> packages of ours that its modules may import, beside t
     "tracking": {"errors", "plugins", "system", "security", "core", "config", "run_directory"},
     "report": {"errors", "system", "core", "tracking"},
     "privacy": {"errors", "core", "config"},
+    "clock": {"errors", "plugins", "core", "config", "data"},
 }
-for package in ("results", "runtime", "study", "cli"):  # each may import all of those before it
+for package in ("setup", "results", "runtime", "study", "cli"):  # each may import all of those before it
     ALLOWED[package] = set(ALLOWED)
 FOREIGN = {  # package of others -> the only place that may import it
     "ray": "runtime/on_ray/",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cfl_ray import data
 from cfl_ray.cli.tables import choice_line, method_table, print_table, statistics_line
+from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.config import Experiment
 from cfl_ray.config.study import Study
 from cfl_ray.core.local_sgd import LocalSGD
@@ -30,10 +31,9 @@ from cfl_ray.errors import ConfigError
 from cfl_ray.errors.redaction import redact
 from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
-from cfl_ray.runtime.dry_rounds import TrafficEstimate, traffic
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
-from cfl_ray.runtime.prepare import Setup, compute_device, ignored_events, population_of, setup_on
-from cfl_ray.runtime.virtual_time import Flights
+from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
+from cfl_ray.setup.prepare import Setup, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for

@@ -28,8 +28,8 @@ from cfl_ray.errors.redaction import redact
 from cfl_ray.results.results import Results
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.prepare import Setup, ignored_events
 from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.setup.prepare import Setup, ignored_events
 from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
 from cfl_ray.tracking.summary import why_diverged

@@ -86,8 +86,8 @@ def prepare(file: File = None, overrides: Overrides = None) -> None:
     """Write the clients' data of an experiment as shards; existing shards are reused."""
     from cfl_ray.cli.progress import Display
     from cfl_ray.data.from_config import with_shards
-    from cfl_ray.runtime.prepare import prepare as prepare_setup
-    from cfl_ray.runtime.prepare import shards_folder
+    from cfl_ray.setup.prepare import prepare as prepare_setup
+    from cfl_ray.setup.prepare import shards_folder
 
     experiment = load_experiment(file, overrides)
     with Display(out, experiment.rounds) as display:

@@ -107,7 +107,7 @@ class Method(ABC, Generic[S]):
     untrained: ClassVar[str] = ""
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
-    only_synchronous: ClassVar[str] = ""  # why its rounds cannot be asynchronous; empty: see `runtime.dry_rounds`
+    only_synchronous: ClassVar[str] = ""  # why its rounds cannot be asynchronous; empty: see `setup.dry_rounds`
 
     aggregation: Any = option(
         "mean",

@@ -111,8 +111,10 @@ class Releases:
 
     def scaled(self, z: float) -> "Releases":
         """The releases of the same rounds with `z` times their noise on sums."""
-        scale = lambda counts: Counter({z * one: count for one, count in counts.items()})  # noqa: E731
-        return replace(self, sampled=scale(self.sampled), unsampled=scale(self.unsampled))
+        sampled, unsampled = (
+            Counter({z * one: count for one, count in counts.items()}) for counts in (self.sampled, self.unsampled)
+        )
+        return replace(self, sampled=sampled, unsampled=unsampled)
 
 
 class PrivateRun:

@@ -30,8 +30,8 @@ from cfl_ray.runtime.driver import Driver, StudyPlace, Watcher
 from cfl_ray.runtime.extension import begin_extended, check_extension
 from cfl_ray.runtime.journal import copy_events
 from cfl_ray.runtime.load import opener
-from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.session import InProcessSession, Session
+from cfl_ray.setup.prepare import Setup, prepare
 
 
 def run(

@@ -12,9 +12,9 @@ from cfl_ray.results.results import Results
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.prepare import Setup, prepare
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.setup.prepare import Setup, prepare
 
 
 def load_run(run_dir: str | Path, experiment: Experiment | None = None, trust: bool = False) -> Results:

@@ -9,8 +9,8 @@ from cfl_ray.config.cohort import CohortConfig
 from cfl_ray.core.availability import Availability
 from cfl_ray.core.population import Cohort, Population, count_of
 from cfl_ray.data.federation import Federation
-from cfl_ray.runtime.prepare import Setup, population_of
 from cfl_ray.runtime.requests import Requests
+from cfl_ray.setup.prepare import Setup, population_of
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
 from cfl_ray.core.events import births_and_deaths, phase_change
@@ -32,17 +33,16 @@ from cfl_ray.errors import RunError, RunStopped, UserError
 from cfl_ray.nn.network import Network
 from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.runtime.first_models import start_of
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
-from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.private_run import private_run
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
 from cfl_ray.runtime.snapshot import Snapshot
-from cfl_ray.runtime.virtual_time import Flights
+from cfl_ray.setup.first_models import start_of
+from cfl_ray.setup.prepare import Setup
 from cfl_ray.tracking import read_records
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own

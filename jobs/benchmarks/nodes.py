@@ -57,7 +57,7 @@ def seconds_of_rounds(name: str, cores: Sequence[int], rounds: int) -> list[floa
     import ray
 
     from cfl_ray.runtime.on_ray.session import RaySession
-    from cfl_ray.runtime.prepare import prepare
+    from cfl_ray.setup.prepare import prepare
 
     work = WORKLOADS[name]
     with tempfile.TemporaryDirectory() as output, cluster_of(cores) as address:

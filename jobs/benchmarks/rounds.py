@@ -20,7 +20,7 @@ class OnRay:
 
     def __init__(self, experiment: Experiment) -> None:
         from cfl_ray.runtime.on_ray.session import RaySession
-        from cfl_ray.runtime.prepare import prepare
+        from cfl_ray.setup.prepare import prepare
 
         self.session = RaySession(prepare(experiment), None)
         self.rounds = self.session.rounds("fedavg")

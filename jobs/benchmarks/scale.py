@@ -271,7 +271,7 @@ def measure_round(hosts: int, cohort: int, clusters: int, hidden: int) -> Measur
     from cfl_ray.runtime.on_ray.connect import connect
     from cfl_ray.runtime.on_ray.host_actor import start_host
     from cfl_ray.runtime.on_ray.pool import Pool
-    from cfl_ray.runtime.prepare import prepare
+    from cfl_ray.setup.prepare import prepare
 
     experiment = Experiment(
         methods=["fedavg"],

@@ -13,7 +13,7 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import RunError
 from cfl_ray.methods import REGISTRY, resolve
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 
 def test_estimated_traffic_is_that_of_a_run(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.rng import torch_stream
 from cfl_ray.engine.attack import Attack
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 BAD = [1, 4]
 KINDS = ["label_flip", "sign_flip", "scaled", "gaussian", "colluders"]

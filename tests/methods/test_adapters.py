@@ -13,7 +13,7 @@ from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.results.export import export_model
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 TRAINED = 2 * (8 * 32) + 8 * 10 + 10
 COLUMNS = TRAINED + 2 * 8  # and the running mean and variance

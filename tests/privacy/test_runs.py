@@ -7,7 +7,7 @@ import pytest
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import ConfigError, Interrupted
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 pytest.importorskip("dp_accounting")
 

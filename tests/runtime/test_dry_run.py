@@ -6,7 +6,7 @@ import torch
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(120, 4)).astype(np.float32)

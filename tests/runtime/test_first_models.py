@@ -10,8 +10,8 @@ from cfl_ray import Experiment, federation_from_arrays, simulate
 from cfl_ray.errors import ConfigError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
-from cfl_ray.runtime.first_models import start_of
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.first_models import start_of
+from cfl_ray.setup.prepare import prepare
 
 DRAW = np.random.default_rng(0)
 FEDERATION = federation_from_arrays(DRAW.normal(size=(60, 4)).astype("float32"), np.arange(60) % 3, np.arange(60) // 10)

@@ -8,8 +8,8 @@ import pytest
 
 from cfl_ray import resume, run, simulate
 from cfl_ray.errors import RunError
-from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.session import InProcessSession
+from cfl_ray.setup.prepare import prepare
 
 FULL = r"(File too large|No space left on device).*Every saved round is kept; go on with: cfl-ray resume .*run"
 

@@ -14,8 +14,8 @@ from cfl_ray.core.diagnostics import CLIENTS, Diagnostic, ReportedDiagnostic
 from cfl_ray.core.method import Method
 from cfl_ray.errors import RunError
 from cfl_ray.methods.ifca import IFCA
-from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.round_diagnostics import LabelCounts, compared_clients
+from cfl_ray.setup.prepare import prepare
 
 
 @pytest.fixture(autouse=True)

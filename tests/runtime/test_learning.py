@@ -19,7 +19,7 @@ from cfl_ray.engine.failure import ClientFailure
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.methods.fedavg import FedAvg
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking.summary import summarise
 
 DRAW = np.random.default_rng(0)

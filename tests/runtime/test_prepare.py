@@ -12,7 +12,7 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.cli.estimate import estimate
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import ConfigError
-from cfl_ray.runtime.prepare import compute_device, engine_choice, prepare
+from cfl_ray.setup.prepare import compute_device, engine_choice, prepare
 
 
 @pytest.fixture

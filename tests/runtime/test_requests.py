@@ -14,9 +14,9 @@ from cfl_ray.errors import ConfigError, RunError, RunStopped
 from cfl_ray.methods import REGISTRY
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import JoinedShards, Journal, JournalEvent, copy_events
-from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.setup.prepare import prepare
 from cfl_ray.tracking import RoundRecord
 
 EVENTS = RunDirectory.events.name

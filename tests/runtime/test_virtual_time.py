@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from cfl_ray import Experiment, resume, simulate
+from cfl_ray.clock.devices import Clock, Load, LognormalDevices, Speed
+from cfl_ray.clock.from_config import HingeStaleness, PolynomialStaleness
+from cfl_ray.clock.virtual_time import Asynchrony, Flights, VirtualTime
 from cfl_ray.core.clients import Traffic
-from cfl_ray.core.clock import Clock, Load, LognormalDevices, Speed
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Cohort, Population
 from cfl_ray.core.state import State
@@ -14,10 +16,8 @@ from cfl_ray.data.synthetic import SyntheticFederation
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.methods import REGISTRY
 from cfl_ray.nn.network import Network
-from cfl_ray.runtime.clocks import HingeStaleness, PolynomialStaleness
 from cfl_ray.runtime.driver import Watcher
-from cfl_ray.runtime.dry_rounds import traffic, why_synchronous
-from cfl_ray.runtime.virtual_time import Asynchrony, Flights, VirtualTime
+from cfl_ray.setup.dry_rounds import traffic, why_synchronous
 
 EQUAL = {"kind": "constant", "seconds_per_sample": 0.1, "down_mbps": None, "up_mbps": None}
 UNEQUAL = {"kind": "lognormal", "sigma": 1.2, "jitter": 0.2}

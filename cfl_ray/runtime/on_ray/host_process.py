@@ -24,7 +24,7 @@ from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
-from cfl_ray.runtime.prepare import Setup, compute_device
+from cfl_ray.setup.prepare import Setup, compute_device
 
 _KEPT_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h

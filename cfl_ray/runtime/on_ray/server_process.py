@@ -25,10 +25,10 @@ from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import Progress
-from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import leased_store
+from cfl_ray.setup.prepare import Setup
 from cfl_ray.system.threads import one_thread
 
 _OPEN_SECONDS = 120

@@ -22,9 +22,9 @@ from cfl_ray.runtime.on_ray.placement import host_count
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.server_actor import server_actor_class
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
-from cfl_ray.runtime.prepare import Setup
 from cfl_ray.runtime.round_report import RoundReport, Status
 from cfl_ray.runtime.session import checkpoint_store
+from cfl_ray.setup.prepare import Setup
 from cfl_ray.system.signals import sigterm_interrupts
 
 _LOOK_SECONDS = 5.0  # between two looks at what the server waits for

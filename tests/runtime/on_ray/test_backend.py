@@ -9,7 +9,7 @@ from cfl_ray.core.work import Address, AverageDeferred, Losses, Train
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.runtime.on_ray import backend as backend_module
 from cfl_ray.runtime.on_ray.stored import put_all
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 
 def test_figures_do_not_depend_on_the_calls(experiment, two_hosts):

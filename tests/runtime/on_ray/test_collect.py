@@ -15,7 +15,7 @@ from cfl_ray.runtime.on_ray import collect
 from cfl_ray.runtime.on_ray.backend import Exchange, RayBackend
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 24
 

@@ -16,7 +16,7 @@ from cfl_ray.core.clients import Clients, ClientState, LocalTraining, RoundStats
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.work import Address, EvaluateClients, Rows
 from cfl_ray.plugins.loading import load_plugin
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 pytestmark = pytest.mark.slow  # hosts are ended and started again
 

@@ -17,7 +17,7 @@ from cfl_ray.core.work import Address, Losses
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.on_ray.backend import RayBackend
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 12
 INVALID = 3  # a client whose data are not valid

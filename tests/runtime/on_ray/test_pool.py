@@ -12,7 +12,7 @@ from cfl_ray.runtime.on_ray import pool as pool_module
 from cfl_ray.runtime.on_ray import retry
 from cfl_ray.runtime.on_ray.host_actor import StartedHost, start_host
 from cfl_ray.runtime.on_ray.pool import _FIRST_HOST_SECONDS, Pool
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 DAY = 86400.0
 

@@ -8,8 +8,8 @@ from ray.exceptions import ObjectLostError
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.on_ray import server_process
 from cfl_ray.runtime.on_ray.server_process import ServerProcess
-from cfl_ray.runtime.prepare import prepare
 from cfl_ray.runtime.round_report import RoundReport
+from cfl_ray.setup.prepare import prepare
 
 
 class LosingLoop:

@@ -11,7 +11,7 @@ from cfl_ray.runtime.on_ray import session as session_module
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.session import RaySession
 from cfl_ray.runtime.on_ray.stall import StallRule
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 
 @pytest.fixture

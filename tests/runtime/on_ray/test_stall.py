@@ -12,7 +12,7 @@ from cfl_ray import run, simulate
 from cfl_ray.core.clients import Clients, RoundStats
 from cfl_ray.errors import RunStopped
 from cfl_ray.runtime.on_ray.stall import Progress, ServerWatch, StallRule, duration
-from cfl_ray.runtime.prepare import prepare
+from cfl_ray.setup.prepare import prepare
 
 
 class TestRule:

@@ -6,6 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from cfl_ray.clock.devices import (
+    ARGUMENTS,
+    Clock,
+    DeviceClasses,
+    Devices,
+    LognormalDevices,
+    MeasuredDevices,
+    OwnDevices,
+    Speed,
+)
+from cfl_ray.clock.virtual_time import Asynchrony
 from cfl_ray.config.clock import (
     CLOCK_KINDS,
     STALENESS_KINDS,
@@ -21,20 +32,9 @@ from cfl_ray.config.clock import (
     StalenessConfig,
     TraceClockConfig,
 )
-from cfl_ray.core.clock import (
-    ARGUMENTS,
-    Clock,
-    DeviceClasses,
-    Devices,
-    LognormalDevices,
-    MeasuredDevices,
-    OwnDevices,
-    Speed,
-)
 from cfl_ray.data.traces import read_devices
 from cfl_ray.errors import ConfigError, RunError
 from cfl_ray.plugins.calling import call_plugin, described, place_of, with_options
-from cfl_ray.runtime.virtual_time import Asynchrony
 
 
 def clock_of(given: RunningClockConfig, num_clients: int, seed: int) -> Clock:

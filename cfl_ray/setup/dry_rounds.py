@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.clock.devices import Load
 from cfl_ray.core.aggregation import Mean
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats
-from cfl_ray.core.clock import Load
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec

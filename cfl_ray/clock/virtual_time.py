@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cfl_ray.clock.devices import Clock, Load
 from cfl_ray.core.availability import AtMoment, Availability
 from cfl_ray.core.clients import Traffic
-from cfl_ray.core.clock import Clock, Load
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.population import Cohort, Population
 from cfl_ray.core.state import State

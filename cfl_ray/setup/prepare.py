@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from cfl_ray import data, models
+from cfl_ray.clock.devices import Clock
+from cfl_ray.clock.from_config import asynchrony_of, clock_of
+from cfl_ray.clock.virtual_time import Asynchrony, VirtualTime
 from cfl_ray.config import AttackConfig, Experiment, LocalConfig, changed_local, check_buffer, check_cohort
 from cfl_ray.config.attack import ATTACK_KINDS, AttackersConfig, PluginAttackConfig
 from cfl_ray.config.clock import RunningClockConfig
@@ -32,7 +35,6 @@ from cfl_ray.core.availability import (
     Trace,
 )
 from cfl_ray.core.checked_method import CheckedMethod
-from cfl_ray.core.clock import Clock
 from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
@@ -56,16 +58,14 @@ from cfl_ray.nn.network import Network, template_of
 from cfl_ray.nn.shared import digest_of
 from cfl_ray.plugins.calling import with_options
 from cfl_ray.privacy.plan import PrivacyPlan, plan_of
-from cfl_ray.runtime.clocks import asynchrony_of, clock_of
-from cfl_ray.runtime.dry_rounds import DryBackend, dry_rounds, traffic, why_synchronous
-from cfl_ray.runtime.dry_run import (
+from cfl_ray.setup.dry_rounds import DryBackend, dry_rounds, traffic, why_synchronous
+from cfl_ray.setup.dry_run import (
     try_aggregation,
     try_attack,
     try_availability,
     try_metrics,
 )
-from cfl_ray.runtime.first_models import start_of
-from cfl_ray.runtime.virtual_time import Asynchrony, VirtualTime
+from cfl_ray.setup.first_models import start_of
 from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from cfl_ray.core.clock import Clock, DeviceClasses, Load, LognormalDevices, MeasuredDevices, OwnDevices, Speed, normals
+from cfl_ray.clock.devices import (
+    Clock,
+    DeviceClasses,
+    Load,
+    LognormalDevices,
+    MeasuredDevices,
+    OwnDevices,
+    Speed,
+    normals,
+)
 from cfl_ray.errors import RunError
 
 IDS = np.arange(4000)
