@@ -24,24 +24,29 @@ class Classifier:
         """That of a model. Raises ValueError if its last layer is not linear."""
         layer = spec.layers[-1]
         shape_of = dict(zip(spec.names, spec.shapes, strict=True))
-        shape = shape_of.get(f"{layer}.weight", ())
+        shape = shape_of.get(_tensor(layer, "weight"), ())
         if len(shape) != 2:
             raise ValueError(f"the last layer {layer!r} must be linear, with a weight (C, F); its shape is {shape}")
-        return cls(layer, *shape, f"{layer}.bias" in shape_of)
+        return cls(layer, *shape, _tensor(layer, "bias") in shape_of)
 
     def rows(self, spec: ParamSpec, models_XP: Tensor) -> Tensor:
         """The rows (..., C, F + 1) of models (..., P), a copy; (..., C, F) without biases."""
         tensors = spec.tensors(models_XP)
-        parts = [tensors[f"{self.layer}.weight"]]
-        parts += [tensors[f"{self.layer}.bias"][..., None]] if self.has_bias else []
+        parts = [tensors[_tensor(self.layer, "weight")]]
+        parts += [tensors[_tensor(self.layer, "bias")][..., None]] if self.has_bias else []
         return torch.cat(parts, -1)
 
     def put(self, spec: ParamSpec, models_XP: Tensor, row_XCF: Tensor) -> None:
         """Writes rows into models, in place."""
         tensors = spec.tensors(models_XP)
-        tensors[f"{self.layer}.weight"].copy_(row_XCF[..., : self.num_features])
+        tensors[_tensor(self.layer, "weight")].copy_(row_XCF[..., : self.num_features])
         if self.has_bias:
-            tensors[f"{self.layer}.bias"].copy_(row_XCF[..., -1])
+            tensors[_tensor(self.layer, "bias")].copy_(row_XCF[..., -1])
+
+
+def _tensor(layer: str, name: str) -> str:
+    """Name of a tensor of a layer, which may be the whole module."""
+    return f"{layer}.{name}" if layer else name
 
 
 @dataclass(frozen=True)

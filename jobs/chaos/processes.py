@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
+
 from ray.cluster_utils import Cluster
 
 TITLES = {"host": "ray::ClientHost", "server": "ray::ServerActor"}

@@ -40,7 +40,12 @@ ARRAYS = {  # method: (options, {name: axes}) in three rounds
     "cflgp": ({"num_clusters": 2}, {"similarity": PAIRS, "signatures": ("clients", "components")}),
     "pfedgraph": ({}, {"similarity": PAIRS, "graph": PAIRS}),
 }
-NUMBERS = {"pfedme": {"global_score"}, "fedcac": {"collaborators"}}  # of methods without arrays
+NUMBERS = {
+    "pfedme": {"global_score"},
+    "fedcac": {"collaborators"},
+    "feddrift": {"pool"},
+    "fedccfa": {"label_groups"},
+}  # of methods without arrays
 
 
 def played(name, options=None):

@@ -127,7 +127,7 @@ def test_an_output_that_is_nowhere_is_said(experiment, tmp_path):
 
 def test_clients_that_the_chosen_engine_did_not_train_are_recorded_with_the_reason(experiment, tmp_path, monkeypatch):
     manual = ENGINES["manual"]
-    refuses = replace(manual, why_not=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
+    refuses = replace(manual, cannot=lambda network, tasks: "an odd client" if tasks and tasks[0].client % 2 else None)
     monkeypatch.setitem(ENGINES, "manual", refuses)
     run_dir, made = tmp_path / "run", experiment(runtime={"engine": "manual"}, methods=["fedavg", "ditto"])
     with pytest.raises(Interrupted):

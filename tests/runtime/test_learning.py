@@ -250,11 +250,11 @@ class TestLearningRates:
 
         real, rounds = RoundLoop._train, []
 
-        def dying(self, cohort, draft):
+        def dying(self, cohort, received, draft):
             rounds.append(draft.round)
             if rounds.count(3) == 1 and draft.round == 3:
                 raise KeyboardInterrupt
-            real(self, cohort, draft)
+            real(self, cohort, received, draft)
 
         monkeypatch.setattr(RoundLoop, "_train", dying)
         with pytest.raises(Interrupted):
