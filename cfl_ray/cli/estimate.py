@@ -51,7 +51,7 @@ class _Sizes:
     frozen: dict[str, Tensor]  # parameters that are not trained
     local: LocalSGD
     online: int  # clients before round 1
-    cohort: int  # clients of a round
+    cohort: int  # clients of a round, or of a server step in asynchronous rounds
 
     @classmethod
     def of(cls, setup: Setup, federation: FederationSummary) -> "_Sizes":
@@ -63,7 +63,7 @@ class _Sizes:
             network.frozen,
             setup.local,
             online,
-            experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
+            experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
         )
 
     @property
@@ -89,6 +89,7 @@ class Estimate:
     sizes: _Sizes
     traffic: dict[str, TrafficEstimate]  # by method
     seconds: dict[str, float]  # virtual seconds of a round, by method; empty without a clock
+    late: dict[str, float]  # share of the selected clients that miss `clock.deadline`, by method; empty without one
 
     @property
     def warnings(self) -> list[str]:
@@ -100,7 +101,9 @@ class Estimate:
             for label, number in wanted.items()
             if number > clients
         ]
-        return self.setup.experiment.warnings + empty
+        at_work = self.setup.experiment.asynchronous.concurrency or 0
+        idle = [f"asynchronous.concurrency ({at_work}) is more than the {clients} clients"] if at_work > clients else []
+        return self.setup.experiment.warnings + empty + idle
 
 
 def estimate(experiment: Experiment, summary: FederationSummary | None = None) -> Estimate:
@@ -113,12 +116,16 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     check_machine(setup)
     sizes = _Sizes.of(setup, summary)
     found = {label: sizes.traffic(method) for label, method in setup.methods.items()}
-    seconds = {label: seconds_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
-    return Estimate(setup, sizes, found, seconds)
+    timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
+    seconds = {label: seconds for label, (seconds, _) in timed.items()}
+    late = {label: share for label, (_, share) in timed.items()} if setup.clock and setup.clock.deadline else {}
+    return Estimate(setup, sizes, found, seconds, late)
 
 
-def seconds_of_a_round(setup: Setup, label: str) -> float:
-    """Returns the mean virtual seconds of a method's first rounds, at most 20, without clients that join or leave."""
+def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
+    """Returns the mean virtual seconds of a method's first rounds, and the share of the selected clients that a round
+    did not wait for at its deadline. Of at most 20 rounds, without clients that join or leave.
+    """
     federation, experiment, rounds = setup.federation, setup.experiment, min(setup.experiment.rounds, 20)
     time = setup.time_of(label, setup.network().spec, lambda ids: federation.num_samples_N[ids])
     assert time is not None
@@ -126,16 +133,18 @@ def seconds_of_a_round(setup: Setup, label: str) -> float:
     state = State(torch.zeros(1, 1), np.zeros(federation.num_clients, np.int32))
     flights = None if setup.asynchrony is None else Flights.none(setup.asynchrony, time)
     concurrency = experiment.asynchronous.concurrency or wanted_clients(experiment.cohort, population)
+    selected = missed = 0
     for round in range(1, rounds + 1):
         if flights is None:
             cohort, wanted = drawn_cohort(experiment.cohort, population, time.available(setup.availability), round)
-            time.wait_for(round, cohort, wanted)
+            selected += len(cohort.ids_M)
+            missed += time.wait_for(round, cohort, wanted).past_deadline
             time.end_round()
         else:
             dropout = experiment.cohort.dropout
             flights.next_cohort(round, state, concurrency, population, setup.availability, dropout)
             flights.advance(round, state, state)
-    return time.now / rounds
+    return time.now / rounds, missed / max(selected, 1)
 
 
 def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
@@ -183,7 +192,7 @@ def check_machine(setup: Setup) -> None:
 def show(found: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
     experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
-    _show_sizes(sizes, experiment.rounds, console)
+    _show_sizes(found, console)
     for warning in found.warnings:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
@@ -215,13 +224,13 @@ def show_study(
     """
     for setting, group in groupby(found, lambda one: one[0].setting):
         of_setting = list(group)
-        sizes, rounds = of_setting[0][1].sizes, of_setting[0][0].experiment.rounds
+        first, rounds = of_setting[0][1], of_setting[0][0].experiment.rounds
         by_method = {run.method: next(iter(one.traffic.values())) for run, one in of_setting}
         _print(console, f"setting {setting}:")
-        _show_sizes(sizes, rounds, console)
+        _show_sizes(first, console)
         for warning in dict.fromkeys(text for _, one in of_setting for text in one.warnings):
             _print(console, f"warning: {warning}")
-        print_table(_estimate_table(sizes, by_method, rounds), console)
+        print_table(_estimate_table(first.sizes, by_method, rounds), console)
         for _, one in of_setting:
             _show_seconds(one, console)
     for warning in metric_warnings(study, [run for run, _ in found]):
@@ -238,8 +247,8 @@ def show_study(
     _print(console, f"folder: {root}")
 
 
-def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
-    federation = sizes.federation
+def _show_sizes(found: Estimate, console: Console) -> None:
+    sizes, federation, rounds = found.sizes, found.sizes.federation, found.setup.experiment.rounds
     fewest, median, most = federation.samples
     steps = sizes.local.steps_of(np.array([median]))[0]
     _print(
@@ -257,7 +266,11 @@ def _show_sizes(sizes: _Sizes, rounds: int, console: Console) -> None:
         f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB"
         + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if sizes.frozen else ""),
     )
-    _print(console, f"a round: {sizes.cohort} clients, about {steps} steps each; {rounds} rounds")
+    _print(console, f"a {_round(found)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(found)}s")
+
+
+def _round(found: Estimate) -> str:
+    return "server step" if found.setup.asynchrony else "round"
 
 
 def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds: int) -> Table:
@@ -293,12 +306,14 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
 
 
 def _show_seconds(found: Estimate, console: Console) -> None:
-    """Prints the expected virtual time of a round, and of all, for experiments with a clock."""
+    """Prints the expected virtual time of a round, and of all, for experiments with a clock; then who is too late."""
     rounds = found.setup.experiment.rounds
-    what = "server step" if found.setup.asynchrony else "round"
     each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in found.seconds.items())
     if each:
-        _print(console, f"virtual time of a {what}, mean of the first {min(rounds, 20)}: {each}")
+        _print(console, f"virtual time of a {_round(found)}, mean of the first {min(rounds, 20)}: {each}")
+    late = ", ".join(f"{label} {share:.0%}" for label, share in found.late.items())
+    if late:
+        _print(console, f"clients of a round that miss clock.deadline, and are not trained: {late}")
 
 
 def _print(console: Console, text: str) -> None:

@@ -146,7 +146,10 @@ def _column(part: Named, column: str) -> pa.ChunkedArray:
         raise DataError(f"{name} has no column {column!r}{did_you_mean(column, table.column_names)}; set data.columns")
     values = table[column]
     if values.null_count:
-        raise DataError(f"{name}: column {column!r} is empty in row {values.is_null().index(True).as_py()}")
+        row = values.is_null().index(True).as_py()
+        raise DataError(
+            f"{name}: column {column!r} is empty in row {row} (the first is row 0); fill it, or delete the row"
+        )
     return values
 
 
@@ -181,7 +184,10 @@ def _is_number(cell: str) -> bool:
 def _finite(part: Named, column: str, x: np.ndarray) -> np.ndarray:
     finite = np.isfinite(x.reshape(len(x), -1)).all(1)
     if not finite.all():
-        raise DataError(f"{part[0]}: column {column!r} has NaN or infinity as float32 in row {finite.argmin()}")
+        row = finite.argmin()
+        raise DataError(
+            f"{part[0]}: column {column!r} has NaN or infinity as float32 in row {row} (the first is row 0)"
+        )
     return x
 
 

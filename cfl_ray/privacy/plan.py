@@ -176,6 +176,8 @@ def describe(plan: PrivacyPlan, label: str, rounds: int) -> list[str]:
         f"no amplification by sampling: {sampling.reason}": sampling.kind == "all",
         "an extrapolation to a larger federation, no guarantee for these clients": plan.extrapolated,
         "noise is drawn from the seed: reproducible, not private": plan.reproducible,
+        "clip is that of round 1, and then follows a quantile of the norms": privacy.adaptive is not None,
+        "vectors of single clients have noise of their own, and each is charged": privacy.signatures is not None,
         "all clients have equal weights": True,
         "assignments and metrics of clients are diagnostics of the simulation: not private": True,
     }

@@ -53,6 +53,48 @@ def test_every_step_of_a_method_is_tried():
             del Method.registry["broken_of_estimate"]
 
 
+def shown(found):
+    console = Console(width=200, record=True)
+    estimate.show(found, console)
+    return console.export_text()
+
+
+def test_clients_that_miss_the_deadline_are_counted(tmp_path):
+    """As in the run: devices are equal, clients with more samples are later."""
+    experiment = cfl_ray.Experiment(
+        rounds=4,
+        methods=["fedavg"],
+        data={"partition": {"clients": 8, "kind": "dirichlet", "min_samples": 10}},
+        clock={"kind": "constant", "seconds_per_sample": 0.01, "deadline": 8},
+        tracking={"enabled": False},
+        output=str(tmp_path),
+    )
+    found = estimate.estimate(experiment)
+    frame = cfl_ray.simulate(experiment)["fedavg"].to_frame()
+    missed, selected = frame["clients_past_deadline"].sum(), 4 * found.sizes.cohort
+    assert 0 < missed < selected
+    assert found.late["fedavg"] == missed / selected
+    assert f"that miss clock.deadline, and are not trained: fedavg {missed / selected:.0%}" in shown(found)
+
+
+def test_an_asynchronous_round_has_the_clients_of_a_buffer(tmp_path):
+    experiment = cfl_ray.Experiment(
+        rounds=12,
+        methods=["fedavg"],
+        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 12}},
+        clock={"kind": "lognormal"},
+        asynchronous={"buffer": 2, "concurrency": 20},
+        tracking={"enabled": False},
+        output=str(tmp_path),
+    )
+    found = estimate.estimate(experiment)
+    assert "a server step: 2 clients, " in shown(found)
+    assert "asynchronous.concurrency (20) is more than the 12 clients" in found.warnings
+    final, rounds = cfl_ray.simulate(experiment)["fedavg"].final, experiment.rounds
+    expected = sum(found.traffic["fedavg"].first_round) + (rounds - 1) * sum(found.traffic["fedavg"].later_round)
+    assert expected == pytest.approx(final["mbit_down"] + final["mbit_up"])
+
+
 @pytest.mark.parametrize("asynchronous", [{}, {"buffer": 2}])
 def test_the_virtual_time_is_that_of_the_run(tmp_path, asynchronous):
     """Of all rounds, as they are fewer than 20."""

@@ -7,6 +7,7 @@ import pytest
 from cfl_ray import Experiment, resume, simulate
 from cfl_ray.config import load
 from cfl_ray.errors import ConfigError, Interrupted
+from cfl_ray.privacy.plan import describe
 from cfl_ray.setup.prepare import prepare
 
 pytest.importorskip("dp_accounting")
@@ -175,3 +176,13 @@ def test_an_extrapolation_has_the_noise_of_a_larger_cohort():
 
 def test_an_override_makes_the_section():
     assert load(None, ["privacy.target_epsilon=8"]).privacy.target_epsilon == 8
+
+
+def test_check_says_what_else_has_noise():
+    signatures, adaptive = {"noise_multiplier": 5.0}, {"noise_multiplier": 1.0, "clipping": "adaptive"}
+    plan = prepare(experiment(methods=["stocfl"], privacy={**adaptive, "signatures": signatures})).privacy["stocfl"]
+    lines = describe(plan, "stocfl", 4)
+    assert "  clip is that of round 1, and then follows a quantile of the norms" in lines
+    assert "  vectors of single clients have noise of their own, and each is charged" in lines
+    plain = describe(prepare(experiment()).privacy["ifca"], "ifca", 4)
+    assert not set(lines[1:3]) & set(plain)
