@@ -364,7 +364,9 @@ def _check_asynchronous(setup: Setup) -> None:
     spec = setup.network().spec
     for label, method in setup.methods.items():
         if reason := why_synchronous(method, spec, setup.local_of(label), setup.federation.shape):
-            raise ConfigError(f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave it out")
+            raise ConfigError(
+                f"asynchronous.buffer: {label} cannot run asynchronously: {reason}; leave out the method or the buffer"
+            )
 
 
 def _check_targets(task: Task, federation: Federation) -> None:
