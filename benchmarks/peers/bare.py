@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.models import MODELS
 from benchmarks.peers.common import CORES, Trained, run
-from benchmarks.workloads import INPUT, Workload, first_model, samples_of
-from cfl_ray.models import recipe
+from benchmarks.workloads import Workload, first_model, samples_of
 
 
 def module_of(work: Workload) -> nn.Module:
     """A new module of the workload's model."""
-    return recipe(work.model, work.options, INPUT, work.classes)()
+    return MODELS[work.model](work.classes, **work.options)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class CheckpointManifest(BaseModel):
     round: int
     config_hash: str
     method: str
-    files: list[EntryFile]  # later ones override earlier ones
+    files: list[EntryFile]  # later files override earlier files
     tensors: dict[str, TensorShape]
     largest_client_state: int = Field(ge=0)  # bytes of the largest client state so far
     values: dict[str, Any]

@@ -26,7 +26,7 @@ from cfl_ray.core.work import ClientStateKey, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 
-FILE_BYTES = 128 << 20  # a file of this size is closed and the next one begun; twice as much memory is used meanwhile
+FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
@@ -117,7 +117,7 @@ def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
 
 
 class EntryWriter:
-    """Writes one segment. Raises RunError with the file and the reason if writing fails."""
+    """Writes a segment. Raises RunError with the file and the reason if writing fails."""
 
     def __init__(self, folder: Path, segment: int):
         self.folder, self.segment = folder, segment
@@ -237,7 +237,7 @@ def _level(weight: int) -> int:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a scalar tensor reshaped to one row, (1,)."""
+    """The tensor, or a scalar tensor reshaped to a row, (1,)."""
     return tensor if tensor.dim() else tensor.reshape(1)
 
 

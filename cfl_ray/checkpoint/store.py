@@ -61,7 +61,7 @@ class Checkpoint:
     values: dict[str, Any]  # JSON
     folder: Path = field(repr=False)
     files: tuple[EntryFile, ...] = field(repr=False)
-    refused: tuple[str, ...] = ()  # why newer checkpoints could not be used, one line each
+    refused: tuple[str, ...] = ()  # why newer checkpoints could not be used, a line each
 
     def client_states(self) -> Iterator[tuple[ClientStateKey, SavedState]]:
         """Yields the (name, client) and the values of every client state. Values are read from the file on access."""
@@ -76,7 +76,7 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one method of one run."""
+    """The checkpoints of a method of a run."""
 
     def __init__(self, directory: Path, config_hash: str, keep_last: int = 3):
         self.directory, self.config_hash, self.keep_last = Path(directory), config_hash, keep_last
@@ -243,7 +243,7 @@ class CheckpointStore:
     def load(self, check: Callable[[Checkpoint], object] = lambda checkpoint: None) -> Checkpoint | None:
         """The newest usable checkpoint; None if there are no checkpoints. Raises RunError if none can be used.
 
-        check: raises RunError for a checkpoint whose content cannot be used; then the one before it is tried.
+        check: raises RunError for a checkpoint whose content cannot be used; then the checkpoint before it is tried.
         """
         refused: list[str] = []
         for round in reversed(self.rounds()):

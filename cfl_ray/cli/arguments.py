@@ -30,6 +30,10 @@ Trust = Annotated[
         "not start it on this machine.",
     ),
 ]
+InProcess = Annotated[
+    bool,
+    typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),
+]
 StudyFile = Annotated[
     Path, typer.Argument(metavar="STUDY", help="Study as YAML (docs/studies.md).", show_default=False)
 ]

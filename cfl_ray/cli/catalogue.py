@@ -13,8 +13,8 @@ from cfl_ray.config import BuiltinKind, ConfigSection
 from cfl_ray.config.attack import ATTACK_KINDS
 from cfl_ray.config.cohort import AVAILABILITY_KINDS
 from cfl_ray.config.data import SOURCE_KINDS
-from cfl_ray.config.keys import as_yaml
 from cfl_ray.config.partition import PARTITION_KINDS
+from cfl_ray.config.section import as_yaml
 from cfl_ray.config.shift import SHIFT_KINDS
 from cfl_ray.core.aggregation import AGGREGATION
 from cfl_ray.core.method import RUN_OPTIONS, Method
@@ -49,7 +49,7 @@ class PartKind:
     """
 
     registry: Registry[Any]
-    own: str  # how to bring one's own, in words
+    own: str  # how to write a plugin, in words
     example: str  # in a config
     page: str  # of the documentation
     given: tuple[str, ...] = ()

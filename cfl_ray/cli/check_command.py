@@ -40,12 +40,12 @@ def check(
     if settings or methods or seeds:
         raise ConfigError("--setting, --method and --seed select runs of a study; an experiment is one run")
     experiment = load_experiment(file, overrides, asks=not trust)
-    found = estimate.estimate(experiment)
+    estimated = estimate.estimate(experiment)
     if as_yaml:
         say(experiment.to_yaml().rstrip())
         return
     tables.show_differences(experiment, out)
-    estimate.show(found, out)
+    estimate.show(estimated, out)
     say(f"The config is valid. Run it with: {command_line('run', file, *(overrides or ()))}")
 
 
@@ -58,12 +58,12 @@ def _check_study(file: Path, overrides: list[str] | None, only: Selected, as_yam
     if not trust:
         is_trusted(lambda: check_owners(study))
     runs, root = plan_study(study, only=selection_of(only))
-    found = estimate.estimate_study(runs)
+    estimated = estimate.estimate_study(runs)
     if as_yaml:
         say(study.to_yaml().rstrip())
         return
-    estimate.show_study(found, study, len({run.seed for run in runs}), root, out)
+    estimate.show_study(estimated, study, len({run.seed for run in runs}), root, out)
     verb = "sweep" if study.sweep else "compare"
-    options = [(option, one) for option, chosen in zip(SELECTING, only, strict=True) for one in chosen or ()]
+    options = [(option, value) for option, chosen in zip(SELECTING, only, strict=True) for value in chosen or ()]
     selected = [str(word) for pair in options for word in pair]
     say(f"The study is valid. Run it with: {command_line(verb, file, *selected, *(overrides or ()))}")

@@ -23,6 +23,7 @@ from cfl_ray.core.local_sgd import LocalSGD
 from cfl_ray.core.method import Method
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import count_of
+from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.data import FederationSummary
 from cfl_ray.data.federation import Federation, tested_on
@@ -52,6 +53,7 @@ class _Sizes:
     local: LocalSGD
     online: int  # clients before round 1
     cohort: int  # clients of a round, or of a server step in asynchronous rounds
+    secure: SecureAggregation | None = None
 
     @classmethod
     def of(cls, setup: Setup, federation: FederationSummary) -> "_Sizes":
@@ -64,6 +66,7 @@ class _Sizes:
             setup.local,
             online,
             experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
+            setup.secure,
         )
 
     @property
@@ -72,7 +75,7 @@ class _Sizes:
 
     def traffic(self, method: Method[Any]) -> TrafficEstimate:
         shape = self.federation.shape
-        return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape)
+        return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape, self.secure)
 
     def server_bytes(self, estimate: TrafficEstimate) -> float:
         return _PROCESS_BYTES + (estimate.models + 1) * 4 * self.model_bytes + 12 * self.federation.clients
@@ -89,7 +92,9 @@ class Estimate:
     sizes: _Sizes
     traffic: dict[str, TrafficEstimate]  # by method
     seconds: dict[str, float]  # virtual seconds of a round, by method; empty without a clock
-    late: dict[str, float]  # share of the selected clients that miss `clock.deadline`, by method; empty without one
+    late: dict[
+        str, float
+    ]  # share of the selected clients that miss `clock.deadline`, by method; empty without a deadline
 
     @property
     def warnings(self) -> list[str]:
@@ -115,11 +120,11 @@ def estimate(experiment: Experiment, summary: FederationSummary | None = None) -
     setup = setup_on(experiment, _stand_in(summary, experiment.seed))
     check_machine(setup)
     sizes = _Sizes.of(setup, summary)
-    found = {label: sizes.traffic(method) for label, method in setup.methods.items()}
+    traffic = {label: sizes.traffic(method) for label, method in setup.methods.items()}
     timed = {label: time_of_a_round(setup, label) for label in setup.methods} if setup.clock else {}
     seconds = {label: seconds for label, (seconds, _) in timed.items()}
     late = {label: share for label, (_, share) in timed.items()} if setup.clock and setup.clock.deadline else {}
-    return Estimate(setup, sizes, found, seconds, late)
+    return Estimate(setup, sizes, traffic, seconds, late)
 
 
 def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
@@ -150,7 +155,7 @@ def time_of_a_round(setup: Setup, label: str) -> tuple[float, float]:
 def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
     """Returns the estimates of a study's runs with its first seed. Raises ConfigError for a run that cannot be made."""
     known: dict[str, FederationSummary] = {}
-    found = []
+    estimates = []
     for run in runs:
         experiment = run.experiment
         if run.seed != runs[0].seed:
@@ -159,10 +164,10 @@ def estimate_study(runs: Sequence[StudyRun]) -> list[tuple[StudyRun, Estimate]]:
             key = json.dumps([experiment.data.model_dump(mode="json"), experiment.targets])
             if key not in known:
                 known[key] = data.describe(experiment.data, experiment.seed, experiment.targets)
-            found.append((run, estimate(experiment, known[key])))
+            estimates.append((run, estimate(experiment, known[key])))
         except ConfigError as error:
             raise type(error)(f"{run.name}: {error}") from error
-    return found
+    return estimates
 
 
 def _stand_in(summary: FederationSummary, seed: int) -> Federation:
@@ -189,18 +194,23 @@ def check_machine(setup: Setup) -> None:
     compute_device(setup.experiment, has_gpu=bool(runtime.gpus_per_host))
 
 
-def show(found: Estimate, console: Console) -> None:
+def show(estimate: Estimate, console: Console) -> None:
     """Prints the sizes of the federation and, per method, traffic and memory."""
-    experiment, sizes, estimates, methods = found.setup.experiment, found.sizes, found.traffic, found.setup.methods
-    _show_sizes(found, console)
-    for warning in found.warnings:
+    experiment, sizes, estimates, methods = (
+        estimate.setup.experiment,
+        estimate.sizes,
+        estimate.traffic,
+        estimate.setup.methods,
+    )
+    _show_sizes(estimate, console)
+    for warning in estimate.warnings:
         _print(console, f"warning: {warning}")
     if ignored := ignored_events(experiment):
         _print(console, f"note: {ignored}")
-    if line := statistics_line(found.setup.network().batch_statistics):
+    if line := statistics_line(estimate.setup.network().batch_statistics):
         _print(console, f"note: {line}")
     print_table(_estimate_table(sizes, estimates, experiment.rounds), console)
-    for label, plan in found.setup.privacy.items():
+    for label, plan in estimate.setup.privacy.items():
         for line in describe(plan, label, experiment.rounds):
             _print(console, line)
     hosts = experiment.runtime.hosts or usable_cpus()
@@ -210,45 +220,45 @@ def show(found: Estimate, console: Console) -> None:
         "methods that find the number of clusters may hold more models at first",
     )
     _show_deferred(sizes, estimates, console)
-    _show_seconds(found, console)
+    _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
         _print(console, line)
 
 
 def show_study(
-    found: Sequence[tuple[StudyRun, Estimate]], study: Study, seeds: int, root: Path, console: Console
+    estimates: Sequence[tuple[StudyRun, Estimate]], study: Study, seeds: int, root: Path, console: Console
 ) -> None:
     """Prints the sizes of a study: its runs, and for each setting the federation, memory and traffic.
 
-    found: of the runs with the first of so many seeds.
+    estimates: of the runs with the first of so many seeds.
     """
-    for setting, group in groupby(found, lambda one: one[0].setting):
+    for setting, group in groupby(estimates, lambda estimate: estimate[0].setting):
         of_setting = list(group)
         first, rounds = of_setting[0][1], of_setting[0][0].experiment.rounds
-        by_method = {run.method: next(iter(one.traffic.values())) for run, one in of_setting}
+        by_method = {run.method: next(iter(estimate.traffic.values())) for run, estimate in of_setting}
         _print(console, f"setting {setting}:")
         _show_sizes(first, console)
-        for warning in dict.fromkeys(text for _, one in of_setting for text in one.warnings):
+        for warning in dict.fromkeys(text for _, estimate in of_setting for text in estimate.warnings):
             _print(console, f"warning: {warning}")
         print_table(_estimate_table(first.sizes, by_method, rounds), console)
-        for _, one in of_setting:
-            _show_seconds(one, console)
-    for warning in metric_warnings(study, [run for run, _ in found]):
+        for _, estimate in of_setting:
+            _show_seconds(estimate, console)
+    for warning in metric_warnings(study, [run for run, _ in estimates]):
         _print(console, f"warning: {warning}")
-    runs = len(found) * seeds
+    runs = len(estimates) * seeds
     if study.sweep is not None and study.sweep.sampler == "tpe":
         ends, trials = 2, study.sweep.trials or 0
         _print(console, f"shown: the ends of the ranges; {trials} trials, {runs // ends * trials} runs")
     else:
-        _print(console, f"{runs} runs: {len(found)} with each of {seeds} seeds")
-    runtime = found[0][0].experiment.runtime
+        _print(console, f"{runs} runs: {len(estimates)} with each of {seeds} seeds")
+    runtime = estimates[0][0].experiment.runtime
     if runtime.backend != "ray" or cluster_address(runtime.address) is None:
         _print(console, f"on this machine: {resources_for(runtime, runs)}")
     _print(console, f"folder: {root}")
 
 
-def _show_sizes(found: Estimate, console: Console) -> None:
-    sizes, federation, rounds = found.sizes, found.sizes.federation, found.setup.experiment.rounds
+def _show_sizes(estimate: Estimate, console: Console) -> None:
+    sizes, federation, rounds = estimate.sizes, estimate.sizes.federation, estimate.setup.experiment.rounds
     fewest, median, most = federation.samples
     steps = sizes.local.steps_of(np.array([median]))[0]
     _print(
@@ -266,11 +276,13 @@ def _show_sizes(found: Estimate, console: Console) -> None:
         f"model: {sizes.spec.size:,} parameters, {sizes.model_bytes / 1e6:.2f} MB"
         + (f", and {number:,} frozen, {size / 1e6:.2f} MB once per machine" if sizes.frozen else ""),
     )
-    _print(console, f"a {_round(found)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(found)}s")
+    _print(
+        console, f"a {_round(estimate)}: {sizes.cohort} clients, about {steps} steps each; {rounds} {_round(estimate)}s"
+    )
 
 
-def _round(found: Estimate) -> str:
-    return "server step" if found.setup.asynchrony else "round"
+def _round(estimate: Estimate) -> str:
+    return "server step" if estimate.setup.asynchrony else "round"
 
 
 def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds: int) -> Table:
@@ -305,13 +317,13 @@ def _show_deferred(sizes: _Sizes, estimates: dict[str, TrafficEstimate], console
         _print(console, f"results of a round that stay in the object store until their weights are known: {deferring}")
 
 
-def _show_seconds(found: Estimate, console: Console) -> None:
+def _show_seconds(estimate: Estimate, console: Console) -> None:
     """Prints the expected virtual time of a round, and of all, for experiments with a clock; then who is too late."""
-    rounds = found.setup.experiment.rounds
-    each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in found.seconds.items())
+    rounds = estimate.setup.experiment.rounds
+    each = ", ".join(f"{label} {s:.4g} s ({s * rounds:.4g} s in all)" for label, s in estimate.seconds.items())
     if each:
-        _print(console, f"virtual time of a {_round(found)}, mean of the first {min(rounds, 20)}: {each}")
-    late = ", ".join(f"{label} {share:.0%}" for label, share in found.late.items())
+        _print(console, f"virtual time of a {_round(estimate)}, mean of the first {min(rounds, 20)}: {each}")
+    late = ", ".join(f"{label} {share:.0%}" for label, share in estimate.late.items())
     if late:
         _print(console, f"clients of a round that miss clock.deadline, and are not trained: {late}")
 

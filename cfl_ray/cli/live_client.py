@@ -19,7 +19,7 @@ from cfl_ray.run_directory.lock import command
 from cfl_ray.run_directory.session_file import ServerAddress, read_server_address
 from cfl_ray.tracking import RoundRecord, read_end, read_info, read_records
 from cfl_ray.tracking.record import is_evaluated, primary_of
-from cfl_ray.tracking.summary import rejected_updates, why_diverged
+from cfl_ray.tracking.summary import rejected_updates, why_diverged, why_early
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class RunStatus:
     rounds: int  # of each method
     methods: dict[str, str]  # methods that have begun, by label: finished, at work or begun
     waiting: int = 0  # number of methods that have not begun
-    method: str | None = None  # the present method, or the last one
+    method: str | None = None  # the present method, or the last method
     step: str | None = None  # of the round at work: running, evaluating, saving ...
     phase: str | None = None  # of the method, in which its next round begins
     last_event: str | None = None  # of its clusters
-    round: int = 0  # the present round of a live run, else the last one recorded
+    round: int = 0  # the present round of a live run, else the last recorded round
     score: str = "accuracy"  # the first metric of the task
-    metrics: dict[str, float] = field(default_factory=dict)  # the score, its P-local, num_clusters, at last
+    metrics: dict[str, float] = field(default_factory=dict)  # the score, its P-local, num_clusters, epsilon, at last
     evaluated: int | None = None  # round of the last evaluation
     hosts: int | None = None
     hosts_starting: int | None = None
@@ -51,6 +51,7 @@ class RunStatus:
     rejected: dict[str, int] = field(default_factory=dict)  # updates rejected as not valid, of methods that have any
     updates: dict[str, int] = field(default_factory=dict)  # of the same methods: all updates, if known
     diverged: dict[str, str] = field(default_factory=dict)  # methods that ended without a usable model, and why
+    early: dict[str, str] = field(default_factory=dict)  # methods that ended before their last round, and why
     pending: list[str] = field(default_factory=list)  # granted requests that have not taken effect
     next: str | None = None  # the command that continues the run
     driver: str | None = None  # host and process id
@@ -70,15 +71,18 @@ def status(run_dir: Path) -> RunStatus:
     finished = not waiting and all(progress == "finished" for progress in methods.values())
     records_of = {label: list(read_records(directory.method(label).path)) for label in methods}
     records = records_of.get(label, []) if label else []
-    rejected = {label: found for label, of in records_of.items() if (found := rejected_updates(of)).count}
+    rejected = {label: updates for label, of in records_of.items() if (updates := rejected_updates(of)).count}
     last = next((record for record in reversed(records) if is_evaluated(record.metrics)), None)
     score = primary_of(last.metrics) if last else "accuracy"
-    shown = (score, f"{score}_local", "num_clusters")
+    shown = (score, f"{score}_local", "num_clusters", "epsilon")
+    state = "live" if live else "finished" if finished else _ended(run_dir)
+    over = [one for one, progress in methods.items() if progress == "finished" or state == "stopped"]
+    early = {one: why_early(records_of[one], experiment.rounds, methods[one] == "finished") for one in over}
     recorded, seconds = records[-1].round if records else 0, _seconds_per_round(records)
     when, fault = answer.get("last_fault") or (None, None)
     return RunStatus(
         experiment.name,
-        "live" if live else "finished" if finished else _ended(run_dir),
+        state,
         experiment.rounds,
         methods,
         waiting,
@@ -95,13 +99,14 @@ def status(run_dir: Path) -> RunStatus:
         seconds_left=(seconds and live and seconds * (experiment.rounds - recorded)) or None,
         last_fault=fault,
         fault_age=when and max(0.0, time.time() - when),
-        rejected={label: found.count for label, found in rejected.items()},
-        updates={label: found.total for label, found in rejected.items() if found.total is not None},
+        rejected={label: updates.count for label, updates in rejected.items()},
+        updates={label: updates.total for label, updates in rejected.items() if updates.total is not None},
         diverged={
             label: why
             for label, progress in methods.items()
             if progress == "finished" and (why := why_diverged(records_of[label]))
         },
+        early={one: why for one, why in early.items() if why},
         pending=answer.get("pending", []),
         next=None if live or finished else command("resume", run_dir),
         driver=f"{session.host}, process {session.pid}" if live and session else None,

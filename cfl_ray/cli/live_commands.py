@@ -26,13 +26,13 @@ def status(
     from cfl_ray.run_directory import RunDirectory
     from cfl_ray.study.status import study_status
 
-    found = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
+    status = study_status(run_dir) if RunDirectory(run_dir).is_study else live_client.status(run_dir)
     if as_json:
-        say(json.dumps(dataclasses.asdict(found), indent=1))
-    elif isinstance(found, live_client.RunStatus):
-        tables.show_status(found, out)
+        say(json.dumps(dataclasses.asdict(status), indent=1))
+    elif isinstance(status, live_client.RunStatus):
+        tables.show_status(status, out)
     else:
-        tables.show_study_status(found, out)
+        tables.show_study_status(status, out)
 
 
 def join(

@@ -23,16 +23,19 @@ from cfl_ray.cli.tables import (
     score_of,
     statistics_line,
 )
-from cfl_ray.errors import Diverged
+from cfl_ray.config import Experiment
+from cfl_ray.errors import Diverged, RunStopped
 from cfl_ray.errors.redaction import redact
+from cfl_ray.results.load import recorded_run
 from cfl_ray.results.results import Results
+from cfl_ray.results.study_folder import is_finished
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.driver import Watcher
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.setup.prepare import Setup, ignored_events
 from cfl_ray.tracking import where_to_look
 from cfl_ray.tracking.record import is_evaluated
-from cfl_ray.tracking.summary import why_diverged
+from cfl_ray.tracking.summary import why_diverged, why_early
 
 WATCH_SECONDS = 2.0  # between two looks at the round at work
 LONG_ROUND_SECONDS = 10.0  # from which a round's step is shown
@@ -92,6 +95,7 @@ class Display(Watcher):
         self.bars: dict[str, TaskID] = {}  # by method
         self.metrics: dict[str, str] = {}  # of the last evaluation, by method
         self.tested_on = ""
+        self.experiment: Experiment | None = None  # once the run has started
         self.labels: list[str] = []  # of all methods, in order
         self.run_dir: Path | None = None
         self.at_work: tuple[str, int] | None = None  # method and last complete round
@@ -110,6 +114,10 @@ class Display(Watcher):
     ) -> None:
         self.ended.set()
         self.progress.stop()
+        if isinstance(error, RunStopped) and self.experiment is not None and self.run_dir is not None:
+            results = recorded_run(self.run_dir, self.experiment)
+            if any(method.final for method in results.methods.values()):
+                self._show_table(results)
 
     # ---- reports of the run
 
@@ -126,7 +134,7 @@ class Display(Watcher):
         if self.preparation is not None:
             self.progress.remove_task(self.preparation)
             self.preparation = None
-        self.labels, self.run_dir = list(setup.methods), run_dir
+        self.labels, self.run_dir, self.experiment = list(setup.methods), run_dir, setup.experiment
         federation, network = setup.federation, setup.network()
         groups = f", {federation.num_groups} true groups" if federation.num_groups else ""
         number = sum(tensor.numel() for tensor in network.frozen.values())
@@ -227,8 +235,8 @@ class Display(Watcher):
             reasons = "; ".join(f"{label} diverged: {why}" for label, why in diverged.items())
             raise Diverged(f"{reasons}; lower local.lr, or set local.clip_norm")
 
-    def show(self, results: Results, took: str | None = None) -> None:
-        """Prints the table of results, the places of all files, and the next commands."""
+    def _show_table(self, results: Results) -> None:
+        """Prints the table of results, and what to know of them."""
         print_table(comparison(results), self.console)
         self._line(
             f"{score_of(results)}: of the model that the server would give each client next, mean over clients "
@@ -239,10 +247,18 @@ class Display(Watcher):
         if self.tested_on:
             self._line(self.tested_on)
         for label, method in results.methods.items():
+            if early := why_early(
+                method.records, self.rounds, method.directory is None or is_finished(method.directory)
+            ):
+                self._line(f"note: {label} ended {early}")
             if warning := alone_warning(method.final):
                 self._line(f"warning: {label}: {warning}")
             if warning := rejection_warning(label, method.records):
                 self._line(f"warning: {warning}")
+
+    def show(self, results: Results, took: str | None = None) -> None:
+        """Prints the table of results, the places of all files, and the next commands."""
+        self._show_table(results)
         if took:
             self._line(took)
         if results.run_dir is not None:

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cfl_ray.cli.arguments import File, Overrides, RunDir, Trust
+from cfl_ray.cli.arguments import File, InProcess, Overrides, RunDir, Trust
 from cfl_ray.cli.console import command_line, out, say
 from cfl_ray.cli.inputs import deliver_earlier_results, is_trusted, load_experiment
 from cfl_ray.cli.study_commands import run_all, study_from
+from cfl_ray.errors import ConfigError
 
 
 def run(
@@ -17,10 +18,7 @@ def run(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run; default: a new one below `output`.", show_default=False)
     ] = None,
-    in_process: Annotated[
-        bool,
-        typer.Option("--in-process", help="Run in this process without Ray, for debugging; the results are the same."),
-    ] = False,
+    in_process: InProcess = False,
     replay: Annotated[
         Path | None,
         typer.Option(
@@ -50,7 +48,7 @@ def run(
     display.finish(results)
 
 
-def resume(run_dir: RunDir, trust: Trust = False) -> None:
+def resume(run_dir: RunDir, trust: Trust = False, in_process: InProcess = False) -> None:
     """Resume a run that was stopped or has died, from its last checkpoint.
 
     RUN may be the folder of a study: its unfinished runs continue, and those that failed are tried again.
@@ -63,6 +61,11 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
     from cfl_ray.runtime import launch
 
     if RunDirectory(run_dir).is_study:
+        if in_process:
+            raise ConfigError(
+                f"--in-process is for a run, and {run_dir} is a study, whose runs are in processes of their own: name "
+                f"one of them, {run_dir}/SETTING/METHOD/seed-SEED"
+            )
         is_trusted(lambda: load_study_record(run_dir), trust)
         run_all(study_from(RunDirectory(run_dir).study, None), run_dir, (None, None, None), None, dry_run=False)
         return
@@ -78,7 +81,7 @@ def resume(run_dir: RunDir, trust: Trust = False) -> None:
         display.show(results)
         return
     with display:
-        results = launch.resume(run_dir, watcher=display, trust=trust)
+        results = launch.resume(run_dir, watcher=display, on_ray=not in_process, trust=trust)
     display.finish(results)
 
 

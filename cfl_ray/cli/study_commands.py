@@ -96,7 +96,7 @@ def run_all(
     from cfl_ray.study.run import plan_study, run_study
 
     selection = selection_of(only)
-    folder, extend = (None if one is None else (output_base() or Path()) / one for one in (folder, extend))
+    folder, extend = (None if path is None else (output_base() or Path()) / path for path in (folder, extend))
     learns = study.sweep is not None and study.sweep.sampler == "tpe"
     if dry_run:
         runs, root = plan_study(study, folder, selection)

@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from cfl_ray.cli.tables import duration, metrics_line, number_table, print_table
-from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import ALL_SETTINGS, short_names
+from cfl_ray.report.drawing import tested_in_words
 from cfl_ray.results.comparison import by_experiment, column_of, mean_and_spread
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.study.plan import StudyRun
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MOST_COLUMNS = 5  # settings that are columns of a table; more are its rows
-_MOST_TRIALS = 30  # of one method in one setting that are printed
+_MOST_TRIALS = 30  # that are printed of a method in a setting
 _MOST_BARS = 16  # of runs at work
 _LINE_BYTES = 1 << 20  # more than a line of a metrics log has
 
@@ -107,7 +108,7 @@ class StudyDisplay(StudyWatcher):
         """Prints the tables, where results are, and what failed."""
         if results.study.sweep is not None:
             show_trials(results.trials, results.best, results.study.sweep.metric, self.console)
-        elif results.figures.found:
+        elif results.figures.run_metrics:
             show_tables(results.table(), results.study.metrics, self.console)
         for outcome in results.failed:
             self._print(f"{outcome.status}: {outcome.run.name}: {outcome.reason}")
@@ -127,7 +128,7 @@ def _last_record(run: StudyRun, root: Path) -> RoundRecord | None:
     for log in run.folder(root).glob(f"*/{RunDirectory.metrics.name}"):
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LINE_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # without one that is being written
+            lines = file.read().split(b"\n")[:-1]  # without a line that is being written
         if lines:
             return RoundRecord.from_line(lines[-1])
     return None
@@ -144,7 +145,7 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
     wanted = [column_of(name, metrics) for name in metrics]
     for metric in [name for name in wanted if name in known] or [name for name in usual if name in known]:
         wide = by_experiment(table, metric)
-        wide = wide.iloc[:, 1:].set_axis(wide.iloc[:, 0], axis="index")  # the first one has the methods
+        wide = wide.iloc[:, 1:].set_axis(wide.iloc[:, 0], axis="index")  # the first column has the methods
         first = "method"
         if len(wide.columns) > _MOST_COLUMNS:
             wide, first = wide.T, "setting"
@@ -155,23 +156,33 @@ def show_tables(table: "pd.DataFrame", metrics: Sequence[str], console: Console)
 
 
 def show_trials(ranked: Sequence[RankedTrial], best: Sequence[RankedTrial], metric: str, console: Console) -> None:
-    """Prints the trials of each method in each setting, the best first, and the overrides that make the best one."""
-    for (setting, method), group in groupby(ranked, lambda one: (one.setting, one.method)):
+    """Prints the trials of each method in each setting, the best first, and the overrides of the best trial.
+
+    Equal trials have the same place, with `=`. p: of a paired t-test against the first trial, if seeds allow.
+    """
+    for (setting, method), group in groupby(ranked, lambda trial: (trial.setting, trial.method)):
         trials = list(group)
-        headings = [*short_names(list(trials[0].parameters)), "runs", metric]
+        tested = ["p"] if any(trial.p == trial.p for trial in trials) else []
+        headings = [*short_names(list(trials[0].parameters)), "runs", metric, *tested]
         grid = number_table(f"{method}{_in(setting)}", [escape(heading) for heading in headings], "place")
-        for place, one in enumerate(trials[:_MOST_TRIALS], start=1):
-            cells = [escape(as_yaml(value)) for value in one.parameters.values()]
-            grid.add_row(str(place), *cells, str(len(one.values)), mean_and_spread(one.mean, one.std) or "-")
+        places = [trial.place for trial in trials]
+        for trial in trials[:_MOST_TRIALS]:
+            cells = [escape(as_yaml(value)) for value in trial.parameters.values()]
+            cells += [str(len(trial.values)), mean_and_spread(trial.mean, trial.std) or "-"]
+            cells += [tested_in_words(trial.p, trial.effect, len(trial.values), len(trials))] * len(tested)
+            grid.add_row(f"{trial.place}{' =' * (places.count(trial.place) > 1)}", *cells)
         print_table(grid, console)
         if len(trials) > _MOST_TRIALS:
             console.print(
                 f"and {len(trials) - _MOST_TRIALS} more, in artifacts/trials.csv", markup=False, soft_wrap=True
             )
-    for one in best:
-        score = f"{metric} {mean_and_spread(one.mean, one.std)} over {_runs(len(one.values))}"
-        console.print(f"best for {one.method}{_in(one.setting)}: {score}, with", markup=False, soft_wrap=True)
-        console.print(f"  {one.overrides}", markup=False, soft_wrap=True)
+    for trial in best:
+        score = f"{metric} {mean_and_spread(trial.mean, trial.std)} over {_runs(len(trial.values))}"
+        rivals = [other for other in ranked if (other.setting, other.method) == (trial.setting, trial.method)]
+        if equal := sum(other.place == trial.place for other in rivals) - 1:
+            score += f", equal to {equal} other trial{'s' * (equal > 1)}"
+        console.print(f"best for {trial.method}{_in(trial.setting)}: {score}, with", markup=False, soft_wrap=True)
+        console.print(f"  {trial.overrides}", markup=False, soft_wrap=True)
 
 
 def _in(setting: str) -> str:

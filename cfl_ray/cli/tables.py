@@ -85,12 +85,15 @@ def _width(column: Column) -> int:
 
 
 def comparison(results: "Results") -> Table:
-    """Returns a table with one row of metrics per method."""
+    """Returns a table with one row of metrics per method that has been evaluated."""
     score = score_of(results)
+    evaluated = {label: result for label, result in results.methods.items() if result.final}
     shown = {score: score, f"{score}_local": "P-local", **_CLUSTERS}
+    if any("epsilon" in result.final for result in evaluated.values()):
+        shown["epsilon"] = "epsilon"
     headings = (*shown.values(), "Mbit per\nclient", "seconds\na round", "seconds\nin all")
     table = method_table("results after the last round", headings)
-    for label, result in results.methods.items():
+    for label, result in evaluated.items():
         final = result.final
         cells = [_format(name, final[name]) if name in final else "-" for name in shown]
         traffic, each = final["mbit_down"] + final["mbit_up"], seconds_a_round(result.records)
@@ -101,7 +104,9 @@ def comparison(results: "Results") -> Table:
 def seconds_a_round(records: "Sequence[RoundRecord]") -> float:
     """Returns the median of the rounds' seconds, without round 1 if there are others."""
     seconds = [(record.round, record.metrics.get("round_seconds", math.nan)) for record in records]
-    return median([one for round, one in seconds if round > 1] or [one for _, one in seconds] or [math.nan])
+    return median(
+        [duration for round, duration in seconds if round > 1] or [duration for _, duration in seconds] or [math.nan]
+    )
 
 
 def alone_warning(final: Mapping[str, float]) -> str | None:
@@ -244,7 +249,7 @@ def show_keys(sections: "Sequence[KeySection]", console: Console) -> None:
 def show_differences(experiment: "Experiment", console: Console) -> None:
     """Prints a table of the keys whose values are not the defaults."""
     from cfl_ray.config import Experiment
-    from cfl_ray.config.keys import as_yaml
+    from cfl_ray.config.section import as_yaml
 
     ours, defaults = _leaves(experiment.to_dict()), _leaves(Experiment().to_dict())
     table = _folding("key", "value", "default", title="settings that differ from the defaults")
@@ -266,11 +271,11 @@ def _folding(*headings: str, title: str | None = None) -> Table:
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns a nested mapping by dotted keys."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
+        leaves |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return leaves
 
 
 def _indented(console: Console, text: Text, columns: int) -> None:
@@ -301,6 +306,7 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
         status.score: f"{metrics[status.score]} after round {status.evaluated}" if metrics else None,
         "P-local": metrics.get(f"{status.score}_local"),
         "clusters": metrics.get("num_clusters"),
+        "epsilon": metrics.get("epsilon"),
         "phase": status.phase,
         "last event": status.last_event,
         "hosts": _hosts(status),
@@ -311,6 +317,7 @@ def _status_rows(status: "RunStatus") -> dict[str, str | None]:
             f"{label} {count}" + (f" of {status.updates[label]}" if label in status.updates else "")
             for label, count in status.rejected.items()
         ),
+        "ended early": "; ".join(f"{label} {why}" for label, why in status.early.items()),
         "diverged": "; ".join(f"{label}: {why}" for label, why in status.diverged.items()),
         "pending requests": "\n".join(status.pending),
         "driver": status.driver,

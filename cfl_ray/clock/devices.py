@@ -71,15 +71,15 @@ class LognormalDevices(Devices):
             np.exp(sigma * normals(self.seed, -1, -1, clients, f"clock {name}")) if sigma else np.ones(len(clients))
             for name, sigma in (("compute", self.sigma), ("network", self.bandwidth_sigma))
         )
-        one = self.median
-        return Speed(one.seconds_M * compute_M, one.down_M * network_M, one.up_M * network_M)
+        median = self.median
+        return Speed(median.seconds_M * compute_M, median.down_M * network_M, median.up_M * network_M)
 
 
 @dataclass(frozen=True)
 class DeviceClasses(Devices):
     """Classes of devices; each client is in one, drawn by the shares."""
 
-    classes: Speed  # one row each
+    classes: Speed  # a row each
     share_C: np.ndarray = field(repr=False)  # they add up to 1
     seed: int
 
@@ -139,7 +139,7 @@ class Clock:
     seed: int
     jitter: float = 0.0
     deadline: float | None = None  # after which a round waits for no further client; None: it waits for all
-    availability_seconds: float | None = None  # of what availability calls a round; None: each round is one
+    availability_seconds: float | None = None  # length of a round of the availability; None: a round of the run
 
     def seconds(
         self, round: int, clients: np.ndarray, trained_M: np.ndarray, sizes_M: np.ndarray, load: Load, draw: int = 0

@@ -55,9 +55,9 @@ def _devices(given: RunningClockConfig, num_clients: int, seed: int) -> Devices:
         seconds_R, network_R = read_devices(given.file)
         return MeasuredDevices(Speed(seconds_R, network_R, network_R))
     if isinstance(given, ClassesClockConfig):
-        speeds = [Speed.of(one.seconds_per_sample, one.down_mbps, one.up_mbps) for one in given.classes]
-        columns = zip(*((one.seconds_M, one.down_M, one.up_M) for one in speeds), strict=True)
-        share_C = np.array([one.share for one in given.classes])
+        speeds = [Speed.of(device.seconds_per_sample, device.down_mbps, device.up_mbps) for device in given.classes]
+        columns = zip(*((speed.seconds_M, speed.down_M, speed.up_M) for speed in speeds), strict=True)
+        share_C = np.array([device.share for device in given.classes])
         return DeviceClasses(Speed(*map(np.concatenate, columns)), share_C / share_C.sum(), seed)
     assert isinstance(given, ConstantClockConfig)
     median = Speed.of(given.seconds_per_sample, given.down_mbps, given.up_mbps)
@@ -119,10 +119,10 @@ class OwnStaleness:
     def __call__(self, tau_M: np.ndarray) -> np.ndarray:
         """Raises RunError, with the author's line, for a result of another form."""
         result = call_plugin("staleness", self.function, tau_M)
-        found = np.asarray(result, np.float64)
-        if found.shape != tau_M.shape or not ((found > 0) & np.isfinite(found)).all():
+        weights = np.asarray(result, np.float64)
+        if weights.shape != tau_M.shape or not ((weights > 0) & np.isfinite(weights)).all():
             raise RunError(
                 f"staleness {place_of(self.function)} returned {described(result)}, "
                 f"expected a weight > 0 for each update: shape ({len(tau_M)},)"
             )
-        return found
+        return weights

@@ -51,10 +51,10 @@ class VirtualTime:
     def in_time(self, round: int, ids_M: np.ndarray) -> np.ndarray:
         """Whether each of these clients meets the deadline, bool (M,). The round waits for those that do."""
         seconds_M = self.seconds(round, ids_M)
-        found = seconds_M <= (self.clock.deadline or np.inf)
-        if found.any():
-            self.slowest = max(self.slowest, float(seconds_M[found].max()))
-        return found
+        in_time_M = seconds_M <= (self.clock.deadline or np.inf)
+        if in_time_M.any():
+            self.slowest = max(self.slowest, float(seconds_M[in_time_M].max()))
+        return in_time_M
 
     def wait_for(self, round: int, cohort: Cohort, wanted: int) -> Cohort:
         """The clients of a cohort that count: the first `wanted` that finish before the deadline."""
@@ -67,7 +67,9 @@ class VirtualTime:
             self.slowest, surplus = self.clock.deadline or 0.0, 0
         else:  # enough clients were done before
             surplus, missed = len(order_M) - len(counted), 0
-        return replace(cohort, ids_M=np.sort(cohort.ids_M[counted]), past_deadline=missed, surplus=surplus)
+        ids_M = np.sort(cohort.ids_M[counted])
+        absent = np.concatenate([cohort.absent, np.setdiff1d(cohort.ids_M, ids_M)])
+        return replace(cohort, ids_M=ids_M, past_deadline=missed, surplus=surplus, absent=absent)
 
     def count_unused(self, clients: int, traffic: Traffic) -> None:
         """Counts the download of clients whose work does not count."""
@@ -103,7 +105,7 @@ class Asynchrony:
 class Flights:
     """Clients in flight: each trains from the models of the version that it received, until its update arrives.
 
-    A round is a server step. `concurrency` clients are at work at any time: where one finishes, another begins with the
+    A round is a server step. `concurrency` clients are at work at any time: when one finishes, another begins with the
     present version. An update that has arrived waits in the buffer, of its cluster or of all, until `buffer` updates
     have arrived; the server then takes these. Updates that arrive at the same time come in the order of their versions
     and ids, all before the server steps and before other clients begin. The training itself takes place when the update

@@ -19,7 +19,7 @@ ROWS, COLUMNS = 256, 4096  # size of the blocks that are converted to float64
 
 
 def require_finite(feature_SF: Tensor) -> None:
-    """Raises ValueError if rows contain NaN or infinity; it names the number of such rows and the first of them."""
+    """Raises ValueError with the number of rows that contain NaN or infinity, and the first such row."""
     bad = np.flatnonzero(~torch.isfinite(feature_SF).all(1).numpy())
     if len(bad):
         raise ValueError(
@@ -95,7 +95,7 @@ def distances(feature_SF: Tensor, metric: str) -> np.ndarray:
 def linkage_tree(distance: np.ndarray, linkage: str) -> np.ndarray:
     """The tree of merges of S signatures: merges (S - 1, 4) in SciPy's form, by ascending height.
 
-    distance: condensed distances (S (S - 1) / 2,); empty for one signature or none, which gives (0, 4).
+    distance: condensed distances (S (S - 1) / 2,); empty for fewer than two signatures, which gives (0, 4).
     linkage: "single", "average" (UPGMA), "complete", "weighted" (WPGMA), or "ward", which is meant for "l2" only.
 
     Raises ValueError for another linkage, a number of distances that fits no S, or distances that are not finite.
@@ -145,11 +145,11 @@ def cut_tree(
     Clusters are numbered from 0 in the order of their lowest members.
 
     Z: merges (S - 1, 4), as `linkage_tree` returns them.
-    threshold: merge up to this height, inclusive; inf gives one cluster.
+    threshold: merge up to this height, inclusive; inf gives a single cluster.
     num_clusters: at least 1; gives exactly min(num_clusters, S) clusters, even if heights are equal.
     gap: at least 2; cut at the largest step between consecutive heights of the last `gap` merges, which gives 2..gap
         clusters. If steps are equal, the highest step counts. Without a step, as for two signatures, the result is
-        one cluster.
+        a single cluster.
     size: S; None: number of merges + 1. Needed if S can be 0, because the trees for S = 0 and S = 1 are both empty.
 
     Raises ValueError for no rule or several, a value out of range, or a size that does not fit the tree.

@@ -51,7 +51,7 @@ class Merged:
     similarity_kk: np.ndarray  # cosines of the mean signatures of compared_k
 
     def closest(self, olds: list[int], inside: bool) -> float:
-        """The highest cosine between one of the clusters `olds` and another old cluster; NaN if there is no such pair.
+        """The highest cosine between a cluster of `olds` and another old cluster; NaN if there is no such pair.
 
         inside: compare with old clusters in the same new cluster; False: with those in other new clusters.
         """
@@ -63,7 +63,7 @@ class Merged:
         return float(np.fmax.reduce(highest))
 
     def merged_rows(self, founded: np.ndarray) -> list[int]:
-        """The new clusters that contain several old clusters other than `founded`, which are of this round."""
+        """The new clusters that several old clusters form, without counting the clusters `founded` in this round."""
         return [row for row, parts in enumerate(self.parts) if len(np.setdiff1d(parts, founded)) > 1]
 
     def models(self, models_KP: Tensor, average: bool) -> Tensor:

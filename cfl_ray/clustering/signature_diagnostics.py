@@ -1,6 +1,6 @@
 """Diagnostics of signatures that several methods report. S is the number of clients with a signature.
 
-Each is computed for a sample of the clients, and only if it is recorded.
+Each value is computed for a sample of the clients, and only if it is recorded.
 """
 
 from collections.abc import Callable

@@ -127,7 +127,7 @@ def place_by_training(
     ids_M, feature_MF, centre_KF = clients.ids_M[updates.valid_M], updates.valid_features_MF, state.centre_KF
     cluster_M, distance_M = nearest_centre(feature_MF, centre_KF, metric)
     because: dict[str, float] = {"clients": len(ids_M)}
-    # client by client: a later client may join the cluster that an earlier, similar client founds
+    # in turn: a client may join a cluster that an earlier client has founded
     for at in np.flatnonzero(distance_M > within):
         (cluster_M[at],), (distance,) = nearest_centre(feature_MF[at : at + 1], centre_KF, metric)
         if distance > within:

@@ -25,14 +25,14 @@ def two_clusters(feature_SF: Tensor, draw: np.random.Generator, draws: int = 99)
     feature_SF: float (S, F), finite. draws: number of samples from the null distribution; the lowest possible p-value
     is 1 / (draws + 1). For fewer than 3 rows, and for rows that are all equal, the p-value is 1.
     """
-    one_cluster = 1.0, np.zeros(len(feature_SF), np.int64)
+    not_split = 1.0, np.zeros(len(feature_SF), np.int64)
     if len(feature_SF) < 3:
-        return one_cluster
+        return not_split
     centred_SF = feature_SF.double() - feature_SF.double().mean(0)
     left_SQ, spread_Q, _ = torch.linalg.svd(centred_SF, full_matrices=False)
     coordinate_SQ = (left_SQ * spread_Q)[:, spread_Q > 1e-9 * max(float(spread_Q.max()), 1e-30)].numpy()
     if not coordinate_SQ.size:
-        return one_cluster
+        return not_split
     deviation_Q = coordinate_SQ.std(0)
     null_RSQ = draw.normal(size=(draws, *coordinate_SQ.shape)) * deviation_Q
     half_1S, index_1 = _two_means(coordinate_SQ[None])

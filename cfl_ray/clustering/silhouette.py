@@ -19,7 +19,7 @@ def silhouettes(distance: np.ndarray, Z: np.ndarray, most: int = MOST) -> np.nda
     The silhouette of a signature is (b - a) / max(a, b). a is its mean distance to the other members of its cluster, b
     to the members of the nearest other cluster. It is 0 for a signature that is alone in its cluster.
 
-    distance: condensed distances of S signatures. Z: their tree of merges. most: the highest K, if S - 1 is not less.
+    distance: condensed distances of S signatures. Z: their tree of merges. most: the highest K, at most S - 1.
     """
     size = len(Z) + 1
     most = min(most, size - 1)

@@ -18,9 +18,9 @@ def affinities(interaction_SS: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def best_parts(affinity_SS: np.ndarray, most: int, seed: int) -> tuple[np.ndarray | None, float]:
-    """The parts, int64 (S,), with the least Davies-Bouldin index below 1, and the index; None if there are none.
+    """The clusters, int64 (S,), with the least Davies-Bouldin index, and the index; None if no index is below 1.
 
-    Parts are numbered in the order of their lowest members.
+    Clusters are numbered in the order of their lowest members.
     """
     from sklearn.cluster import SpectralClustering  # imported here because it takes a second, and hosts do not need it
     from sklearn.manifold import SpectralEmbedding

@@ -29,7 +29,7 @@ class TreeCut:
     threshold: float | None = option(
         None,
         "clusters further apart than this stay apart (lambda, beta); null: num_clusters or cut decide",
-        source="ours: no paper prints one for all data",
+        source="ours: no paper prints a threshold for all data",
         low=0,
     )
     num_clusters: int | None = option(
@@ -37,14 +37,14 @@ class TreeCut:
     )
     cut: str = option(
         "silhouette",
-        "without threshold and num_clusters: where the mean silhouette is largest (one cluster if none is above 0.25), "
-        "at half the median distance, or in the largest gap of the last 20 merge heights",
+        "without threshold and num_clusters: where the mean silhouette is largest (a single cluster if none is above "
+        "0.25), at half the median distance, or in the largest gap of the last 20 merge heights",
         source="ours: no paper prints a threshold for all data",
         choices=CUTS,
     )
 
     def __post_init__(self) -> None:
-        check_options = getattr(super(), "__post_init__", None)  # of the method, if mixed into one
+        check_options = getattr(super(), "__post_init__", None)  # of the method's class
         if check_options is not None:
             check_options()
         if self.threshold is not None and self.num_clusters is not None:

@@ -12,7 +12,7 @@ from cfl_ray.config.section import ConfigSection
 class AttackConfig(ConfigSection):
     """Attacking clients: they train on wrong labels, or upload a model other than the trained one."""
 
-    kind: Any = Field("none", description="how they attack; w is the model that a client received, W the trained one")
+    kind: Any = Field("none", description="how they attack; w is the model that a client received, W the trained model")
 
 
 class AttackersConfig(AttackConfig):

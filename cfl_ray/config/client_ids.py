@@ -5,15 +5,15 @@ from collections.abc import Iterable, Sequence
 
 from cfl_ray.errors import ConfigError
 
-MAX_RANGE = 10_000_000  # ids in one range; a longer one is a typing error
+MAX_RANGE = 10_000_000  # ids in a range; a longer range is a typing error
 
 
 def parse_ids(words: Iterable[str]) -> list[int]:
     """Returns the ids that words like `7` and `0-9` name, in their order and with repetitions. Raises ConfigError."""
     ids: list[int] = []
     for word in words:
-        found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not 0 <= last - first < MAX_RANGE:
             raise ConfigError(f"{word!r} is not a client: write an id or a range of ids, e.g. 7 or 0-9")
         ids.extend(range(first, last + 1))
@@ -35,12 +35,12 @@ def format_ids(ids: Sequence[int], limit: int = 8) -> str:
 
 def compress_ids(ids: Sequence[int]) -> list[int | str]:
     """Returns the same ids in the same order, three and more in a row as a range; the inverse of `parse_ids`."""
-    found: list[int | str] = []
+    entries: list[int | str] = []
     start = 0
     while start < len(ids):
         end = start
         while end + 1 < len(ids) and ids[end + 1] == ids[end] + 1:
             end += 1
-        found += [f"{ids[start]}-{ids[end]}"] if end - start >= 2 else ids[start : end + 1]
+        entries += [f"{ids[start]}-{ids[end]}"] if end - start >= 2 else ids[start : end + 1]
         start = end + 1
-    return found
+    return entries

@@ -15,7 +15,7 @@ class AvailabilityConfig(ConfigSection):
 
 
 class BernoulliConfig(AvailabilityConfig):
-    """One chance for all clients."""
+    """The same chance for all clients."""
 
     chance: float = Field(
         0.5, gt=0, le=1, description="chance that a client can be reached in a round; diurnal: its mean over a day"
@@ -23,7 +23,7 @@ class BernoulliConfig(AvailabilityConfig):
 
 
 class DiurnalConfig(BernoulliConfig):
-    """A chance that swings."""
+    """A chance that rises and falls over a day."""
 
     amplitude: float = Field(0.4, ge=0, le=1, description="swing of the chance around its mean")
     period: float = Field(24.0, gt=0, description="length of a day in rounds")

@@ -45,7 +45,7 @@ class ColumnsConfig(ConfigSection):
     image: str = Field(
         "image",
         description="input column: a struct of `bytes` (PNG, JPEG) and `path`, or plain bytes; hf_disk: also lists of "
-        "numbers of one length, or of token ids",
+        "numbers of equal length, or of token ids",
     )
     features: list[str] | None = Field(
         None, description="columns of numbers that make up the input (csv); null: all but label, client and group"
@@ -75,8 +75,8 @@ class DataConfig(ConfigSection):
     source: Any = Field("digits", description="data set")
     root: Annotated[str | None, FILE] = Field(
         None,
-        description="folder of the data set (arrays: the .npz file; csv, images: also one file); null: the "
-        "folder of the config where train_files are there, the environment variable CFL_RAY_DATA, then ./data",
+        description="folder of the data set (arrays: the .npz file; csv, images: also a file); null: the "
+        "folder of the config if train_files are there, the environment variable CFL_RAY_DATA, then ./data",
     )
     download: bool = Field(False, description="let torchvision download the data set if it is missing")
     normalize: list[list[float]] | None = Field(
@@ -87,22 +87,22 @@ class DataConfig(ConfigSection):
     test: TestDataConfig = TestDataConfig()
     shards: str | None = Field(
         None,
-        description="folder in which shards are written and reused, or the folder of one prepared federation: a path "
+        description="folder in which shards are written and reused, or the folder of a prepared federation: a path "
         "or any URI that pyarrow knows; null: below `output`",
     )
     federation: Any = Field(None, exclude=True, description="a Federation made in Python, instead of a source")
-    # of a run's record: paths as written, by absolute ones
+    # in the record of a run: the paths as written, by absolute path
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _choose_view(self) -> Self:
-        """Puts the view in the place of null, so that it is on record; arrays say themselves what they can be."""
+        """Replaces a null view by the view of the source, so that records have it; for arrays, it follows from them."""
         if self.test.view is None and not isinstance(self, ArraysConfig | PluginDataConfig):
             object.__setattr__(self, "test", self.test.model_copy(update={"view": self._own_view()}))
         return self
 
     def with_view(self, has_tests: bool) -> "DataConfig":
-        """This section with a view in the place of null. has_tests: whether the data have a test part."""
+        """This section with a null view replaced. has_tests: whether the data have a test part."""
         if self.test.view is not None:
             return self
         return self.model_copy(update={"test": self.test.model_copy(update={"view": self._own_view(has_tests)})})
@@ -141,8 +141,8 @@ class DataConfig(ConfigSection):
 
     @property
     def warnings(self) -> list[str]:
-        """Keys of this section that probably have another effect than was meant."""
-        return [one for one in (self.view_warning, self.client_warning) if one is not None]
+        """Warnings of keys in this section whose effect is probably not intended."""
+        return [warning for warning in (self.view_warning, self.client_warning) if warning is not None]
 
     @property
     def unused(self) -> dict[str, str]:
@@ -158,7 +158,7 @@ class DataConfig(ConfigSection):
 
     @property
     def client_warning(self) -> str | None:
-        """Why the column of clients does not decide the clients; None if it does, or none is named."""
+        """A warning if `columns.client` is set but does not decide the clients; else None."""
         kind = reference_of(self.partition.kind)
         if not isinstance(self, ColumnsDataConfig) or self.columns.client is None or kind == "writer":
             return None
@@ -169,7 +169,7 @@ class DataConfig(ConfigSection):
 
     @property
     def view_warning(self) -> str | None:
-        """Why the given view does not measure clients on their own distribution; None if it does."""
+        """A warning if the given view tests clients on another distribution than their own; else None."""
         part = self.partition
         if self.test.view != "cluster" or part.kind in ("iid", "writer") or self.has_clients:
             return None
@@ -274,7 +274,7 @@ class GeneratedConfig(DataConfig):
 class SyntheticConfig(GeneratedConfig):
     """Generated samples."""
 
-    synthetic_shape: list[int] = Field([1, 28, 28], description="shape of one input, channels first")
+    synthetic_shape: list[int] = Field([1, 28, 28], description="shape of an input, channels first")
     synthetic_samples: int = Field(50, ge=1, description="training samples per client; 500 for points with a rule")
     synthetic_groups: int = Field(4, ge=1, description="number of true groups")
     synthetic_classes: int = Field(10, ge=2, description="C, number of classes")

@@ -14,14 +14,13 @@ class EvaluationConfig(ConfigSection):
         1, ge=1, description="rounds from one evaluation to the next; the last round is always evaluated"
     )
     clients: int | None = Field(
-        None, ge=1, description="number of clients evaluated, one random sample for all rounds; null: all clients"
+        None, ge=1, description="number of clients evaluated, the same random sample in all rounds; null: all clients"
     )
     local: bool = Field(True, description="also measure P-local: each client's model right after its own training")
     local_images: int = Field(
         500,
         ge=1,
-        description="most images of a shared test set for a model that belongs to one client (P-local, personal "
-        "models)",
+        description="most images of a shared test set for a model of a single client (P-local, personal models)",
     )
     choice_samples: int | None = Field(
         256,

@@ -9,6 +9,7 @@ import json
 import shlex
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,8 @@ from cfl_ray.config.paths import beside, from_record, moves_of, root_beside, to_
 from cfl_ray.config.privacy import PrivacyConfig
 from cfl_ray.config.runtime import RuntimeConfig
 from cfl_ray.config.schedule import EventConfig
-from cfl_ray.config.section import ConfigSection, set_in_vain
+from cfl_ray.config.section import ConfigSection, as_yaml, unused_warnings
+from cfl_ray.config.secure_aggregation import SecureAggregationConfig
 from cfl_ray.config.start import StartConfig
 from cfl_ray.config.tracking import TrackingConfig
 from cfl_ray.errors import ConfigError, did_you_mean, what_is_wrong
@@ -49,7 +51,7 @@ QUICKSTART = Path(__file__).with_name("quickstart.yaml")
 
 
 class Experiment(ConfigSection):
-    """One federation, one or more methods, one seed: everything a run depends on.
+    """Everything that a run depends on: a federation, methods and a seed.
 
     In Python, `methods` also takes `Method` objects, `model` a callable that returns a module, and `data` a
     `Federation`. Raises ConfigError for anything that is not valid.
@@ -85,6 +87,9 @@ class Experiment(ConfigSection):
     privacy: PrivacyConfig | None = Field(
         None, description="differential privacy of clients (docs/privacy.md); null: none"
     )
+    secure_aggregation: SecureAggregationConfig | None = Field(
+        None, description="sums of masked uploads (docs/secure_aggregation.md); null: of the uploads themselves"
+    )
     schedule: list[EventConfig] = Field(
         [], description="clients that join, leave or change; events after the last round are ignored"
     )
@@ -92,7 +97,7 @@ class Experiment(ConfigSection):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
     output: str = Field("runs", description="folder of run directories, shards and the local MLflow store")
-    # of a run's record: paths as written by absolute ones, and, if the run has moved, new by recorded paths
+    # in the record of a run: the paths as written, by absolute path; if the run has moved, new paths by recorded path
     _written: dict[str, str] = PrivateAttr(default_factory=dict)
     _moved: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -103,6 +108,11 @@ class Experiment(ConfigSection):
             raise ConfigError(explain(error, type(self))) from None
         self._check_target()
         self._check_time()
+        if self.privacy is not None and self.secure_aggregation is not None:
+            raise ConfigError(
+                "privacy, and secure_aggregation: noise of privacy is drawn in floating point, and secure sums are "
+                "whole numbers, which need a discrete Gaussian; leave one of them out"
+            )
         if self.cohort.clients and self.data.partition.clients and self.data.federation is None:
             check_cohort(self.cohort.clients, self.data.partition.clients)
 
@@ -140,6 +150,11 @@ class Experiment(ConfigSection):
             raise ConfigError(
                 f"privacy, and asynchronous.buffer {settings.buffer}: the accountant knows no asynchronous rounds, in "
                 "which fast clients take part more often; leave one of them out"
+            )
+        if self.secure_aggregation is not None:
+            raise ConfigError(
+                f"secure_aggregation, and asynchronous.buffer {settings.buffer}: masks cancel among clients of the "
+                "same round, and asynchronous rounds have none; leave one of them out"
             )
         if self.cohort.over_selection > 1:
             raise ConfigError(
@@ -180,9 +195,9 @@ class Experiment(ConfigSection):
         return values
 
     def to_record(self) -> str:
-        """Returns the resolved config with absolute paths, so that a run is found again from any folder.
+        """Returns the resolved config with absolute paths, which are valid in any working directory.
 
-        It has no credentials; `load` finds those again that this user has used.
+        It has no credentials; `load` inserts those that this user has used before.
 
         Loading it gives an experiment of the same hash.
         """
@@ -196,13 +211,13 @@ class Experiment(ConfigSection):
 
     @property
     def moved(self) -> Mapping[str, str]:
-        """New paths by recorded ones, if this is the record of a run whose folder has moved."""
+        """New paths by recorded path, if this is the record of a run whose folder has moved."""
         return self._moved
 
     @property
     def warnings(self) -> list[str]:
-        """Keys that are valid and have no effect, or probably another one than was meant."""
-        return [*(self.data.warnings if self.data.federation is None else []), *set_in_vain(self, self.unused)]
+        """Warnings of valid keys without effect, or whose effect is probably not intended."""
+        return [*(self.data.warnings if self.data.federation is None else []), *unused_warnings(self, self.unused)]
 
     @property
     def unused(self) -> dict[str, str]:
@@ -257,9 +272,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
         written = from_record(text)
         written = {moved.get(path, path): old for path, old in ({path: path for path in moved} | written).items()}
         values = with_known_credentials(root_beside(beside(values, Path(file).parent, Experiment), Path(file).parent))
-        if text.startswith(_RECORD):  # those of earlier versions have the keys of all kinds
+        if text.startswith(_RECORD):  # records of earlier versions have the keys of all kinds
             values = _without_keys_of_others(values)
-    for override in overrides * 2:  # again: a key that a later override of its kind has dropped is an error
+    for override in overrides * 2:  # twice: an override whose key a later override of its kind drops is an error
         key, value = split_override(override)
         set_key(values, key, value, f"override {override!r}")
     if file is None and not any(override.startswith("schedule") for override in overrides):
@@ -268,9 +283,9 @@ def load(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Exper
 
 
 def _events_for(events: list[dict[str, Any]], data: Any) -> list[dict[str, Any]]:
-    """Returns the events of the built-in experiment for another number of clients: the last ones join later.
+    """Returns the events of the built-in experiment for another number of clients: the last clients join later.
 
-    None for data whose number of clients is not in the config.
+    An empty list for data whose number of clients is not in the config.
     """
     newcomers = [event for event in events if "join" in event]
     partition = data.get("partition") if isinstance(data, dict) else None
@@ -301,7 +316,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which PyYAML takes the last one and drops the others."""
+    """Refuses a mapping that has a key twice; PyYAML itself would use the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -323,7 +338,7 @@ def _parse(text: str, where: str) -> Any:
         _size_of(value, {}, _DEEPEST)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {_in_one_line(error)}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the others for a number or a date that is none
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two for an invalid number or date
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is not valid YAML: it is nested too deep") from None
@@ -343,7 +358,7 @@ _CURES = {  # words of PyYAML's message -> the cure
 
 
 def _in_one_line(error: yaml.MarkedYAMLError) -> str:
-    """Place, problem and cure of an error of PyYAML, which tells them in several lines."""
+    """Place, problem and cure of an error of PyYAML, in a line instead of several."""
     problem, mark = str(error.problem), error.problem_mark
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     cure = next((f"; {cure}" for words, cure in _CURES.items() if words in problem), "")
@@ -358,7 +373,7 @@ def _size_of(value: Any, known: dict[int, int], levels: int) -> int:
         raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
     if id(value) not in known:
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_size_of(one, known, levels - 1) for one in inner)
+        known[id(value)] = 1 + sum(_size_of(entry, known, levels - 1) for entry in inner)
         if known[id(value)] > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST:,} values, as its aliases repeat them")
     return known[id(value)]
@@ -373,7 +388,7 @@ def split_override(override: str) -> tuple[list[str], Any]:
 
 
 def set_key(values: dict[str, Any], path: list[str], value: Any, where: str) -> None:
-    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of one method. Raises ConfigError.
+    """Sets the key at a path; `methods.LABEL.OPTION` sets an option of a method. Raises ConfigError.
 
     Another kind of a part drops the keys that only other kinds have.
     where: the override or the parameter, for messages.
@@ -397,7 +412,7 @@ def _with_option(entries: list[Any], label: str, path: list[str], value: Any, wh
     """Returns the entries of `methods` with an option of the method `label` set."""
     if not path:
         raise ConfigError(f"{where}: name an option of {label}, as in methods.{label}.OPTION")
-    found, labels = [], []
+    updated, labels = [], []
     for entry in entries:
         name, options = next(iter(entry.items())) if isinstance(entry, dict) and entry else (entry, {})
         options = dict(options or {})
@@ -405,10 +420,10 @@ def _with_option(entries: list[Any], label: str, path: list[str], value: Any, wh
         if labels[-1] == label:
             set_key(options, path, value, where)
             entry = {name: options}
-        found.append(entry)
+        updated.append(entry)
     if label not in labels:
         raise ConfigError(f"{where}: no method {label!r} is in the config{did_you_mean(label, labels)}")
-    return found
+    return updated
 
 
 def check_cohort(wanted: int, available: int) -> None:
@@ -436,11 +451,8 @@ def _name_of(value: Any) -> Any:
         if isinstance(value, type):
             return name
         given = {item.name: getattr(value, item.name) for item in fields(value)}
-        return {
-            name: {
-                key: one for key, one in given.items() if key not in ("local", "label", "private") or one is not None
-            }
-        }
+        unset = [key for key in ("local", "label", "private") if given.get(key) is None]
+        return {name: {key: option for key, option in given.items() if key not in unset}}
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
@@ -453,7 +465,10 @@ def _hashed_method(entry: Any) -> Any:
     from cfl_ray.core.method import Method  # imports torch, for which `cfl-ray status` does not wait
 
     defaults = {item.name: item.default for item in fields(Method)}
-    return [name, {key: one for key, one in options.items() if key != "label" and (key, one) not in defaults.items()}]
+    return [
+        name,
+        {key: value for key, value in options.items() if key != "label" and (key, value) not in defaults.items()},
+    ]
 
 
 def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) -> LocalConfig:
@@ -464,12 +479,12 @@ def changed_local(local: LocalConfig, changes: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {explain(error, LocalConfig)}") from None
 
 
-# by path, e.g. ("data", "shift")
+# the kinds of each part, by path, e.g. ("data", "shift")
 PARTS = {path: kinds for path, info in keys_of(Experiment) if (kinds := kinds_of(info)) is not None}
 
 
 def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of an experiment without keys that only kinds of a part have that it does not use."""
+    """Returns the values of an experiment without keys that only kinds other than those chosen have."""
     values = copy.deepcopy(values)
     for path, kinds in PARTS.items():
         section: Any = values
@@ -481,7 +496,7 @@ def _without_keys_of_others(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, config: type[ConfigSection]) -> str:
-    """Returns one line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
+    """Returns a line per problem: the key, what is wrong, and the valid range or the nearest valid key."""
     lines = []
     for problem in error.errors():
         path, section, kinds, kind = _place(config, problem["loc"])
@@ -496,20 +511,42 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
                 )
                 continue
             if kinds is not None:
-                keys += [name for one in kinds.all.values() for name in one.section.model_fields if name not in keys]
+                keys += [
+                    name for other in kinds.all.values() for name in other.section.model_fields if name not in keys
+                ]
             lines.append(f"unknown key {where!r}{did_you_mean(str(path[-1]), keys)}")
+        elif problem["type"] == "model_type":
+            given, more = problem["input"], f"; its keys: cfl-ray config {where}" if config is Experiment else ""
+            lines.append(
+                f"{where}: expected a section of keys, e.g. {_example(section, kinds, given)}, "
+                f"got {'null' if given is None else repr(given)}{more}"
+            )
         else:
             lines.append(f"{where}: {what_is_wrong(problem)}"[:500])
     return "\n".join(lines)
 
 
+def _example(section: type[ConfigSection], kinds: Kinds[Any] | None, given: Any) -> str:
+    """A value that a section takes: the given one at a key that allows it, or else a key at its default."""
+    if kinds is not None:
+        is_kind = isinstance(given, str) and given in kinds.builtin
+        return as_yaml({kinds.key: given if is_kind else kinds.default})
+    fields = {name: info for name, info in section.model_fields.items() if not info.exclude}
+    for name in fields if isinstance(given, int | float) else ():  # a text fits many keys
+        with suppress(ValidationError, ConfigError, yaml.YAMLError):
+            section.model_validate({name: given}, strict=True)
+            return as_yaml({name: given})
+    simple = {name: info.default for name, info in fields.items() if isinstance(info.default, str | int | float)}
+    return as_yaml(dict([next(iter(simple.items()))])) if simple else f"{{{next(iter(fields))}: ...}}"
+
+
 def _place(
     config: type[ConfigSection], loc: Iterable[int | str]
 ) -> tuple[list[int | str], Any, Kinds[Any] | None, str]:
-    """Returns the path of a problem without the names of kinds that pydantic puts into it, and the section that its
-    last key is in, for that of a part with the kinds and its kind.
+    """Returns the path of a problem, the section of its last key and, if this section is a part, its kinds and kind.
 
-    Numbers and names in the path that are no keys are places in lists and mappings.
+    loc: pydantic's location, which also has the names of kinds; they are left out of the path. Numbers and names in it
+    that are not keys of a section are positions in lists and mappings.
     """
     path: list[int | str] = []
     section: Any = config
@@ -527,7 +564,7 @@ def _place(
 
 
 def _section_in(annotation: Any) -> type[ConfigSection] | None:
-    """The section in a type such as a list of sections or an optional one; None if there is none."""
+    """The section in a type, such as a list of sections or an optional section; None without a section."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import annotated_types
-import yaml
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from cfl_ray.config.experiment import Experiment
 from cfl_ray.config.part import Kinds, kinds_of
-from cfl_ray.config.section import FILE, ConfigSection
+from cfl_ray.config.section import FILE, ConfigSection, as_yaml
 from cfl_ray.errors import ConfigError, did_you_mean
 
 _TYPES = {int: "whole number", float: "number", str: "text", Any: "value", dict: "mapping"}
@@ -29,7 +28,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of an experiment."""
+    """A key of an experiment."""
 
     name: str  # dotted, `[]` after a list of sections: schedule[].join
     meaning: str  # with the unit, if it has one
@@ -39,7 +38,7 @@ class Key:
 
 @dataclass(frozen=True)
 class KeySection:
-    """One section of an experiment, with its own keys."""
+    """A section of an experiment, with its own keys."""
 
     name: str  # dotted; empty: the top level
     meaning: str
@@ -51,7 +50,7 @@ def sections(
 ) -> Iterator[KeySection]:
     """Returns this section and all sections in it, each before those that it contains.
 
-    kinds: of the part that the section is of; it has the keys of all its kinds.
+    kinds: the kinds of the part that the section belongs to; the keys of all kinds are returned. None: it is no part.
     """
     keys, inner = [], []
     for field, info, of_kinds in _fields(section, kinds):
@@ -73,11 +72,11 @@ def sections(
 
 
 def _fields(section: type[ConfigSection], kinds: Kinds[Any] | None) -> Iterator[tuple[str, FieldInfo, str]]:
-    """The keys of a section, or of all kinds of a part, each with the kinds that have it, if not all do."""
+    """The keys of a section, or of all kinds of a part, each with the kinds that have it (empty if all have it)."""
     alternatives = [section] if kinds is None else [kind.section for kind in kinds.all.values()]
     fields = dict(section.model_fields)
-    for one in alternatives:
-        fields = fields | {name: info for name, info in one.model_fields.items() if name not in fields}
+    for alternative in alternatives:
+        fields = fields | {name: info for name, info in alternative.model_fields.items() if name not in fields}
     for name, info in fields.items():
         with_it = [] if kinds is None else kinds.with_key(name)
         if not info.exclude:
@@ -98,8 +97,8 @@ def find(name: str) -> list[KeySection]:
     wanted, everything = _plain(name), list(sections())
     inside = [section for section in everything if f"{_plain(section.name)}.".startswith(f"{wanted}.")]
     for section in everything:
-        if one := [key for key in section.keys if _plain(key.name) == wanted]:
-            return [KeySection(section.name, section.meaning, tuple(one)), *inside]
+        if matching := [key for key in section.keys if _plain(key.name) == wanted]:
+            return [KeySection(section.name, section.meaning, tuple(matching)), *inside]
     if inside:
         return inside
     from cfl_ray.core.method import SHARED_OPTIONS  # imports torch, which takes seconds
@@ -113,7 +112,7 @@ def find(name: str) -> list[KeySection]:
 
 
 def _nearest(wanted: str, everything: list[KeySection]) -> str:
-    """Returns the nearest valid name: beside `wanted` in its section, else at the top level, else in any section."""
+    """Returns the nearest valid name: first in the section of `wanted`, then at the top level, then in any section."""
     names = [name for section in everything for name in (section.name, *(key.name for key in section.keys)) if name]
     parent, _, last = wanted.rpartition(".")
     beside = _beside(parent, names)
@@ -141,7 +140,7 @@ def _section_of(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
     is_list = typing.get_origin(annotation) is list
     inner = typing.get_args(annotation)[0] if is_list else annotation
     if typing.get_origin(inner) is types.UnionType:  # an optional section
-        inner = next((one for one in typing.get_args(inner) if one is not type(None)), inner)
+        inner = next((member for member in typing.get_args(inner) if member is not type(None)), inner)
     is_section = isinstance(inner, type) and issubclass(inner, ConfigSection)
     return (inner, is_list) if is_section else (None, False)
 
@@ -153,11 +152,6 @@ def _is_optional(info: FieldInfo) -> bool:
 
 def _default(info: FieldInfo) -> str | None:
     return None if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
-
-
-def as_yaml(value: Any) -> str:
-    """Returns a value on one line, as it is written in YAML."""
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
 
 
 def _values(info: FieldInfo, nested: type[ConfigSection] | None) -> str:
@@ -177,7 +171,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return " | ".join("null" if part is type(None) else _type(part, metadata) for part in arguments)
     if origin is typing.Literal:
         return " | ".join(map(str, arguments))
-    if any(isinstance(one, BeforeValidator) for one in metadata):
+    if any(isinstance(constraint, BeforeValidator) for constraint in metadata):
         return "list of client ids and ranges"
     if annotation is bool:
         return "true | false"

@@ -19,7 +19,7 @@ class LocalConfig(ConfigSection):
     )
     drop_last: bool = Field(
         False,
-        description="true: the samples of an epoch that fill no batch are left out of it, other ones in each epoch; "
+        description="true: the samples of an epoch that fill no batch are left out, others in each epoch; "
         "BatchNorm cannot train on a last batch of one sample. false: the last batch may be smaller",
     )
     lr: float = Field(0.1, gt=0, le=100, description="eta, learning rate")

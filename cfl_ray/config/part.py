@@ -28,7 +28,7 @@ class BuiltinKind(NamedTuple):
 
 
 def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> None:
-    """Raises ValueError for a name that is not known, and for a value that can be no part."""
+    """Raises ValueError for an unknown name, or a value that cannot be a part."""
     if isinstance(value, str) and value not in builtin and ":" not in value:
         names = [*builtin, *entry_points_of(group)]
         if value not in names:
@@ -37,7 +37,7 @@ def check_name(value: Any, part: str, builtin: Iterable[str], group: str) -> Non
 
 
 def check_part(value: Any, part: str) -> None:
-    """Raises ValueError for a value of YAML that can be no part."""
+    """Raises ValueError for a value of YAML that cannot be a part."""
     if value is None or isinstance(value, (bool, int, float, dict, list)):
         raise ValueError(f"a {part} is a name, file.py:Name or, in Python, a function, class or object")
 
@@ -73,7 +73,7 @@ class Kinds(Registry[Any], Generic[Section]):
 
     @property
     def all(self) -> dict[str, BuiltinKind]:
-        """All kinds, and plugins last."""
+        """All kinds, plugins last."""
         return {**self.builtin, PLUGIN: BuiltinKind((self.plugin.__doc__ or "").rstrip("."), self.plugin)}
 
     def of(self, **values: Any) -> Section:
@@ -85,7 +85,7 @@ class Kinds(Registry[Any], Generic[Section]):
         return [name for name, kind in self.all.items() if key in kind.section.model_fields]
 
     def drop_others(self, values: dict[str, Any], kind: Any) -> None:
-        """Drops those of the values that only other kinds have."""
+        """Drops the values whose keys only other kinds have."""
         keys = self.all[self._tag({self.key: kind})].section.model_fields
         for key in [key for key in values if key not in keys and self.with_key(key)]:
             del values[key]
@@ -115,11 +115,11 @@ def keys_of(section: type[ConfigSection]) -> Iterator[tuple[tuple[str, ...], Fie
         inner: Iterable[Any] = (
             [info.annotation] if kinds is None else dict.fromkeys(kind.section for kind in kinds.all.values())
         )
-        for one in inner:
-            if isinstance(one, type) and issubclass(one, ConfigSection):
-                yield from (((name, *path), inside) for path, inside in keys_of(one))
+        for nested in inner:
+            if isinstance(nested, type) and issubclass(nested, ConfigSection):
+                yield from (((name, *path), inside) for path, inside in keys_of(nested))
 
 
 def kinds_of(info: FieldInfo) -> Kinds[Any] | None:
-    """The kinds of the part that a key holds; None if it holds none."""
+    """The kinds of a part; None for a key that is not a part."""
     return next((mark for mark in info.metadata if isinstance(mark, Kinds)), None)

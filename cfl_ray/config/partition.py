@@ -42,7 +42,7 @@ class PartitionConfig(ConfigSection):
 
     @property
     def unused(self) -> dict[str, str]:
-        """Keys that others make useless, and why."""
+        """Keys without effect, and why."""
         return {}
 
 
@@ -106,9 +106,9 @@ class ClassesConfig(LabelSkewConfig):
     """Numbers of classes."""
 
     key_of_groups = "classes_per_group"
-    classes_per_client: int = Field(2, ge=1, description="number of classes of one client")
+    classes_per_client: int = Field(2, ge=1, description="number of classes of a client")
     classes_per_group: int = Field(
-        3, ge=1, description="number of classes of one of `groups`; all classes are used equally often"
+        3, ge=1, description="number of classes of a group; all classes are used equally often"
     )
 
     @model_validator(mode="after")

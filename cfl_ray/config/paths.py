@@ -51,7 +51,7 @@ def _reference_in(folder: Path, text: str) -> str:
 
 
 def _in_folder(folder: Path, file: str) -> str:
-    """Returns a path as one in `folder`; itself if there is no such file."""
+    """Returns the path in `folder`; the given path if it is absolute or `folder` has no such file."""
     path = Path(file).expanduser()
     return str(folder / file) if not path.is_absolute() and os.path.exists(folder / path) else file
 
@@ -84,7 +84,7 @@ def to_record(
         return "", values
     absolute = beside(values, here, section)
     changed = {new: written.get(old, old) for new, old in _changes(absolute, values)} | dict(written)
-    if with_replaced(absolute, changed) != with_replaced(values, written):  # one file, written in two ways
+    if with_replaced(absolute, changed) != with_replaced(values, written):  # the same file, written in two ways
         return "", _with_absolute_places(values, here)
     return record_line(changed), _with_absolute_places(absolute, here)
 
@@ -95,13 +95,13 @@ def record_line(written: Mapping[str, str]) -> str:
 
 
 def paths_as_written(absolute: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
-    """Returns the paths of `values` by their absolute form; none if one file is written in two ways."""
+    """Returns the paths of `values` by their absolute form; none if a file is written in two ways."""
     changed = dict(_changes(absolute, values))
     return changed if with_replaced(absolute, changed) == values else {}
 
 
 def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
-    """Returns the values with absolute paths of what a run writes beside its folder: no part of the config hash."""
+    """Returns the values with absolute paths of what a run writes beside its folder; they are not hashed."""
     data, tracking = values["data"], values["tracking"]
     shards = data["shards"]
     if shards and "://" not in shards and not shards.startswith("~"):
@@ -114,12 +114,12 @@ def _with_absolute_places(values: dict[str, Any], here: Path) -> dict[str, Any]:
 
 
 def recorded_in(run_dir: Path) -> str:
-    """Returns the line of a record that keeps the run directory, so that a run is found after it has moved."""
+    """Returns the line of a record that keeps the run directory, so that its files are found after it has moved."""
     return f"{_RECORDED_IN}{json.dumps(str(run_dir))}\n"
 
 
 def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
-    """Returns new values by old ones for the absolute paths of a record that are not here.
+    """Returns new by old paths, for the absolute paths of a record that do not exist.
 
     text: of the record; folder: where the record is now. A path moves if a file is at the same place relative to the
     run directory.
@@ -127,7 +127,7 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
     old, new = _header(text, _RECORDED_IN), folder.absolute()
     if not isinstance(old, str) or Path(old) == new:
         return {}
-    found = {}
+    moved = {}
     for value in texts_of(values):
         scheme = _SQLITE if value.startswith(_SQLITE) else ""
         path = value.removeprefix(scheme)
@@ -136,12 +136,12 @@ def moves_of(values: Any, text: str, folder: Path) -> dict[str, str]:
         file, colon, name = (path, "", "") if scheme else path.rpartition(":") if ":" in path else (path, "", "")
         there = os.path.normpath(new / os.path.relpath(file, old))
         if not os.path.exists(file) and os.path.exists(there):
-            found[value] = f"{scheme}{there}{colon}{name}"
-    return found
+            moved[value] = f"{scheme}{there}{colon}{name}"
+    return moved
 
 
 def from_record(text: str) -> dict[str, str]:
-    """Returns the paths as written, by their absolute form, of the text of a record; of other YAML, none."""
+    """Returns the paths as written, by their absolute form, of the text of a record; empty for other YAML."""
     written = _header(text, _WRITTEN)
     return {str(new): str(old) for new, old in written.items()} if isinstance(written, dict) else {}
 
@@ -158,17 +158,17 @@ def _header(text: str, begins: str) -> Any:
 
 
 def with_replaced(values: Any, new: Mapping[str, str]) -> Any:
-    """Returns the values with other texts, keys as well as values, in the place of some."""
+    """Returns the values with texts, keys as well as values, replaced as in `new`."""
     return each_text(values, lambda text: new.get(text, text))
 
 
 def _changes(new: Any, old: Any) -> Iterator[tuple[str, str]]:
-    """The pairs of texts, keys as well as values, in which two configs of one form differ."""
+    """The pairs of texts, keys as well as values, in which two configs of equal structure differ."""
     if isinstance(new, dict):
         yield from _changes(list(new), list(old))
         yield from _changes(list(new.values()), list(old.values()))
     elif isinstance(new, list):
-        for one, other in zip(new, old, strict=True):
-            yield from _changes(one, other)
+        for new_entry, old_entry in zip(new, old, strict=True):
+            yield from _changes(new_entry, old_entry)
     elif new != old:
         yield new, old

@@ -17,17 +17,17 @@ Unit = Literal["percent", "rounds", "mbit", "clients", "count"]
 
 @dataclass(frozen=True)
 class PublishedNumber:
-    """One cell of a published table."""
+    """A number of a published table."""
 
-    metric: str  # what of ours it is to be compared with
+    metric: str  # our metric that it is compared with
     unit: Unit
     mean: float | None  # None: the target was not reached
     std: float | None  # None: not printed
-    misprint: str  # why it is not to be trusted; empty: no reason is known
+    misprint: str  # why it is probably wrong; empty: no reason is known
 
     @property
     def scale(self) -> float:
-        """Factor by which our metric, a share 0..1 if this is in percent, is multiplied to compare the two."""
+        """Factor that converts our metric to this unit: 100 for percent, since ours is a share 0..1; else 1."""
         return 100.0 if self.unit == "percent" else 1.0
 
 
@@ -46,7 +46,7 @@ class PaperConfig(ConfigSection):
 
 
 class PublishedRowConfig(ConfigSection):
-    """The numbers of one method."""
+    """The numbers of a method."""
 
     metric: str | None = Field(None, description="metric of this row; null: that of the table")
     values: dict[str, float | list[float] | None] = Field(
@@ -76,7 +76,7 @@ class MisprintConfig(ConfigSection):
 
 
 class PublishedTable(ConfigSection):
-    """One table of a paper, for one metric."""
+    """A table of a paper, for a metric."""
 
     caption: str = Field(description="what the table shows")
     study: str = Field(description="file of the study that repeats it, from the folder above that of this file")
@@ -94,23 +94,24 @@ class PublishedTable(ConfigSection):
                     raise ValueError(
                         f"rows.{label}: no column is called {column!r}{did_you_mean(column, self.columns)}"
                     )
-        for one in self.misprints:
-            if one.row not in self.rows or one.column not in self.rows[one.row].values:
-                raise ValueError(f"misprints: row {one.row!r} has no number in column {one.column!r}")
+        for misprint in self.misprints:
+            label, column = misprint.row, misprint.column
+            if label not in self.rows or column not in self.rows[label].values:
+                raise ValueError(f"misprints: row {label!r} has no number in column {column!r}")
         return self
 
     def number(self, row: str, column: str) -> PublishedNumber | None:
-        """Returns what was published for a method in a setting; None for nothing."""
-        found = self.rows.get(row)
-        if found is None or column not in found.values:
+        """Returns the published number of a method (row) in a setting (column); None if there is none."""
+        published = self.rows.get(row)
+        if published is None or column not in published.values:
             return None
-        value = found.values[column]
+        value = published.values[column]
         mean, std = value if isinstance(value, list) else (value, None)
-        note = next((one.note for one in self.misprints if (one.row, one.column) == (row, column)), "")
-        return PublishedNumber(found.metric or self.metric, self.unit, mean, std, note)
+        notes = (misprint.note for misprint in self.misprints if (misprint.row, misprint.column) == (row, column))
+        return PublishedNumber(published.metric or self.metric, self.unit, mean, std, next(notes, ""))
 
     def cells(self) -> Iterator[tuple[str, str, PublishedNumber]]:
-        """Returns row, column and number of all that was published, row by row."""
+        """Yields (row, column, number) of all published numbers, row by row."""
         for row in self.rows:
             for column in self.columns:
                 if (number := self.number(row, column)) is not None:
@@ -118,7 +119,7 @@ class PublishedTable(ConfigSection):
 
 
 class PublishedTables(ConfigSection):
-    """The tables of one paper."""
+    """The tables of a paper."""
 
     paper: PaperConfig = Field(description="the paper")
     tables: dict[str, PublishedTable] = Field(min_length=1, description="by name, e.g. table1")

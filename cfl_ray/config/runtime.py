@@ -16,7 +16,7 @@ class RuntimeConfig(ConfigSection):
 
     address: str | None = Field(
         None,
-        description="Ray cluster to use; auto: the one running on this machine; null: RAY_ADDRESS, or a new one on "
+        description="Ray cluster to use; auto: the cluster running on this machine; null: RAY_ADDRESS, or a new one on "
         "this machine for this run",
     )
     hosts: int | None = Field(
@@ -25,7 +25,7 @@ class RuntimeConfig(ConfigSection):
     clients_per_host: int | None = Field(
         None,
         ge=1,
-        description="most clients of one host; 1: one process per client; null: no limit. A number changes the last "
+        description="most clients of a host; 1: one process per client; null: no limit. A number changes the last "
         "bits of sums, since clients are added up one by one",
     )
     gpus_per_host: float = Field(
@@ -41,7 +41,7 @@ class RuntimeConfig(ConfigSection):
     backend: Any = Field(
         "ray",
         description="what carries out the work of clients: ray (hosts of a cluster) | in_process (this process, for "
-        "debugging) | path/to/file.py:Class, in this process, or one with its options {file.py:Class: {option: value}}",
+        "debugging) | path/to/file.py:Class, in this process; with options {file.py:Class: {key: value}}",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -51,8 +51,8 @@ class RuntimeConfig(ConfigSection):
     cpu_capability: Literal["default", "avx2", "avx512"] | None = Field(
         None,
         description="instructions that server and hosts use on an x86 CPU: default | avx2 | avx512 | null (the newest "
-        "of each CPU). One that all machines have makes their last bits equal. In one process, set the variable "
-        "ATEN_CPU_CAPABILITY as well",
+        "of each CPU). Instructions that all machines have make their last bits equal. In one process, set the "
+        "variable ATEN_CPU_CAPABILITY as well",
     )
     precision: Literal["float32", "tf32", "bf16"] = Field(
         "float32",
@@ -70,7 +70,7 @@ class RuntimeConfig(ConfigSection):
     retries: int = Field(
         3,
         ge=0,
-        description="restarts of one host before the run continues without it, and of the server before the run ends; "
+        description="restarts of a host before the run continues without it, and of the server before the run ends; "
         "the count begins anew after ten minutes without a fault",
     )
     wait_for_hosts: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
@@ -96,7 +96,7 @@ class RuntimeConfig(ConfigSection):
         None,
         ge=1,
         description="rounds from one checkpoint to the next; the last round always has one. null: by what a checkpoint "
-        "costs, sqrt(2 C M) seconds apart, with C the seconds that one takes and M = 1 hour between faults (3 ms: "
+        "costs, sqrt(2 C M) seconds apart, with C the seconds that it takes and M = 1 hour between faults (3 ms: "
         "every 4.6 s; 1 s: every 85 s)",
     )
     keep_last: int = Field(3, ge=1, description="number of checkpoints kept")

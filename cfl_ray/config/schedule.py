@@ -72,13 +72,13 @@ class DataChangeConfig(ConfigSection):
         "another order swap their data. null: keep their own",
     )
     swap: tuple[Label, Label] | None = Field(
-        None, description="two labels that take each other's place, after relabel, e.g. [1, 2]; null: none"
+        None, description="two labels that are exchanged, after relabel, e.g. [1, 2]; null: none"
     )
     back_to: int | None = Field(
         None,
         ge=0,
         description="take the data again that they had in this round, before rotate, relabel and swap; 0: their first "
-        "data; null: keep those of now",
+        "data; null: keep the present data",
     )
     drift: Drift | None = Field(
         None,
@@ -181,7 +181,7 @@ class EventConfig(ConfigSection):
         return self
 
     def single_events(self, seed: int) -> list["EventConfig"]:
-        """The events, in the order of their rounds, of which this one consists: one, unless a change is a process."""
+        """The events, by round, that this event consists of; several only if a change is a process."""
         changes: dict[int, list[DataChangeConfig]] = {self.round: []}
         for change in self.change:
             for round, single in change.sudden_changes(self.round, seed):
@@ -191,7 +191,7 @@ class EventConfig(ConfigSection):
 
 
 def check_schedule(events: Sequence[EventConfig], num_clients: int) -> None:
-    """Raises ConfigError for clients that do not exist, and for one that joins while online or leaves while offline."""
+    """Raises ConfigError for clients that do not exist, join while they are online, or leave while they are offline."""
     online: dict[int, int] = {}  # round of the last event of clients that joined
     offline: dict[int, int] = {}  # the same, of those that left
     for event in sorted(events, key=lambda event: event.round):

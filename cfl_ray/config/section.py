@@ -4,16 +4,17 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from cfl_ray.plugins.calling import reference_of
 
-_LARGEST = 2**63 - 1  # of the whole numbers that arrays hold
+_LARGEST = 2**63 - 1  # largest integer that arrays hold
 FILE = "file"  # marks a key, in `Annotated`, as a path that is relative to the folder of the config
 
 
 class ConfigSection(BaseModel):
-    """One section of the YAML file: immutable, and an unknown key is an error."""
+    """A section of the YAML file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
@@ -25,19 +26,24 @@ class ConfigSection(BaseModel):
         return value
 
 
+def as_yaml(value: Any) -> str:
+    """Returns a value on one line, as it is written in YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+
+
 def unused_keys(section: ConfigSection, where: str, names: Iterable[str], reason: str) -> dict[str, str]:
-    """Those keys of a section that have no effect, dotted, each with the reason."""
+    """The keys `names` of a section, dotted, each with the reason why it has no effect."""
     names = set(names)
     return {f"{where}.{name}": reason for name in type(section).model_fields if name in names}
 
 
-def set_in_vain(root: ConfigSection, unused: Mapping[str, str]) -> list[str]:
-    """Warnings of unused keys that have a value of their own."""
-    found = []
+def unused_warnings(root: ConfigSection, unused: Mapping[str, str]) -> list[str]:
+    """Warnings of unused keys whose value is not the default."""
+    warnings = []
     for key, reason in unused.items():
         *sections, name = key.split(".")
         section: Any = reduce(getattr, sections, root)
         value = getattr(section, name)
         if value != type(section).model_fields[name].default:
-            found.append(f"{key} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}")
-    return found
+            warnings.append(f"{key} ({reference_of(value) if name == 'kind' else value}) has no effect: {reason}")
+    return warnings

@@ -9,7 +9,7 @@ from cfl_ray.config.section import ConfigSection
 
 
 def _whole(angles: list[int | float]) -> list[int | float]:
-    """Whole numbers as such: the hash of a config does not depend on how they are written."""
+    """Whole angles as int, so that 90 and 90.0 have the same config hash."""
     return [int(angle) if angle == int(angle) else angle for angle in angles]
 
 
@@ -48,7 +48,7 @@ class RotatedLabelsConfig(RotatedConfig, PathologicalConfig):
 class HybridConfig(ShiftConfig):
     """The second data set."""
 
-    other: str = Field("fashion_mnist", description="second data set, that of the second group")
+    other: str = Field("fashion_mnist", description="data set of the second group")
 
 
 class NoiseConfig(ShiftConfig):

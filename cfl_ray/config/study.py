@@ -130,13 +130,13 @@ class SweepConfig(ConfigSection):
         draw = np.random.default_rng(self.seed)
         trials: dict[str, dict[str, Any]] = {}
         for _ in range(self.trials or 0):
-            one = {key: _draw(values, float(draw.random())) for key, values in self.parameters.items()}
-            trials.setdefault(name_of(one), one)  # of choices, a combination may be drawn twice
+            trial = {key: _draw(values, float(draw.random())) for key, values in self.parameters.items()}
+            trials.setdefault(name_of(trial), trial)  # the same combination of listed values may be drawn twice
         return list(trials.values())
 
 
 def _check_list(key: str, values: list[Any]) -> None:
-    """Raises ValueError if a list of values is empty, or two of them would have one folder."""
+    """Raises ValueError if a list of values is empty, or two values would have the same folder."""
     if not values:
         raise ValueError(f"{key} has no values")
     names = [name_of({key: _yaml_copy(value, key)}) for value in values]
@@ -226,7 +226,7 @@ class Study(ConfigSection):
         return self
 
     def values(self, setting: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keys of an experiment in one setting, with the parameters of one trial."""
+        """Returns the keys of an experiment in a setting, with the parameters of a trial."""
         values = merged(self.experiment, self.settings.get(setting, {}))
         for key, value in parameters.items():
             set_key(values, key.split("."), copy.deepcopy(value), f"sweep: {key}")
@@ -234,16 +234,16 @@ class Study(ConfigSection):
 
     @property
     def setting_names(self) -> list[str]:
-        """Names of the settings; one name if the study has none."""
+        """Names of the settings; `ALL_SETTINGS` alone if the study has none."""
         return list(self.settings) or [ALL_SETTINGS]
 
     def to_yaml(self) -> str:
-        """Returns the study as YAML; loading it gives an equal one, whose runs have the same config hashes."""
+        """Returns the study as YAML; loading it gives an equal study, whose runs have the same config hashes."""
         values = self.model_dump(mode="json", by_alias=True)
         return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
 
     def to_record(self) -> str:
-        """Returns the same without credentials; `load_study` finds those again that this user has used."""
+        """Returns `to_yaml` without credentials; `load_study` inserts those that this user has used before."""
         values = redact_values(self.model_dump(mode="json", by_alias=True))
         return record_line(self._written) + yaml.safe_dump(values, sort_keys=False, width=120)
 
@@ -296,8 +296,8 @@ def load_study(file: str | Path, overrides: Iterable[str] = (), base: Path | Non
     folder = path.parent.resolve()
     values = _beside(given, folder)
     for override in overrides:
-        for one in (given, values):
-            _override(one, override)
+        for study in (given, values):
+            _override(study, override)
     written = paths_as_written(values, given) | from_record(read_text(path, follow=True) or "")
     _find_roots(values, folder)
     if isinstance(published := values.get("published"), str):
@@ -327,10 +327,10 @@ def _beside(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _choice_beside(path: list[str], value: Any, folder: Path) -> Any:
     values: dict[str, Any] = {}
     set_key(values, path, value, "sweep")
-    found: Any = beside(values, folder, Experiment)
+    section: Any = beside(values, folder, Experiment)
     for key in path:
-        found = found[key]
-    return found
+        section = section[key]
+    return section
 
 
 def _find_roots(values: dict[str, Any], folder: Path) -> None:
@@ -360,7 +360,8 @@ def _override(values: dict[str, Any], override: str) -> None:
     if isinstance(parameters, dict) and ".".join(path) in parameters:
         raise ConfigError(f"{where}: the sweep decides {'.'.join(path)}")
     settings = values.get("settings")
-    sections = [one for one in (settings.values() if isinstance(settings, dict) else ()) if isinstance(one, dict)]
+    of_settings = settings.values() if isinstance(settings, dict) else ()
+    sections = [section for section in of_settings if isinstance(section, dict)]
     if path[0] == "methods" and path[1:]:
         _override_method([values["experiment"], *sections], path, value, where)
         return
@@ -397,13 +398,13 @@ def _has(section: Any, path: list[str]) -> bool:
 
 
 def _yaml_copy(value: Any, where: str) -> Any:
-    """Returns a copy of a value of YAML. Raises ValueError for one that YAML cannot say."""
+    """Returns a copy of a value of YAML. Raises ValueError for a value that YAML cannot express."""
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"keys are texts, got {wrong[0]!r} in {where}")
-        return {key: _yaml_copy(one, f"{where}.{key}") for key, one in value.items()}
+        return {key: _yaml_copy(entry, f"{where}.{key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_yaml_copy(one, where) for one in value]
+        return [_yaml_copy(entry, where) for entry in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(
@@ -431,7 +432,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any], path: tuple[st
 def name_of(parameters: Mapping[str, Any]) -> str:
     """Returns the parameters of a trial as the name of a folder: LAST_PART_OF_KEY=VALUE, joined by commas.
 
-    A name that is too long, or does not say the values exactly, ends in a hash of them.
+    A name that is too long, or in which characters are replaced, ends in a hash of the parameters.
     """
     names = short_names(list(parameters))
     exact = ",".join(f"{name}={_text(value)}" for name, value in zip(names, parameters.values(), strict=True))
@@ -448,7 +449,7 @@ def place_of(study: Study, setting: str, trial: str) -> str:
 
 
 def short_names(keys: list[str]) -> list[str]:
-    """Returns the last part of each key, or the whole key if another one ends alike."""
+    """Returns the last part of each key, or the whole key if another key has the same last part."""
     short = [key.rpartition(".")[2] for key in keys]
     return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
 

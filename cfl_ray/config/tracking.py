@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from cfl_ray.config.part import check_name
 from cfl_ray.config.section import ConfigSection
 
-TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # classes of `tracking`, by these names
+TRACKERS = ("mlflow", "csv", "tensorboard", "wandb")  # names of the classes of `tracking`
 
 
 class TrackingConfig(ConfigSection):
@@ -31,7 +31,7 @@ class TrackingConfig(ConfigSection):
     trackers: list[Any] = Field(
         ["mlflow"],
         description="where records go beside the files of the run directory: mlflow | csv | tensorboard | wandb | "
-        "path/to/file.py:Class, or one with its options, e.g. {tensorboard: {folder: tb}}",
+        "path/to/file.py:Class; with options, e.g. {tensorboard: {folder: tb}}",
     )
 
     trackers_group: ClassVar[str] = "cfl_ray.trackers"

@@ -141,13 +141,13 @@ class OwnAvailability(Availability):
         clients = np.arange(num_clients or self.num_clients)
         draw = stream(self.seed, round, 0, -1, "own availability")
         result = call_plugin("availability", self.function, clients, round, draw)
-        found = np.asarray(result)
-        if found.shape != clients.shape or found.dtype != bool:
+        reachable = np.asarray(result)
+        if reachable.shape != clients.shape or reachable.dtype != bool:
             raise RunError(
                 f"availability {place_of(self.function)} returned {described(result)}, "
                 f"expected a bool for each client: shape ({len(clients)},)"
             )
-        return np.flatnonzero(found)
+        return np.flatnonzero(reachable)
 
     def chance(self, round: int, clients: np.ndarray) -> np.ndarray:
         return np.isin(clients, self.named(round)).astype(float)

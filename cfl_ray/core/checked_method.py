@@ -33,9 +33,9 @@ class CheckedMethod:
         return self._checked(self.method.round, len(state.assign_N), state, clients, rng)
 
     def serve(self, state: State, clients: Clients) -> Serving:
-        found: Serving = _noting(self.method.serve, state, clients)
-        check_serving(found, self.method.serve, len(clients), self.columns)
-        return found
+        serving: Serving = _noting(self.method.serve, state, clients)
+        check_serving(serving, self.method.serve, len(clients), self.columns)
+        return serving
 
     def join(self, state: State, clients: Clients) -> State:
         return self._checked(self.method.join, len(state.assign_N), state, clients)
@@ -47,19 +47,19 @@ class CheckedMethod:
         return self._checked(self.method.leave, len(state.assign_N), state, ids)
 
     def diagnose(self, state: State, clients: Clients) -> None:
-        found = _noting(self.method.diagnose, state, clients)
-        if found is not None:
+        returned = _noting(self.method.diagnose, state, clients)
+        if returned is not None:
             raise RunError(
-                f"{place_of(self.method.diagnose)} returned {described(found)}, expected nothing; "
+                f"{place_of(self.method.diagnose)} returned {described(returned)}, expected nothing; "
                 "report diagnostics with clients.record(name, value)"
             )
 
     def _checked(self, hook: Callable[..., Any], num_clients: int, *arguments: Any) -> State:
-        found: State = _noting(hook, *arguments)
-        check_state(found, hook, self.method.state_type, num_clients, self.columns)
+        after: State = _noting(hook, *arguments)
+        check_state(after, hook, self.method.state_type, num_clients, self.columns)
         before = arguments[0].phase if isinstance(arguments[0], State) else None
-        check_phase(found.phase, before, hook, self.method.name, self.method.phases)
-        return found
+        check_phase(after.phase, before, hook, self.method.name, self.method.phases)
+        return after
 
 
 def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
@@ -70,7 +70,7 @@ def _noting(hook: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return hook(*arguments)
     except Exception as error:
-        found = raised_at(hook, error)
-        if found and (is_user_file(found[0]) or not says_where(error)):
-            error.add_note(f"in {hook.__qualname__}, {found[0]}, line {found[1]}")
+        place = raised_at(hook, error)
+        if place and (is_user_file(place[0]) or not says_where(error)):
+            error.add_note(f"in {hook.__qualname__}, {place[0]}, line {place[1]}")
         raise

@@ -18,6 +18,7 @@ from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
 from cfl_ray.core.params import Columns, ParamSpec
 from cfl_ray.core.privacy import PrivacyError, PrivateRun
+from cfl_ray.core.secure_aggregation import SecureAggregation, missing, traffic
 from cfl_ray.core.server_optimizers import ServerMoments
 from cfl_ray.core.serving import Serving
 from cfl_ray.core.state import UNASSIGNED
@@ -39,6 +40,7 @@ from cfl_ray.core.work import (
     Proximal,
     Replay,
     Rows,
+    SecureSum,
     Train,
     UpdateFeatures,
     Work,
@@ -95,7 +97,7 @@ class LocalTraining:
     # that of the companion
     companion: Sent | None = None
     trace: int = 0  # number of first steps whose mini-batch losses are returned (`Updates.step_loss_MS`)
-    chained: bool = False  # each client starts from the result of the one before; this is not federated averaging
+    chained: bool = False  # each client starts from the result of the previous client; this is not federated averaging
     mixture: Mixture | None = None  # set by `Clients.train_mixture`: weights of the samples in the loss
 
 
@@ -157,6 +159,8 @@ class Clients:
     server: ServerMoments | None = field(repr=False, default=None)  # None: models are the means themselves
     num_scores: int = 3  # of a test: the metrics of the task, then the loss
     private: PrivateRun | None = field(repr=False, default=None)  # None: the server sees what it asks for
+    secure: SecureAggregation | None = None  # None: sums are those of uploads that are not masked
+    absent: np.ndarray = field(repr=False, default_factory=lambda: np.zeros(0, np.int64))  # selected, do not report
     sampled: bool = True  # False: all clients that can be reached, not the cohort that was drawn
     # returns the scores (M, num_scores) of the clients with the models of a Serving; None: no evaluation is at work
     tester: "Callable[[Clients, Serving], np.ndarray] | None" = field(repr=False, default=None)
@@ -189,7 +193,8 @@ class Clients:
         if self.reachable is None:
             return self
         ids, num_samples = self.reachable()
-        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, sampled=False)
+        absent = np.zeros(0, np.int64)
+        return replace(self, ids_M=ids, num_samples_M=num_samples, replay=None, sampled=False, absent=absent)
 
     def weights(self, kind: str = "samples") -> np.ndarray:
         """Weight of each client in an average, float64 (M,): n_i for "samples", 1 for "uniform" and in private runs."""
@@ -287,8 +292,8 @@ class Clients:
 
     def _versions(self, models_KP: Tensor) -> Sent | None:
         """These models in the versions that the clients have received; None: all have received these."""
-        found = None if self.received is None else self.received.of(models_KP, self.ids_M)
-        return None if found is None else Sent(found[0], row_MK=found[1])
+        versions = None if self.received is None else self.received.of(models_KP, self.ids_M)
+        return None if versions is None else Sent(versions[0], row_MK=versions[1])
 
     def known_models(self, models_KP: Tensor) -> Sent:
         """Models that the clients already have, such as the common start or an earlier broadcast; no traffic."""
@@ -297,7 +302,7 @@ class Clients:
     def count_upload(self, floats: int) -> None:
         """Counts `floats` further numbers per client as uploaded, which the server reads.
 
-        Raises PrivacyError in a private run.
+        Raises PrivacyError in a private run, and with secure aggregation.
         """
         if floats:
             self.reads("further numbers")
@@ -307,12 +312,22 @@ class Clients:
         self.stats.traffic.up_bits += 32 * floats * len(self)
 
     def reads(self, what: str) -> None:
-        """Says that the server reads something of single clients. Raises PrivacyError in a private run."""
-        if self.private is not None and not self.evaluated:
+        """Says that the server reads something of single clients.
+
+        Raises PrivacyError in a private run, and with secure aggregation.
+        """
+        if self._hidden:
             raise PrivacyError(
-                f"its server reads {what} of single clients, which privacy does not protect; choose a method whose "
-                "server only adds up"
+                f"its server reads {what} of single clients, which {self._hidden}; choose a method whose server only "
+                "adds up"
             )
+
+    @property
+    def _hidden(self) -> str:
+        """Why the server must not read anything of single clients; empty: it may."""
+        if self.evaluated or (self.private is None and self.secure is None):
+            return ""
+        return "secure aggregation hides" if self.private is None else "privacy does not protect"
 
     def count_download(self, floats: int) -> None:
         """Counts `floats` further numbers per client as downloaded."""
@@ -353,14 +368,18 @@ class Clients:
         private = client_state.columns if client_state and client_state.private else None
         if how.chained and self.received is not None:
             raise NotAsynchronous("its clients start from each other's results (chained)")
+        if features is not None and self.secure is not None:
+            self.reads("the updates")
+        address = self._next_address()
         averaging, models = self._averaging(average, 1 if how.mixture is None else how.mixture.num_models)
+        averaging, secure = self._secured(averaging, address, private)
         tables, steps_M = _Tables(), how.steps_M
         if steps_M is None:
             batches = how.local_step.batches_per_step if how.local_step else 1
             steps_M = local.steps_of(self.num_samples_M, batches_per_step=batches)
         robust = not isinstance(self.aggregation, Mean)  # needs the results themselves: they are not summed on hosts
         work = Train(
-            self._next_address(),
+            address,
             self.ids_M,
             start=tables.rows(start),
             proximal=tuple(term.with_anchor(tables.rows(term.anchor)) for term in how.proximal if term.acts),
@@ -372,6 +391,7 @@ class Clients:
             local=local,
             steps_M=np.asarray(steps_M, np.int64),
             averaging=None if robust else averaging,
+            secure=secure,
             client_state=client_state,
             features=features,
             defer_aggregation=defer_aggregation or (robust and averaging is not None),
@@ -382,7 +402,7 @@ class Clients:
             local_test_samples=self.local_test_samples if keeps_any or how.mixture else 0,
             tables=tables.as_tuple(),
         )
-        if averaging is not None or defer_aggregation:
+        if self.secure is None and (averaging is not None or defer_aggregation):  # those of secure sums are counted
             self._count_upload(self.spec.size - (private.count if private else 0))
         elif features is not None:
             self._count_upload(features.columns.count)
@@ -391,10 +411,10 @@ class Clients:
             outcome = self._with_noise_on_features(outcome, work)
         self._note_training(outcome, keep_as_local_model)
         if not isinstance(self.aggregation, Mean) and averaging is not None:
-            found = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
-            outcome = replace(outcome, means=found.means, arrived_R=found.arrived_R)
+            aggregated = aggregate(self.aggregation, self.backend, work, outcome, self.ids_M, averaging)
+            outcome = replace(outcome, means=aggregated.means, arrived_R=aggregated.arrived_R)
         if averaging is not None:
-            outcome = self._with_noise(outcome, averaging, work.address, models)
+            outcome = self._with_noise(outcome, averaging, address, models)
         return self._updates(outcome, averaging, private, work, average_number)
 
     def _averaging(self, average: Tensor | np.ndarray | None, models: int = 1) -> tuple[Averaging | None, int]:
@@ -409,6 +429,19 @@ class Clients:
         if self.private is not None:
             averaging = self.private.fixed(averaging, models, None if self.sampled else len(self))
         return averaging, models
+
+    def _secured(
+        self, averaging: Averaging | None, address: Address, private: Columns | None
+    ) -> tuple[Averaging | None, SecureSum | None]:
+        """The averages as secure sums, whose traffic is counted; None: they are not secure."""
+        if averaging is None or self.secure is None:
+            return averaging, None
+        averaging, secure = self.secure.of(averaging, address, self.ids_M, private, self.absent)
+        columns, clients = self.spec.size - (private.count if private else 0), len(np.unique(self.ids_M))
+        down, up = traffic(secure, averaging.num_rows, columns)
+        self.stats.traffic.down_bits += down * clients
+        self.stats.traffic.up_bits += up * clients
+        return averaging, secure
 
     def _with_noise(self, outcome: Outcome, averaging: Averaging, address: Address, models: int) -> Outcome:
         if self.private is None:
@@ -448,14 +481,14 @@ class Clients:
             average=torch.from_numpy(weight_KMK.reshape(count, -1)),
             keep_as_local_model=False,
         )
-        found = MixtureUpdates(updates, count)
-        ids = self.ids_M[found.valid_M].tolist()
-        self.stats.train_loss.update(zip(ids, found.train_loss_M[found.valid_M].tolist(), strict=True))
+        mixtures = MixtureUpdates(updates, count)
+        ids = self.ids_M[mixtures.valid_M].tolist()
+        self.stats.train_loss.update(zip(ids, mixtures.train_loss_M[mixtures.valid_M].tolist(), strict=True))
         if self.local_test_samples:
-            scores = map(tuple, found.local_scores_M2[found.valid_M].tolist())
+            scores = map(tuple, mixtures.local_scores_M2[mixtures.valid_M].tolist())
             self.stats.local_scores.update(zip(ids, scores, strict=True))
         self.count_upload(mixture.upload_floats)  # what `mixture.upload` returns
-        return found
+        return mixtures
 
     def fit_mixture(self, received: Sent, mixture: Mixture, *, steps: int = 1) -> np.ndarray:
         """Each client's mixture weights, float64 (M, K), after E and M steps on its training samples without training.
@@ -472,9 +505,11 @@ class Clients:
         self, outcome: Outcome, averaging: Averaging | None, private: Columns | None, work: Train, number: int | None
     ) -> Updates:
         if averaging is None or self.server is None:
-            return Updates(outcome, averaging, private, work, received=self.received, ids_M=self.ids_M)
+            return Updates(
+                outcome, averaging, private, work, received=self.received, ids_M=self.ids_M, hidden=self._hidden
+            )
         average = self.server.next_average() if number is None else number
-        given = (self.server, average, self.spec.trained, self.received, self.ids_M)
+        given = (self.server, average, self.spec.trained, self.received, self.ids_M, self._hidden)
         return Updates(outcome, averaging, private, work, *given)
 
     def average(self, updates: Updates, weight_RM: Tensor, *, average_number: int | None = None) -> Updates:
@@ -485,11 +520,12 @@ class Clients:
         """
         (averaging, _), work = self._averaging(weight_RM), updates.training
         address = self._next_address()
+        averaging, secure = self._secured(averaging, address, updates.private)
         assert averaging is not None
         if not isinstance(self.aggregation, Mean):
             outcome = aggregate(self.aggregation, self.backend, work, updates.outcome, self.ids_M, averaging)
         else:
-            outcome = self._run(AverageDeferred.of(work, address, self.ids_M, averaging))
+            outcome = self._run(replace(AverageDeferred.of(work, address, self.ids_M, averaging), secure=secure))
         outcome = self._with_noise(outcome, averaging, address, 1)
         return self._updates(outcome, averaging, updates.private, work, average_number)
 
@@ -532,13 +568,14 @@ class Clients:
         ties; UNASSIGNED for a client without any finite loss: its data are not valid, or it took too long.
 
         The losses stay with the client. In a private run the server uses the choice only as the row that the client's
-        update is added to. upload: count the choice as an upload of one number. diagnostic: name under which the losses
-        are reported; empty: they are not. The other arguments are those of `losses`.
+        update is added to, and with secure aggregation it is not uploaded. upload: count the choice as an upload of one
+        number. diagnostic: name under which the losses are reported; empty: they are not. The other arguments are those
+        of `losses`.
         """
         loss_MK = self._losses(sent, max_samples, frozen_model)
         if diagnostic and not self.evaluated:
             self.record(diagnostic, np.where(np.isfinite(loss_MK), loss_MK, np.nan), ("clients", "clusters"))
-        if upload:
+        if upload and self.secure is None:
             self._count_upload(1)
         return least_loss(loss_MK)
 
@@ -614,6 +651,8 @@ class Clients:
         local: local training that the function uses; None: the experiment's.
         client_state: columns that the client keeps, and that replace those of the anchor.
         """
+        if self.secure is not None:
+            self.reads("descriptions")
         if not len(self):
             return torch.zeros(0, sketch or 0), np.zeros(0, bool)
         tables = _Tables()
@@ -644,6 +683,8 @@ class Clients:
         outcome = self.backend.run(work if self.replay is None else replace(work, replay=self.replay))
         self.stats.excluded.update({int(work.ids_M[i]): exclusion for i, exclusion in outcome.excluded.items()})
         self.stats.fallbacks |= outcome.fallbacks
+        if work.secure is not None and (reason := missing(work.secure, self.ids_M, outcome.arrays["valid"])):
+            self.stats.lost_sums.append(reason)
         return outcome
 
     def _note_training(self, outcome: Outcome, keep_as_local_model: bool | np.ndarray) -> None:

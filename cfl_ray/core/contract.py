@@ -27,28 +27,28 @@ class CheckedDescription:
         return getattr(self.function, "floats", None)
 
     def __call__(self, client: Any, anchor_P: Tensor | None) -> Tensor:
-        found = call_plugin("function", self.function, client, anchor_P, where=" of Clients.describe")
+        returned = call_plugin("function", self.function, client, anchor_P, where=" of Clients.describe")
         try:
-            vector = torch.as_tensor(found).float().reshape(-1)
+            vector = torch.as_tensor(returned).float().reshape(-1)
         except (TypeError, ValueError, RuntimeError):
             vector = torch.zeros(0)
         if not len(vector):
             raise RunError(
-                f"function {place_of(self.function)} of Clients.describe returned {described(found)}, "
+                f"function {place_of(self.function)} of Clients.describe returned {described(returned)}, "
                 "expected a tensor or array of at least one number"
             )
         return vector
 
 
-def check_state(found: Any, hook: Callable[..., Any], state_type: type[State], num_clients: int, columns: int) -> None:
-    """Raises RunError if `found`, which a method's `hook` returned, is no state of a federation of these sizes.
+def check_state(state: Any, hook: Callable[..., Any], state_type: type[State], num_clients: int, columns: int) -> None:
+    """Raises RunError if `state`, which a method's `hook` returned, is no state of a federation of these sizes.
 
     columns: P.
     """
     where = f"{place_of(hook)} returned"
-    if not isinstance(found, state_type):
-        raise RunError(f"{where} {described(found)}, expected a {state_type.__name__}")
-    models_KP, assign_N = found.models_KP, found.assign_N
+    if not isinstance(state, state_type):
+        raise RunError(f"{where} {described(state)}, expected a {state_type.__name__}")
+    models_KP, assign_N = state.models_KP, state.assign_N
     _check_models(where, models_KP, columns)
     if not isinstance(assign_N, np.ndarray) or assign_N.shape != (num_clients,) or assign_N.dtype.kind != "i":
         raise RunError(
@@ -77,21 +77,23 @@ def check_phase(
     )
 
 
-def check_serving(found: Any, hook: Callable[..., Any], num_clients: int, columns: int) -> None:
-    """Raises RunError if `found`, which a method's `serve` returned, does not serve this number of clients."""
+def check_serving(serving: Any, hook: Callable[..., Any], num_clients: int, columns: int) -> None:
+    """Raises RunError if `serving`, which a method's `serve` returned, does not serve this number of clients."""
     where = f"{place_of(hook)} returned"
-    if not isinstance(found, Serving):
-        raise RunError(f"{where} {described(found)}, expected a Serving(models_KP, row_M)")
-    _check_models(where, found.models_KP, columns)
-    row_M = found.row_M
+    if not isinstance(serving, Serving):
+        raise RunError(f"{where} {described(serving)}, expected a Serving(models_KP, row_M)")
+    _check_models(where, serving.models_KP, columns)
+    row_M = serving.row_M
     if not isinstance(row_M, np.ndarray) or row_M.shape != (num_clients,) or row_M.dtype.kind not in "iu":
         raise RunError(
             f"{where} a Serving whose row_M is {described(row_M)}, expected the row of models_KP for each of the "
             f"{num_clients} clients asked for: an integer array of shape ({num_clients},)"
         )
-    _check_rows(where, "row_M", row_M, len(found.models_KP), "the row of client", -1)
-    if found.frozen_P is not None and tuple(found.frozen_P.shape) != (columns,):
-        raise RunError(f"{where} a Serving whose frozen_P is {described(found.frozen_P)}, expected shape ({columns},)")
+    _check_rows(where, "row_M", row_M, len(serving.models_KP), "the row of client", -1)
+    if serving.frozen_P is not None and tuple(serving.frozen_P.shape) != (columns,):
+        raise RunError(
+            f"{where} a Serving whose frozen_P is {described(serving.frozen_P)}, expected shape ({columns},)"
+        )
 
 
 def _check_models(where: str, models_KP: Any, columns: int) -> None:

@@ -76,7 +76,7 @@ def cluster_event(
     round: int, kind: Any, cluster: int | None, into: Iterable[int], because: Mapping[str, Any]
 ) -> ClusterEvent:
     """An event as a method reports it: `Clients.event`. Raises ValueError for a kind or a figure that is none."""
-    own = [one for one in get_args(EventKind) if one != "phase"]
+    own = [kind for kind in get_args(EventKind) if kind != "phase"]
     into = tuple(map(int, into))
     if kind not in own:
         raise ValueError(f"the event {kind!r} is none of {', '.join(own)}; the round loop records changes of the phase")

@@ -140,14 +140,14 @@ METRICS: Registry[Metric | MetricFunction] = Registry(
 
 def resolve_metric(reference: Any, targets: str) -> Metric:
     """The metric of a name, `file.py:function`, a function or a Metric, for these targets. Raises ConfigError."""
-    found = METRICS.find(reference) if isinstance(reference, str) else reference
-    if isinstance(found, Metric):
-        if found.targets and targets not in found.targets:
+    metric = METRICS.find(reference) if isinstance(reference, str) else reference
+    if isinstance(metric, Metric):
+        if metric.targets and targets not in metric.targets:
             raise ConfigError(
-                f"metric {found.name} is for targets {' or '.join(found.targets)}, those of the task are {targets}"
+                f"metric {metric.name} is for targets {' or '.join(metric.targets)}, those of the task are {targets}"
             )
-        return found
-    if not callable(found):
-        raise ConfigError(f"metric {reference!r} is {type(found).__name__}, expected a function or a Metric")
-    name = getattr(found, "__name__", type(found).__name__)
-    return Metric(name, found, getattr(found, "higher_is_better", True), (found.__doc__ or "").split("\n")[0])
+        return metric
+    if not callable(metric):
+        raise ConfigError(f"metric {reference!r} is {type(metric).__name__}, expected a function or a Metric")
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return Metric(name, metric, getattr(metric, "higher_is_better", True), (metric.__doc__ or "").split("\n")[0])

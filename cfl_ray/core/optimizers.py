@@ -75,13 +75,13 @@ def resolve_optimizer(value: Any, options: Mapping[str, Any]) -> LocalOptimizer 
     parameter = torch.zeros(2, requires_grad=True)
     parameter.grad = torch.ones(2)
     try:
-        one = made([parameter], 0.1)
-        if isinstance(one, optim.Optimizer):
-            one.step()
+        optimizer = made([parameter], 0.1)
+        if isinstance(optimizer, optim.Optimizer):
+            optimizer.step()
     except Exception as error:
         raise ConfigError(f"local.optimizer: {failure_of(factory, error)}, with options {dict(options)}") from error
-    if not isinstance(one, optim.Optimizer):
+    if not isinstance(optimizer, optim.Optimizer):
         raise ConfigError(
-            f"local.optimizer: {place_of(factory)} makes {type(one).__name__}, expected a torch.optim.Optimizer"
+            f"local.optimizer: {place_of(factory)} makes {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         )
     return made

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Cohort:
     # in virtual time: clients that finish after the deadline, and those after enough others of an over-selected cohort
     past_deadline: int = 0
     surplus: int = 0
+    absent: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids of all that do not report
 
 
 class Population:
@@ -113,7 +114,7 @@ class Population:
         reports = self._report(round, selected, dropout)
         if len(selected) and not reports.any():
             reports[0] = True
-        return Cohort(np.sort(selected[reports]), int((~reports).sum()))
+        return Cohort(np.sort(selected[reports]), int((~reports).sum()), absent=selected[~reports])
 
     def draw_more(
         self, round: int, number: int, wanted: int, busy: np.ndarray, availability: Availability, dropout: float
@@ -152,10 +153,10 @@ class Population:
             order = draw.permutation(len(self.online))
         else:
             order = draw.choice(len(self.online), enough, replace=False)
-        found, at = self.online[:0], 0
-        while len(found) < wanted and at < len(order):
-            size = int((wanted - len(found)) / max(availability.expected(round), 1e-6)) + 50
+        cohort, at = self.online[:0], 0
+        while len(cohort) < wanted and at < len(order):
+            size = int((wanted - len(cohort)) / max(availability.expected(round), 1e-6)) + 50
             ids, at = self.online[order[at : at + size]], at + size
             draws = uniforms(self.seed, round, 0, ids, "availability")
-            found = np.concatenate([found, ids[draws < availability.chance(round, ids)]])
-        return found[:wanted] if len(found) else self.online[order[:1]]
+            cohort = np.concatenate([cohort, ids[draws < availability.chance(round, ids)]])
+        return cohort[:wanted] if len(cohort) else self.online[order[:1]]

@@ -112,7 +112,8 @@ class Releases:
     def scaled(self, z: float) -> "Releases":
         """The releases of the same rounds with `z` times their noise on sums."""
         sampled, unsampled = (
-            Counter({z * one: count for one, count in counts.items()}) for counts in (self.sampled, self.unsampled)
+            Counter({z * multiplier: count for multiplier, count in counts.items()})
+            for counts in (self.sampled, self.unsampled)
         )
         return replace(self, sampled=sampled, unsampled=unsampled)
 
@@ -171,13 +172,16 @@ class PrivateRun:
             means[row] = (noise_P if change_P is None else noise_P.add_(change_P)).float()
         self._round[sampled] += privacy.sum_multiplier**-2
         if privacy.adaptive is not None:
-            self._adapt(privacy.adaptive, outcome.arrays["unclipped"][::models], address, sampled)
+            expected = float(averaging.total_R.sum()) / models
+            self._adapt(privacy.adaptive, outcome.arrays["unclipped"][::models], expected, address, sampled)
         return replace(outcome, means=means, arrived_R=np.ones(averaging.num_rows))
 
-    def _adapt(self, adaptive: AdaptiveClip, unclipped_M: np.ndarray, address: Address, sampled: bool) -> None:
-        """Moves C towards the quantile, by a count with noise."""
+    def _adapt(
+        self, adaptive: AdaptiveClip, unclipped_M: np.ndarray, expected: float, address: Address, sampled: bool
+    ) -> None:
+        """Moves C towards the quantile, by a count with noise. expected: number of clients."""
         noise = adaptive.count_noise * self.privacy.noise_scale * self.noise.normal(address, -1, 1, "count")[0]
-        share = 0.5 + (float((unclipped_M - 0.5).sum()) + noise) / self.privacy.cohort
+        share = 0.5 + (float((unclipped_M - 0.5).sum()) + noise) / expected
         self.norm *= math.exp(-adaptive.lr * (min(max(share, 0.0), 1.0) - adaptive.quantile))
         self._round[sampled] += (2 * adaptive.count_noise) ** -2
 

@@ -164,29 +164,31 @@ def _step(
 ) -> tuple[Tensor, Moments]:
     """The step of an optimiser and its moments. Raises `kind`, naming the optimiser, for anything else."""
     try:
-        found = optimizer(delta_P, moments)
+        result = optimizer(delta_P, moments)
     except Exception as error:
         raise kind(f"server_optimizer {failure_of(optimizer, error)}") from error
-    if not _is_step(found, delta_P):
+    if not _is_step(result, delta_P):
         raise kind(
             f"server_optimizer {place_of(optimizer)} must return a pair: the step, and a tuple of moments (or ()), "
-            f"all tensors of the shape of the change {tuple(delta_P.shape)}; got {_in_words(found)}"
+            f"all tensors of the shape of the change {tuple(delta_P.shape)}; got {_in_words(result)}"
         )
-    if not found[0].isfinite().all():
+    if not result[0].isfinite().all():
         raise kind(f"server_optimizer {place_of(optimizer)} returned a step with values that are not finite")
-    return found[0], found[1]
+    return result[0], result[1]
 
 
-def _is_step(found: Any, delta_P: Tensor) -> bool:
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], tuple):
+def _is_step(result: Any, delta_P: Tensor) -> bool:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], tuple):
         return False
-    return all(isinstance(one, Tensor) and one.shape == delta_P.shape for one in (found[0], *found[1]))
+    return all(isinstance(tensor, Tensor) and tensor.shape == delta_P.shape for tensor in (result[0], *result[1]))
 
 
-def _in_words(found: Any) -> str:
-    if not isinstance(found, tuple):
-        return described(found)
-    inner = (f"({', '.join(map(described, one))})" if isinstance(one, tuple) else described(one) for one in found)
+def _in_words(result: Any) -> str:
+    if not isinstance(result, tuple):
+        return described(result)
+    inner = (
+        f"({', '.join(map(described, entry))})" if isinstance(entry, tuple) else described(entry) for entry in result
+    )
     return f"({', '.join(inner)})"
 
 
@@ -226,7 +228,7 @@ class ServerMoments:
         after_RP, keys = mean_RP.clone(), [checksum(row_P) for row_P in before_RP]
         count = Counter(keys)
         of_round = self.before | self.moments  # with those of a model that an earlier average of this round has made
-        found: dict[tuple[int, bytes], Moments] = {}
+        moments_of: dict[tuple[int, bytes], Moments] = {}
         for row, key in enumerate(keys):
             # equal models are parts of one that was split, or new ones with a common start
             known = self.before if row in changed else of_round
@@ -236,8 +238,8 @@ class ServerMoments:
                 step_P, moments = _step(self.optimizer, delta_P, moments)
                 after_RP[row, :trained] += step_P - delta_P  # the mean itself, to the last bit, if the two are equal
             if moments is not None:
-                found[average, checksum(after_RP[row])] = moments
-        self.moments = {key: value for key, value in self.moments.items() if key[0] != average} | found
+                moments_of[average, checksum(after_RP[row])] = moments
+        self.moments = {key: value for key, value in self.moments.items() if key[0] != average} | moments_of
         return after_RP
 
     def to_tensors(self) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class Task:
         if not callable(self.loss):
             raise ConfigError(f"task {self.name}: its loss is {type(self.loss).__name__}, expected a function")
         given = self.metrics or TARGETS[self.targets].metrics
-        object.__setattr__(self, "metrics", tuple(resolve_metric(one, self.targets) for one in given))
+        object.__setattr__(self, "metrics", tuple(resolve_metric(metric, self.targets) for metric in given))
 
     @property
     def is_classification(self) -> bool:
@@ -209,14 +209,14 @@ def resolve_task(value: Any) -> Task:
     """
     if isinstance(value, Mapping):
         return _task_of(value)
-    found = TASKS.find(value) if isinstance(value, str) else value
-    if not isinstance(found, Task) and callable(found):
-        found = call_plugin(f"task {value!r}:", found, error=ConfigError)
-    if not isinstance(found, Task):
+    task = TASKS.find(value) if isinstance(value, str) else value
+    if not isinstance(task, Task) and callable(task):
+        task = call_plugin(f"task {value!r}:", task, error=ConfigError)
+    if not isinstance(task, Task):
         raise ConfigError(
-            f"task {value!r} is {type(found).__name__}, expected a cfl_ray.Task or a function that returns one"
+            f"task {value!r} is {type(task).__name__}, expected a cfl_ray.Task or a function that returns one"
         )
-    return found
+    return task
 
 
 def _task_of(value: Mapping[str, Any]) -> Task:
@@ -235,7 +235,7 @@ def _task_of(value: Mapping[str, Any]) -> Task:
         raise ConfigError(
             f"task.targets must say what the loss {place_of(loss)} is for: {', '.join(TARGETS)}; got {targets!r}"
         )
-    metrics = tuple(resolve_metric(one, targets) for one in value.get("metrics") or ())
+    metrics = tuple(resolve_metric(metric, targets) for metric in value.get("metrics") or ())
     return Task(loss, targets, metrics, name=reference if isinstance(reference, str) else place_of(loss)).with_metrics(
         []
     )

@@ -30,6 +30,7 @@ class Updates:
     trained: int = 0  # number of trained columns, the first ones
     received: Received | None = None  # None: the clients of a synchronous round
     ids_M: np.ndarray | None = None  # the clients; None: not needed
+    hidden: str = ""  # why the server must not read anything of single clients; empty: it may
 
     def averaged(self, default: Tensor) -> Tensor:
         """Weighted mean of every output row, float32 (R, P), after the step of the server optimiser, if any.
@@ -125,10 +126,10 @@ class Updates:
     def train_loss_M(self) -> np.ndarray:
         """Mean mini-batch loss over the last local epoch, float64 (M,); NaN for excluded clients.
 
-        Raises PrivacyError in a private run.
+        Raises PrivacyError in a private run, and with secure aggregation.
         """
-        if self.training.clip is not None:
-            raise PrivacyError("its server reads the training losses of single clients, which privacy does not protect")
+        if self.hidden:
+            raise PrivacyError(f"its server reads the training losses of single clients, which {self.hidden}")
         return self.outcome.arrays["train_loss"]
 
     @property
@@ -213,6 +214,7 @@ class RoundStats:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     events: list[ClusterEvent] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)  # why clients were not trained by the chosen engine
+    lost_sums: list[str] = field(default_factory=list)  # why secure sums could not be read
 
     @property
     def rejected(self) -> dict[int, str]:

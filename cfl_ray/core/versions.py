@@ -95,7 +95,7 @@ class Versions:
 
     def _origins(self, before: State, after: State) -> dict[bytes, bytes]:
         """By the checksum of each model of `after`, that of the model of `before` that it was."""
-        tables_before, found = _tables(before), dict[bytes, bytes]()
+        tables_before, origin_of = _tables(before), dict[bytes, bytes]()
         keys_before = {name: [checksum(row_P) for row_P in rows] for name, rows in tables_before.items()}
         known = {key for keys in keys_before.values() for key in keys}
         for name, rows in _tables(after).items():
@@ -107,10 +107,10 @@ class Versions:
                         break
                     old = self.parents[old]
                 if old in known:
-                    found[key] = old
+                    origin_of[key] = old
                 elif len(before_K) == len(rows):
-                    found.setdefault(key, before_K[row])
-        return found
+                    origin_of.setdefault(key, before_K[row])
+        return origin_of
 
     def to_tensors(self) -> dict[str, Tensor]:
         """In the form that a checkpoint stores."""

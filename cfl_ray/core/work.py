@@ -183,6 +183,21 @@ class Clip:
         return self.norm / len(self.ends) ** 0.5
 
 
+@dataclass(frozen=True)
+class SecureSum:
+    """Masked uploads: each of M clients uploads every output row in the ring (`core.secure_aggregation`)."""
+
+    clip: float  # c
+    unit: int  # L, of a whole weight
+    bits: int  # b
+    needed: int  # neighbours that have to report, so that the masks of a client can be removed
+    neighbour_MX: np.ndarray  # int64: the clients with which each client has a pair mask
+    private: Columns | None = None  # columns that are not uploaded; they are zeros in the sums
+
+    def take(self, index_m: np.ndarray) -> Self:
+        return replace(self, neighbour_MX=self.neighbour_MX[index_m])
+
+
 # loss_nK of n samples under K models, y_n, the client's mixture weights weight_K, and what every client received ->
 # responsibilities (n, K)
 Responsibilities = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -267,6 +282,7 @@ class Work:
     client_state: ClientState | None = None
     frozen_model: Rows | None = None  # its logits are added to those of the other models
     averaging: Averaging | None = None
+    secure: SecureSum | None = None  # of `averaging`: sums of masked uploads; None: of the uploads themselves
     replay: Replay | None = None  # None: clients use their present data
     chained: bool = False  # all clients in one chunk; each starts from the result of the one before
     deferred_from: int | None = None  # exchange of this round whose deferred results the work uses; None: none

@@ -31,13 +31,13 @@ class DataChange:
     turns: int = 0  # quarter turns, in addition to earlier ones
     offset: int = 0  # offset of the labels, in addition to earlier ones
     data_of: tuple[int, ...] | None = None  # `ids` first get the present data of these clients; None: keep their own
-    swap: tuple[int, int] | None = None  # two labels that take each other's place, at last
-    back_to: int | None = None  # `ids` first get the data that they had in this round; None: keep those of now
+    swap: tuple[int, int] | None = None  # two labels that are exchanged, after all else
+    back_to: int | None = None  # `ids` first get the data that they had in this round; None: keep their present data
 
     def apply(self, in_round: Callable[[int], dict[int, DerivedData]], num_classes: int) -> dict[int, DerivedData]:
         """Returns the data of all clients whose data have ever changed, after this change.
 
-        in_round: returns those of a round, of this one before the change.
+        in_round: returns these data for a round; for this round, as before the change.
         """
         derived, sources = in_round(self.round), self.data_of or self.ids
         given = derived if self.back_to is None else in_round(self.back_to)
@@ -56,8 +56,8 @@ class DataChange:
         same = tuple(range(num_classes))
         now = [(label + self.offset) % num_classes for label in labels or same]
         if self.swap is not None:
-            one, other = self.swap
-            now = [{one: other, other: one}.get(label, label) for label in now]
+            first, second = self.swap
+            now = [{first: second, second: first}.get(label, label) for label in now]
         return () if tuple(now) == same else tuple(now)
 
 
@@ -233,7 +233,7 @@ class ChangingFederation(ChangedFederation):
             else:
                 rounds.append(change.round)
             derived.append(after)
-        return rounds, [ChangedFederation(self._base, one) for one in derived[1:]]
+        return rounds, [ChangedFederation(self._base, data) for data in derived[1:]]
 
     def at(self, round: int) -> Federation:
         rounds, federations = self._timeline

@@ -85,7 +85,7 @@ class Folder:
         def is_there() -> bool:
             if not cached.is_file() or cached.stat().st_size != size:
                 return False
-            with suppress(OSError):  # another user's
+            with suppress(OSError):  # another user's file
                 os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))  # used now
             return True
 

@@ -168,7 +168,9 @@ def _read_medmnist(file: Path) -> Images:
     if missing:
         raise DataError(f"{file} has no array {missing[0]!r}; a file of medmnist has {', '.join(names)}")
     train_x, train_y, test_x, test_y = (
-        _medical_images(arrays[name], file, name) if name.endswith("images") else _one_label(arrays[name], file, name)
+        _medical_images(arrays[name], file, name)
+        if name.endswith("images")
+        else _single_label(arrays[name], file, name)
         for name in names
     )
     for part, x, y in (("train", train_x, train_y), ("test", test_x, test_y)):
@@ -186,7 +188,7 @@ def _medical_images(x: np.ndarray, file: Path, name: str) -> np.ndarray:
     return x[:, None] if x.ndim == 3 else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
 
-def _one_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
+def _single_label(y: np.ndarray, file: Path, name: str) -> np.ndarray:
     if y.ndim == 2 and y.shape[1] != 1:
         raise DataError(
             f"{file}: {name} has {y.shape[1]} labels per image, expected 1; for data sets with several labels "

@@ -15,7 +15,7 @@ from cfl_ray.data.federation import DataShape
 from cfl_ray.errors import DataError
 
 Files = TypeVar("Files", bound=FilesDataConfig)
-Progress = Callable[[str, int, int], None]  # (name of the task, how much is done, how much there is)
+Progress = Callable[[str, int, int], None]  # (name of the task, number done, number in all)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def divide(
             "lower data.partition.clients (or min_samples)"
         )
     if isinstance(partition, PluginPartitionConfig):
-        parts = _own(y, clients, partition, rng)
+        parts = _by_plugin(y, clients, partition, rng)
     elif isinstance(partition, IidConfig):
         parts = _iid(y, clients, partition, rng)
     elif isinstance(partition, DirichletConfig):
@@ -56,7 +56,9 @@ def divide(
     return [np.sort(part) for part in parts]
 
 
-def _own(y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def _by_plugin(
+    y: np.ndarray, clients: int, partition: PluginPartitionConfig, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Returns the parts that a user's function (labels, clients, draw) makes. Raises DataError for a wrong result."""
     function = with_options(PARTITION_KINDS.resolve(partition.kind), partition.options, "data.partition", ARGUMENTS)
     result = call_plugin("data.partition", function, y.astype(np.int64), clients, rng, error=DataError)
@@ -116,7 +118,7 @@ def writers(
 
 
 def _iid(y: np.ndarray, clients: int, partition: IidConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most one."""
+    """Returns parts of the sizes in `partition.sizes`; without them, of sizes that differ by at most 1."""
     rows = rng.permutation(len(y))
     if partition.sizes is None:
         return np.array_split(rows, clients)
@@ -228,7 +230,7 @@ def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random
 def _deal_classes(classes: int, groups: int, per_group: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Returns the classes of each group, dealt like cards from shuffled decks of all classes.
 
-    A group's classes are distinct. The numbers of groups that two classes belong to differ by at most one.
+    A group's classes are distinct. The numbers of groups that two classes belong to differ by at most 1.
     """
     deck: list[int] = []
     classes_of_group = []

@@ -15,24 +15,24 @@ def distinct_rounds(
 ) -> tuple[tuple[Rounds, ...], np.ndarray]:
     """The rounds of each client in which its data differ, and its number of samples in all of them, int64 (M,).
 
-    Equal data count once, as those of the latest of their rounds, or of `round` if they are the present data.
+    If several rounds have equal data, only the latest is returned, or `round` if these are the present data.
     Raises ValueError for rounds outside 0 .. round.
     """
-    found, size_M = [], np.zeros(len(ids_M), np.int64)
+    distinct, size_M = [], np.zeros(len(ids_M), np.int64)
     for position, (client, rounds) in enumerate(zip(ids_M.tolist(), rounds_M, strict=True)):
-        if bad := [one for one in rounds if not 0 <= one <= round]:
+        if bad := [past for past in rounds if not 0 <= past <= round]:
             raise ValueError(f"client {client} can replay data of rounds 0 .. {round}, got round {bad[0]}")
-        version_of = {federation.at(one).data_version(client): one for one in sorted(rounds)}
+        round_of = {federation.at(past).data_version(client): past for past in sorted(rounds)}
         present = federation.at(round).data_version(client)
-        found.append(tuple(round if version == present else one for version, one in version_of.items()))
-        size_M[position] = sum(int(federation.at(one).num_samples_N[client]) for one in found[-1])
-    return tuple(found), size_M
+        distinct.append(tuple(round if version == present else past for version, past in round_of.items()))
+        size_M[position] = sum(int(federation.at(past).num_samples_N[client]) for past in distinct[-1])
+    return tuple(distinct), size_M
 
 
 class ReplayedFederation(Federation):
     """The federation of `round`, in which clients have the union of their data of several rounds.
 
-    rounds_of: the rounds of each such client.
+    rounds_of: the rounds of each of these clients.
     """
 
     def __init__(self, federation: Federation, round: int, rounds_of: Mapping[int, Rounds]):

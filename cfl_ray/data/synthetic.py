@@ -132,7 +132,7 @@ class SyntheticFederation(Federation):
 class ConceptFederation(SyntheticFederation):
     """Points in the unit cube with two labels; client i has concept i mod G, the rule by which points are labelled.
 
-    name: one of `CONCEPTS`.
+    name: a key of `CONCEPTS`.
     """
 
     def __init__(self, clients: int, *, name: str, samples: int = 500, seed: int = 0) -> None:

@@ -25,7 +25,7 @@ from cfl_ray.nn.network import Network
 
 _CLIENTS, _STEPS = 4, 5  # size of the measurement, at least one chunk of clients
 _TOGETHER = 256  # most clients of the measurement if the clients of several chunks are trained together
-_MARGIN = 1.05  # speed-up over the sequential engine from which another one is chosen
+_MARGIN = 1.05  # speed-up over the sequential engine from which another engine is chosen
 _BUDGET = 1.0  # seconds
 _SAMPLES_SHARE = 0.3  # of the free memory of a GPU, for the samples of the measurement
 
@@ -63,7 +63,7 @@ def device_name(device: str) -> str:
 def cache_key(network: Network, local: LocalSGD, division: Division, device: str = "cpu") -> str:
     """Key of a measurement: equal keys share a choice.
 
-    device: name of the device of the hosts. The network may be on another one: the server has no GPU.
+    device: name of the device of the hosts. The network may be on another device: the server has no GPU.
     """
     device += "" if network.precision == "float32" else f", {network.precision}"
     learning = [network.task.name] if not network.task.is_classification else []

@@ -49,10 +49,10 @@ class ClientView:
     @torch.no_grad()
     def _features(self, batch: int) -> Tensor:
         self.network.module.eval()
-        with self.network.kept_features() as found:
+        with self.network.kept_features() as features:
             for x_B in self.x.split(batch):
                 self.network.module(self.network.input(x_B))
-        return torch.cat(found).float().cpu()
+        return torch.cat(features).float().cpu()
 
     def _gradient(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
         total: Tensor | None = None

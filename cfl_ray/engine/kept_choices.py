@@ -17,7 +17,7 @@ _MEASURE_SECONDS = 600.0  # by another process; filelock's Timeout is an OSError
 def kept_choice(file: Path, key: str, measured: Callable[[], EngineChoice]) -> EngineChoice:
     """The choice that the file has for this key; otherwise the measured one, which is kept there.
 
-    If the file cannot be written or read, the choice is the measured one.
+    If the file cannot be written or read, the engine is measured.
     """
     with _alone(file):
         known = {}

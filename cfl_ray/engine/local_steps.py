@@ -157,7 +157,7 @@ class OptimizerUpdate:
 class SGDUpdate:
     """SGD with momentum and weight decay over lists of tensors, as `torch.optim.SGD` computes it.
 
-    velocity: initial momentum buffer; None: an empty one.
+    velocity: initial momentum buffer; None: zeros.
     """
 
     def __init__(self, local: LocalSGD, velocity: list[Tensor] | None = None):

@@ -26,15 +26,15 @@ def sample_weights(chunk: OpenChunk[Train], index: int) -> Tensor | None:
         for first, (loss_nK, y_n) in loss_of.items():
             found_nK = _responsibilities(mixture, loss_nK, y_n, mixture.weight_MK[first])
             chunk.responsibilities[chunk.client(first)] = found_nK, y_n
-    found = chunk.responsibilities.get(chunk.client(index))
-    if found is None:
+    responsibility = chunk.responsibilities.get(chunk.client(index))
+    if responsibility is None:
         return None  # its data are not valid, which its training task finds as well
-    if not torch.isfinite(found[0]).all():
+    if not torch.isfinite(responsibility[0]).all():
         chunk.exclude(index, f"its losses give {_NOT_FINITE}")
         return None
     if mixture.num_models == 1:
         return None  # all are 1
-    return found[0][:, int(work.start.row_M[index])].contiguous()
+    return responsibility[0][:, int(work.start.row_M[index])].contiguous()
 
 
 def after_training(chunk: OpenChunk[Train], arrays: Arrays) -> None:
@@ -48,17 +48,17 @@ def after_training(chunk: OpenChunk[Train], arrays: Arrays) -> None:
 
 def fit(chunk: OpenChunk[FitMixture]) -> Arrays:
     """Mixture weights of each client after some E and M steps."""
-    work, arrays, found = chunk.work, chunk.empty(), {}
+    work, arrays, responsibilities = chunk.work, chunk.empty(), {}
     for index, (loss_nK, y_n) in _losses(chunk, work.mixture, range(len(chunk))).items():
         weight_K = work.mixture.weight_MK[index]
         for _ in range(work.steps):
             responsibility_nK = _responsibilities(work.mixture, loss_nK, y_n, weight_K)
             weight_K = responsibility_nK.double().mean(0).numpy()
         if np.isfinite(weight_K).all():
-            found[index] = responsibility_nK, y_n
+            responsibilities[index] = responsibility_nK, y_n
         else:
             chunk.exclude(index, f"its losses give {_NOT_FINITE}")
-    _write(work.mixture, found, arrays)
+    _write(work.mixture, responsibilities, arrays)
     return arrays
 
 
@@ -84,17 +84,20 @@ def _responsibilities(mixture: Mixture, loss_nK: Tensor, y_n: Tensor, weight_K: 
     """Responsibilities, float32 (n, K). A loss that is not a number counts as infinite."""
     loss_nK = loss_nK.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
     prior_K, function = torch.from_numpy(weight_K).float(), mixture.responsibilities
-    found = call_plugin("function", function, loss_nK, y_n, prior_K, mixture.received, where=" of a mixture")
-    if not isinstance(found, Tensor) or found.shape != loss_nK.shape:
+    responsibility_nK = call_plugin(
+        "function", function, loss_nK, y_n, prior_K, mixture.received, where=" of a mixture"
+    )
+    if not isinstance(responsibility_nK, Tensor) or responsibility_nK.shape != loss_nK.shape:
         raise RunError(
-            f"function {place_of(function)} of a mixture returned {described(found)}, expected the responsibility of "
+            f"function {place_of(function)} of a mixture returned {described(responsibility_nK)}, "
+            "expected the responsibility of "
             f"each of {loss_nK.shape[1]} models for each of {len(loss_nK)} samples: shape {tuple(loss_nK.shape)}"
         )
-    return found.float()
+    return responsibility_nK.float()
 
 
-def _write(mixture: Mixture, found: dict[int, tuple[Tensor, Tensor]], arrays: Arrays) -> None:
-    for index, (responsibility_nK, y_n) in found.items():
+def _write(mixture: Mixture, responsibilities: dict[int, tuple[Tensor, Tensor]], arrays: Arrays) -> None:
+    for index, (responsibility_nK, y_n) in responsibilities.items():
         arrays["mixture"][index] = responsibility_nK.double().mean(0).numpy()
         if mixture.upload is not None:
             arrays["mixture_upload"][index] = mixture.upload(responsibility_nK, y_n).reshape(-1).numpy()

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, Train
+from cfl_ray.core.rng import stream
+from cfl_ray.core.secure_aggregation import mask, quantised, unmasked
+from cfl_ray.core.work import AverageDeferred, Averaging, ClientState, Clip, CombineColumns, SecureSum, Train
 from cfl_ray.engine import exact
 
 _BLOCK = 1 << 22  # values of deferred results that are stacked at a time
@@ -65,6 +67,48 @@ class ChunkSums:
         self.changes[out] = self.changes[out].add_(change_P) if out in self.changes else change_P
 
 
+class SecureChunkSums(ChunkSums):
+    """Sums of the masked uploads of one chunk, int64 (P + 1,) modulo 2^b: changes, then the weight, of every row."""
+
+    def __init__(self, work: Train | AverageDeferred):
+        assert work.averaging is not None and work.secure is not None
+        super().__init__(work.averaging, None, work.models_per_client)
+        self.secure, self.address, self.ids_M = work.secure, work.address, work.ids_M
+        self.num_rows = work.averaging.num_rows
+        self._first = -1  # the first entry of the client at work
+        self._upload_RF = torch.zeros(0)
+
+    def add(self, client: int, upload_P: Tensor, sent_P: Tensor) -> None:
+        if self._first != (first := client - client % self.models):
+            self.finish()
+            self._first = first
+            self._upload_RF = torch.zeros(self.num_rows, len(upload_P) + 1, dtype=torch.int64)
+        change_P = upload_P - sent_P.to(upload_P.device)
+        for out, weight in self.terms_of.get(client, ()):
+            key = self.address.seed, self.address.round, self.address.exchange, int(self.ids_M[client])
+            draw = stream(*key, f"secure/rounding/{out}")
+            self._upload_RF[out] += quantised(self.secure, change_P, weight, draw)
+
+    def finish(self) -> None:
+        """Masks and adds the upload of the client at work."""
+        if self._first < 0:
+            return
+        neighbour_X, client = self.secure.neighbour_MX[self._first], int(self.ids_M[self._first])
+        upload_RF = self._upload_RF
+        upload_RF += mask(self.secure, self.address, client, neighbour_X, (self.num_rows, upload_RF.shape[1]))
+        for out, upload_F in enumerate(upload_RF):
+            self.changes[out] = (self.changes.get(out, 0) + upload_F) & (2**self.secure.bits - 1)
+        self._first = -1
+
+
+def chunk_sums(work: Train | AverageDeferred) -> ChunkSums:
+    """The empty sums of a chunk of this work."""
+    if work.secure is not None:
+        return SecureChunkSums(work)
+    assert work.averaging is not None
+    return ChunkSums(work.averaging, work.clip, work.models_per_client)
+
+
 def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
     """Clips the changes (P,) of all models of a client in place. Returns whether all parts were within their norm."""
     if clip.private is not None:
@@ -83,21 +127,27 @@ def clip_together(clip: Clip, changes: Sequence[Tensor]) -> bool:
 
 
 class HostSums:
-    """Exact sums of the changes of chunks of one exchange, on a host or of all hosts: `exact` totals by output row."""
+    """Exact sums of the changes of chunks of one exchange, on a host or of all hosts: by output row `exact` totals.
+
+    Those of masked uploads are int64 (P + 1,), which are added modulo 2^64, so that they are right modulo 2^b.
+    """
 
     def __init__(self, totals: Mapping[int, Tensor] | None = None) -> None:
-        self.totals: dict[int, Tensor] = dict(totals or {})  # float64 (2, P)
+        self.totals: dict[int, Tensor] = dict(totals or {})  # float64 (2, P), or int64
 
     def add(self, chunk: ChunkSums) -> None:
         """Adds the sums of a chunk."""
         for out, change_P in chunk.changes.items():
             change_P = change_P.cpu()
+            if not change_P.is_floating_point():
+                self.merge({out: change_P})
+                continue
             total_2P = self.totals.setdefault(out, exact.zeros(len(change_P)))
             exact.add_(total_2P, change_P)
 
     def values(self) -> dict[int, Tensor]:
-        """The sums, float32 (P,) by output row."""
-        return {out: exact.value(total_2P) for out, total_2P in self.totals.items()}
+        """The sums, float32 (P,) by output row; those of masked uploads as they are."""
+        return {out: exact.value(total) if total.is_floating_point() else total for out, total in self.totals.items()}
 
     def merge(self, totals: Mapping[int, Tensor]) -> None:
         """Adds the totals of another host."""
@@ -117,9 +167,13 @@ def weighted_means(
     with w the first of the models w_i. `changes` are the last sums before the division, float32 (P,) by output row. The
     weights are added up here, in the order of the clients, and never rounded.
 
-    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1.
+    Of averages of changes, the last term alone; with fixed totals, which are the weights' scale, p = 1. Of secure sums,
+    p is part of the sum.
     """
     assert work.averaging is not None
+    if work.secure is not None:
+        sums = unmasked(work.secure, work.address, work.ids_M, valid_M, changes)
+        return _secure_means(work.secure, sums, work.averaging.num_rows)
     averaging = work.averaging.subset(valid_M[work.averaging.client_E])
     arrived_R = np.bincount(averaging.out_E, averaging.weight_E, averaging.num_rows)
     if averaging.of_changes:
@@ -141,6 +195,16 @@ def weighted_means(
         for row, share in others:
             mean_P.add_(table_KP[row] - first_P, alpha=share)
         means[out] = mean_P.add_(changes[out], alpha=1 / arrived_R[out]).float()
+    return means, arrived_R
+
+
+def _secure_means(secure: SecureSum, sums: Mapping[int, Tensor], num_rows: int) -> tuple[dict[int, Tensor], np.ndarray]:
+    """The same, from sums (P + 1,) without masks: c sum_i q_i / sum_i u_i, and sum_i u_i / L."""
+    means, arrived_R = dict[int, Tensor](), np.zeros(num_rows)
+    for out, sum_F in sums.items():
+        if weight := int(sum_F[-1]):
+            means[out] = (sum_F[:-1].double() * (secure.clip / weight)).float()
+            arrived_R[out] = weight / secure.unit
     return means, arrived_R
 
 

@@ -31,7 +31,7 @@ class TrainingTask:
     companion_P: Tensor | None = None  # a second model, which the local step may move
     trace: int = 0  # number of first steps whose losses are part of the result
     frozen_P: Tensor | None = None  # a frozen model whose logits are added
-    velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: an empty one
+    velocity: Tensor | None = None  # initial momentum buffer (trained columns,); None: zeros
     weight_n: Tensor | None = None  # weights of the samples in the loss of a batch, on the CPU; None: 1 for all
     only_summed: bool = False  # whether the result is only added up: its row may then stay on the device
 

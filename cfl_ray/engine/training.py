@@ -23,7 +23,7 @@ from cfl_ray.engine.engines import ENGINES, TrainedBatch
 from cfl_ray.engine.evaluating import client_scores
 from cfl_ray.engine.failure import naming_client
 from cfl_ray.engine.open_chunk import Arrays, OpenChunk
-from cfl_ray.engine.reduce import ChunkSums, HostSums, upload_distance
+from cfl_ray.engine.reduce import ChunkSums, HostSums, chunk_sums, upload_distance
 from cfl_ray.engine.task import TrainingResult, TrainingTask
 from cfl_ray.engine.validation import invalid_largest_reason, invalid_update_reason
 from cfl_ray.nn.network import Network
@@ -61,7 +61,7 @@ class Ahead:
 def train(chunk: OpenChunk[Train], sums: HostSums, ahead: Ahead | None) -> Arrays:
     """Trains the clients of a chunk. ahead: of clients that are trained together with those of other chunks."""
     work, arrays = chunk.work, chunk.empty()
-    averages = None if work.averaging is None else ChunkSums(work.averaging, work.clip, work.models_per_client)
+    averages = None if work.averaging is None else chunk_sums(work)
     summed = set() if averages is None else _add_sums(chunk, averages, arrays, ahead)
     for result in _results(chunk, summed, ahead):
         index, row_P, upload_P = result.index, result.row_P, result.upload_P
@@ -105,8 +105,8 @@ def _close(averages: ChunkSums, arrays: Arrays) -> None:
 
 def average_deferred(chunk: OpenChunk[AverageDeferred], sums: HostSums) -> Arrays:
     """Adds up results that an earlier exchange left on the hosts."""
-    assert chunk.work.averaging is not None and isinstance(chunk.stored, Mapping)
-    averages, arrays = ChunkSums(chunk.work.averaging, chunk.work.clip), chunk.empty()
+    assert isinstance(chunk.stored, Mapping)
+    averages, arrays = chunk_sums(chunk.work), chunk.empty()
     for index in sorted(chunk.stored):
         averages.add(index, chunk.stored[index], chunk.model(chunk.work.start, index))
     _close(averages, arrays)
@@ -168,7 +168,7 @@ def _summed_together(
 def _uses_rows(work: Train) -> bool:
     """Whether more is done with the clients' rows than adding them up and testing them."""
     used = (work.trace, work.features, work.client_state, work.upload_distances, work.defer_aggregation, work.clip)
-    return any(used)
+    return any(used) or work.secure is not None
 
 
 # ---- clients whose results are used one by one

@@ -58,7 +58,7 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
     word, valid = str(word), sorted(set(valid))
     close = difflib.get_close_matches(word, valid, n=3, cutoff=0.5)
     # difflib counts the letters in common: adma has more of them in common with adamax than with adam
-    nearest = min(close, key=lambda one: _edits(word, one), default=None)
+    nearest = min(close, key=lambda candidate: _edits(word, candidate), default=None)
     return f"; valid: {', '.join(valid)}" if nearest is None else f" (did you mean {nearest!r}?)"
 
 

@@ -9,7 +9,8 @@ _CHAR = r"""(?:[^\s'"]|['"](?=[^\s,:)\]}'"]))"""  # a quote ends a URI unless th
 _URI = re.compile(rf"://{_CHAR}+")
 # Up to the last @, for a password that was typed by hand may contain anything; blanks only after USER:, and no port.
 _USER = re.compile(rf"""://(?:[^/\s@:'"]*:(?!\d+[\s/'"])(?:(?!://)(?:{_CHAR}|[ \t])){{0,80}}@|{_CHAR}*@)""")
-_QUERY = re.compile(rf"([?&;#][\w.~%-]+=)(?:(?![&;]){_CHAR})+")
+# workflowType names the interface in which MLflow opens a page
+_QUERY = re.compile(rf"([?&;#](?!workflowType=machine_learning\b)[\w.~%-]+=)(?:(?![&;]){_CHAR})+")
 _SECRETS_IN_ENVIRONMENT = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
@@ -27,7 +28,7 @@ def redact(text: str, uri: str = "") -> str:
     for secret in sorted(_secrets(uri), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     text = _USER.sub(f"://{HIDDEN}@", text)
-    return _URI.sub(lambda found: _QUERY.sub(rf"\1{HIDDEN}", found[0]), text)
+    return _URI.sub(lambda match: _QUERY.sub(rf"\1{HIDDEN}", match[0]), text)
 
 
 def _secrets(uri: str) -> set[str]:

@@ -39,7 +39,7 @@ def resolve(entries: list[Any]) -> dict[str, Method[Any]]:
     ]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"methods: {label!r} is listed twice; give one of the two other options or a `label`")
+            raise ConfigError(f"methods: {label!r} is listed twice; give the second other options or a `label`")
     return dict(zip(labels, methods, strict=True))
 
 
@@ -50,8 +50,8 @@ def _methods(entry: Any) -> list[Method[Any]]:
 def _method(entry: Any) -> Method[Any]:
     if isinstance(entry, Method):
         return entry
-    part, options = parse_choice("methods: an entry", entry)
-    cls = _require_name(part) if isinstance(part, type) else find(str(part))
+    method, options = parse_choice("methods: an entry", entry)
+    cls = _require_name(method) if isinstance(method, type) else find(str(method))
     return construct(cls, options)
 
 

@@ -28,7 +28,7 @@ from cfl_ray.core.weights import global_weights
 
 @dataclass(frozen=True)
 class Interpolated:
-    """A step of w_i, and one of v_i, in the place of the companion, by the gradient at their mixture."""
+    """The gradient of w_i. The companion model v_i takes its step in place, by the gradient at the mixture of both."""
 
     alpha: float
     lr: float

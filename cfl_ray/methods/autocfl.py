@@ -136,8 +136,8 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     )
     min_gap: float = option(
         0.0,
-        "one cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal sizes); "
-        "0: off",
+        "a single cluster if the median over rows of largest gap / median distance is less (0.15 is safe with equal "
+        "sizes); 0: off",
         source="ours",
         low=0,
     )
@@ -283,7 +283,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
 
 
 def row_gap(distance_MM: np.ndarray) -> float:
-    """For each row, the middle of the largest gap between its sorted distances to others; returns the median over rows.
+    """The median over rows of the middle of a row's largest gap between its sorted distances to others.
 
     A row without a gap counts with its largest distance. Returns 0 for fewer than two clients.
     """

@@ -135,7 +135,7 @@ class CFLGP(Method[ProfileState], name="cflgp"):
     ) -> ProfileState:
         """The state after G_ki <- (1 - beta) G_ki + beta Delta_i.
 
-        A client whose own model is not model k trains that one too.
+        A client whose cluster's model is not model k also trains model k.
         """
         same_M = (own_M == k) & updates.valid_M
         ids, delta_MF = [clients.ids_M[same_M]], [updates.features_MF[torch.from_numpy(same_M)]]

@@ -20,8 +20,8 @@ not known; the defaults are ours. The server does the PCA on centred uploads, so
 10 rounds, after round 20. A client that never took part trains from Phi and the mean head. Longer uploads are projected
 (`sketch`).
 
-With the paper's start, the own omega_i, clusters that are found are hardly used: a weak pull leaves clients where their
-own data take them, a strong one holds them at the Omega_k of the round before. In three rotations of Fashion-MNIST no
+With the paper's start, the client's own omega_i, the clusters have little effect: with a small mu clients follow their
+own data, with a large mu they stay at the Omega_k of the previous round. In three rotations of Fashion-MNIST no
 mu of 0.1, 0.5 and 2 brings FedAC more than about a point above clients that train alone, where IFCA is nearly seven
 above (`jobs/experiments/fedac/start.yaml`). From the embedding of its cluster it is four above with the same mu and
 lambda, so that start is the default.
@@ -248,7 +248,7 @@ class FedAC(Method[FedACState], name="fedac"):
         return UpdateFeatures(spec.trainable, sketch=self.sketch)
 
     def remember_uploads(self, state: FedACState, ids_M: np.ndarray, upload_MF: Tensor, rng: Draws) -> FedACState:
-        """The state with these uploads as the newest, in random order; of too large a cohort a random part stays."""
+        """The state with these uploads as the newest, in random order, and only the newest `memory` uploads."""
         order_M = rng.stream("memory").permutation(len(ids_M))
         state = state.subset(~np.isin(state.seen_S, ids_M))
         state = state.remember(ids_M[order_M], upload_MF[torch.from_numpy(order_M)])
@@ -390,8 +390,8 @@ def most_similar_pair(z_SQ: Tensor, cluster_S: np.ndarray, cosine: float) -> tup
     cosine_KK = np.triu((unit_KQ @ unit_KQ.T).numpy(), 1) - 2 * np.tri(len(numbers))
     if len(numbers) < 2 or cosine_KK.max() < cosine:
         return None
-    one, other = np.unravel_index(cosine_KK.argmax(), cosine_KK.shape)
-    return int(numbers[one]), int(numbers[other]), float(cosine_KK[one, other])
+    first, second = np.unravel_index(cosine_KK.argmax(), cosine_KK.shape)
+    return int(numbers[first]), int(numbers[second]), float(cosine_KK[first, second])
 
 
 def compactness(z_SQ: Tensor, cluster_S: np.ndarray, centre_KQ: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -454,7 +454,7 @@ def split_cluster(
 
 
 def merge_cluster(state: FedACState, k: int, other: int) -> FedACState:
-    """The state with the members of cluster k in `other`, which keeps its model. Numbers above k fall by one."""
+    """The state with the members of cluster k in `other`, which keeps its model. Numbers above k fall by 1."""
     assign_N = np.where(state.assign_N == k, other, state.assign_N)
     others_K = torch.arange(state.num_clusters) != k
     return state.advance(

@@ -11,7 +11,7 @@ A model is a shared base theta, with features g(x; theta), under a private head 
 
 A client that never took part has the averaged model, with the average of the heads.
 
-Deviations: heads are uploaded and averaged too, as in PFLlib, for clients without one. PFLlib also computes F_i of
+Deviations: heads are uploaded and averaged too, as in PFLlib, for clients without a head. PFLlib also computes F_i of
 clients that were not selected, which in a deployment would double a round; its batches for F_i are shuffled.
 """
 
@@ -48,7 +48,7 @@ def alignment(loss: Tensor, feature_BF: Tensor, y_B: Tensor, prototype_CF: Tenso
 
 @dataclass(frozen=True)
 class FisherTrace:
-    """F_i, one number."""
+    """F_i, a scalar."""
 
     batch_size: int | None
     floats: Callable[[int, int], int] = lambda inputs, classes: 1

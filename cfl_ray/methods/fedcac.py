@@ -57,7 +57,7 @@ class CriticalState(OwnModelsState):
 
 @dataclass(frozen=True)
 class FedCAC(Method[CriticalState], name="fedcac"):
-    """Critical parameters of a client come from the clients with the same critical ones, the others from all."""
+    """A client's critical parameters are averaged over clients with similar ones, the others over all."""
 
     only_mean = "every client has collaborators of its own, over whom the server averages"
 
@@ -107,7 +107,7 @@ class FedCAC(Method[CriticalState], name="fedcac"):
 
 
 def critical(theta_MP: Tensor, start_MP: Tensor, spec: ParamSpec, tau: float) -> Tensor:
-    """m_i, bool (M, trained columns); of a layer in which fewer than tau n values of c are above 0, these."""
+    """m_i, bool (M, trained columns). Values of c that are 0 are not critical, so a layer may have fewer than tau n."""
     c_MP = ((theta_MP - start_MP) * theta_MP).abs()
     mask_MP = torch.zeros_like(c_MP, dtype=torch.bool)
     stops = spec.ends[: spec.num_params]

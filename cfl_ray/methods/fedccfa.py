@@ -16,8 +16,8 @@ A model is a shared extractor theta, with features g(x; theta), under a classifi
 A client that never took part has theta and the average of the classifiers.
 
 Deviations: of a label, only clients with samples of it are compared (official code: every client has all labels).
-A label that fewer than three of them have has no d_ij, and they keep their own rows. The balanced part are the first 5,
-or fewer, samples of each label. DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps.
+If fewer than three clients have a label, it has no d_ij, and they keep their own rows. The balanced part is the first
+5, or fewer, samples of each label. DBSCAN with min_samples 1 are the connected parts of the graph of d_ij <= eps.
 """
 
 from dataclasses import dataclass, replace

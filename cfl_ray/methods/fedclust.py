@@ -11,9 +11,9 @@ A newcomer trains from w_0 and joins the cluster whose mean signature of the fir
 client that cannot be reached in it is treated as a newcomer later.
 
 Deviations: the paper leaves linkage and lambda open. Linkage is average, and lambda the highest merge of the cut with
-the largest mean silhouette; if none is above 0.25, all clients are one cluster. The first round counts as a round,
-with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained heads.
-`layer` takes another layer than the last as s_i, to show the effect of this choice (Fig. 1).
+the largest mean silhouette; if none is above 0.25, all clients form a single cluster. The first round counts as a
+round, with its traffic. A newcomer is compared with first-round signatures ("stored partial weights"), not with trained
+heads. `layer` takes another layer than the last as s_i, to show the effect of this choice (Fig. 1).
 
 Clusters and adjusted Rand index by the default cut (with its mean silhouette), and by half the median distance (`cut:
 median`), with LeNet-5 on Fashion-MNIST, 1 to 3 local epochs of batch 10 (3,000 images: 50), eta 0.01, momentum 0.5:

@@ -61,11 +61,11 @@ class PoolState(State):
         return self.advance(model_TN=model_TN, round_T=np.append(self.round_T, 0), due=False)
 
     def in_round(self, round: int) -> Self:
-        """This state, with `round` as the last one of the present step."""
+        """This state with `round` as the last round of the present step."""
         return self.advance(round_T=np.append(self.round_T[:-1], round))
 
     def given(self, ids_m: np.ndarray, model_m: np.ndarray | int) -> Self:
-        """This state after the data of this step of the clients were given to these models."""
+        """This state after the clients' data of this step were given to these models."""
         model_TN, used_K = self.model_TN.copy(), self.used_K.copy()
         model_TN[-1, ids_m] = np.asarray(model_m) + 1
         used_K[model_m] = self.step
@@ -88,7 +88,7 @@ class PoolState(State):
         return after, k
 
     def merged(self, part_K: np.ndarray) -> Self:
-        """This state with the models of equal `part_K`, 0 .. K' - 1, in one: their mean by pairs (client, step)."""
+        """This state with models of equal `part_K` (0 .. K' - 1) merged into their mean, weighted by pairs (i, t)."""
         count = part_K.max() + 1
         pairs_K = np.bincount(self.model_TN.ravel(), minlength=self.num_clusters + 1)[1:]
         weight_kK = np.zeros((count, self.num_clusters))
@@ -116,7 +116,7 @@ class PoolState(State):
 class FedDrift(Method[PoolState], name="feddrift"):
     """A pool of models: clients whose data drift open new ones, which merge with those that fit their data."""
 
-    eager: bool = option(False, "clients that drift in a step share one new model; no merging", source="paper")
+    eager: bool = option(False, "clients that drift in a step share a new model; no merging", source="paper")
     delta: float = option(
         0.1, "delta: increase of L that is a drift, and distance below which models merge", source="paper, MNIST", low=0
     )
@@ -215,7 +215,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return state.merged(part_K)
 
     def compare(self, state: PoolState, clients: Clients) -> PoolState:
-        """Gives the data of this step of each client to a model: the best, or a new one if they drifted."""
+        """The state with each client's data of this step given to the best model, or to a new model if they drifted."""
         clients = clients.select(state.model_TN[-1, clients.ids_M] == 0)
         if not len(clients):
             return state
@@ -253,7 +253,7 @@ class FedDrift(Method[PoolState], name="feddrift"):
         return after.given(drifted.ids_M, k)
 
     def losses_before(self, state: PoolState, clients: Clients) -> np.ndarray:
-        """L(w_k_i; D_i^(t-1)), (M,), of the last step of which a client has data; inf for one that has none."""
+        """L(w_k_i; D_i^(t-1)), (M,), on the last step for which a client has data; inf for a client without data."""
         loss_M, own_M = np.full(len(clients), np.inf), state.assign_N[clients.ids_M]
         has_TM = state.model_TN[:-1, clients.ids_M] > 0
         for k in np.unique(own_M[has_TM.any(0) & (own_M >= 0)]):

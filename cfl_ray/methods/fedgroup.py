@@ -49,7 +49,7 @@ from cfl_ray.core.weights import cluster_weights
 class GroupState(CentreState):
     """The groups, and the shares of labels by which a client checks whether its data changed; it does not send them."""
 
-    label_NC: np.ndarray  # float32: when the client took part first after its cold start; zeros: not yet
+    label_NC: np.ndarray  # float32: shares in the client's first round after its cold start; zeros: not yet
 
     def forget(self, ids: np.ndarray) -> Self:
         label_NC = self.label_NC.copy()

@@ -44,7 +44,7 @@ class InteractionState(State):
     interaction_SS: np.ndarray  # float64: A
     seen_S: np.ndarray  # int64: ids of the clients
     change_K: np.ndarray  # float64: v
-    patient_K: np.ndarray  # int64: rounds in which v was below epsilon, up to now
+    patient_K: np.ndarray  # int64: number of the latest rounds in a row with v below epsilon
     open_K: np.ndarray  # bool: whether the cluster may split
 
     def with_clients(self, ids: np.ndarray, first: float) -> Self:
@@ -114,7 +114,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
     def split(
         self, state: InteractionState, clients: Clients, k: int, m: int, cohort: int, seed: int
     ) -> InteractionState:
-        """The state with cluster k in the parts of the best spectral clustering, if there is a good one."""
+        """The state with cluster k split by the best spectral clustering, or with v = 1 if none is good enough."""
         member_S = state.assign_N[state.seen_S] == k
         ids, size = state.seen_S[member_S], int(state.members_K[k])
         affinity_SS = affinities(state.interaction_SS[np.ix_(member_S, member_S)], self.gamma)
@@ -143,7 +143,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
         )
 
     def join(self, state: InteractionState, clients: Clients) -> InteractionState:
-        """Newcomers join the one cluster, or of several that with the least loss."""
+        """Newcomers join the cluster with the least loss."""
         return place_in_any(state, clients)
 
     def serve(self, state: InteractionState, clients: Clients) -> Serving:
@@ -151,7 +151,7 @@ class FedGWC(Method[InteractionState], name="fedgwc"):
 
 
 def positions(seen_S: np.ndarray, ids_m: np.ndarray) -> np.ndarray:
-    """Where these clients are in `seen_S`."""
+    """The index of each client in `seen_S`, int64 (m,)."""
     order = np.argsort(seen_S)
     return order[np.searchsorted(seen_S, ids_m, sorter=order)]
 

@@ -12,7 +12,7 @@ A client keeps w_i, and predicts with it; w_i is uploaded once, whatever the num
 starts from, and predicts with, the centre of its largest importance.
 
 Deviations: all clients that can be reached in a round of the estimate take part in it, but S_k is drawn from the
-cohort, of which those without importances estimate them at once. The proximal problem is solved by the experiment's
+cohort, whose clients without importances estimate them at once. The proximal problem is solved by the experiment's
 local SGD. The centres start from independent initialisations. The official code (ycruan/FedSoft, e71a4ab) stops with a
 TypeError as published.
 """
@@ -58,11 +58,7 @@ class FedSoft(Method[MixtureState], name="fedsoft"):
     def round(self, state: MixtureState, clients: Clients, rng: Draws) -> MixtureState:
         # u_ik
         due = (clients.round - 1) % self.tau == 0
-        asked = (
-            clients.all_reachable()
-            if due
-            else clients.select(np.flatnonzero(state.weight_NK[clients.ids_M].sum(1) == 0))
-        )
+        asked = clients.all_reachable() if due else clients.select(state.weight_NK[clients.ids_M].sum(1) == 0)
         if len(asked):
             state = self.join(state, asked)
         u_MK = np.maximum(state.weights_of(clients.ids_M), self.least_importance)

@@ -68,16 +68,16 @@ class FeSEM(Method[State], name="fesem"):
 
         # E-step: c(i), by k-means++ in the first round
         if state.phase == "cluster":
-            found_M, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
+            cluster_M, centre_KF = kmeans(feature_MF, self.num_clusters, rng.seed)
             record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             state = state.advance(models_KP=state.models_KP.repeat(len(centre_KF), 1), phase="federate")
         else:
-            found_M, distance_M = self.e_step(state, clients, feature_MF)
+            cluster_M, distance_M = self.e_step(state, clients, feature_MF)
             centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
             record_centre_distances(clients, ids_M, feature_MF, centre_KF, "l2")
             if self.reseed:
-                self.reseed_empty_centre(state, ids_M, found_M, distance_M)
-        assign_N = state.place(ids_M, found_M)
+                self.reseed_empty_centre(state, ids_M, cluster_M, distance_M)
+        assign_N = state.place(ids_M, cluster_M)
         members_K = state.advance(assign_N=assign_N).members_K
         clients.member_events(before_K, members_K, clients=len(ids_M), num_clusters=state.num_clusters)
 
@@ -106,22 +106,24 @@ class FeSEM(Method[State], name="fesem"):
         centre_KF = self.update_features(clients).of_rows(state.models_KP, clients.seed)
         return nearest_centre(feature_MF, centre_KF, "l2")
 
-    def reseed_empty_centre(self, state: State, ids_M: np.ndarray, found_M: np.ndarray, distance_M: np.ndarray) -> None:
-        """Moves the participant furthest from its centre to an empty cluster, by changing `found_M` in place.
+    def reseed_empty_centre(
+        self, state: State, ids_M: np.ndarray, cluster_M: np.ndarray, distance_M: np.ndarray
+    ) -> None:
+        """Moves the participant furthest from its centre to an empty cluster, by changing `cluster_M` in place.
 
         A participant that is alone in its cluster is moved only if every participant is alone in its cluster.
         """
-        members_K = state.advance(assign_N=state.place(ids_M, found_M)).members_K
+        members_K = state.advance(assign_N=state.place(ids_M, cluster_M)).members_K
         if not members_K.all():
-            found_M[np.lexsort((distance_M, members_K[found_M] > 1))[-1]] = members_K.argmin()
+            cluster_M[np.lexsort((distance_M, members_K[cluster_M] > 1))[-1]] = members_K.argmin()
 
     def join(self, state: State, clients: Clients) -> State:
         if state.phase == "cluster":
             return state
         updates, feature_MF = self.train(state, clients, keep_as_local_model=False)
-        found_M, _ = self.e_step(state, clients, feature_MF)
-        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
-        clients.member_events(state.members_K, after.members_K, clients=len(found_M))
+        cluster_M, _ = self.e_step(state, clients, feature_MF)
+        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], cluster_M))
+        clients.member_events(state.members_K, after.members_K, clients=len(cluster_M))
         return after
 
     def serve(self, state: State, clients: Clients) -> Serving:

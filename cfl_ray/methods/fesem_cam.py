@@ -106,14 +106,14 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             return state.advance(global_KP=global_updates.averaged(default=state.global_KP))
         centre_KF = self.update_features(clients.spec).of_rows(state.models_KP, clients.seed)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
-        found_S, _ = kmeans(
+        cluster_S, _ = kmeans(
             state.signature_SF, state.num_clusters, rng.seed, weight_S=state.weight_S, centres_KF=centre_KF
         )
 
         # averages: Theta_g over all participants, Theta_k over c(i) = k
         global_KP = global_updates.averaged(default=state.global_KP)
-        after = state.advance(assign_N=state.place(state.seen_S, found_S), global_KP=global_KP)
-        clients.member_events(state.members_K, after.members_K, clients=len(found_S), num_clusters=self.num_clusters)
+        after = state.advance(assign_N=state.place(state.seen_S, cluster_S), global_KP=global_KP)
+        clients.member_events(state.members_K, after.members_K, clients=len(cluster_S), num_clusters=self.num_clusters)
         return self.m_step(after, clients, cluster_updates)
 
     def warm_up(self, state: FeSEMCAMState, clients: Clients, rng: Draws) -> FeSEMCAMState:
@@ -128,11 +128,11 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
         state = self.remember_uploads(state, clients, updates)
         if not len(state.seen_S):
             return state
-        found_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
+        cluster_S, centre_KF = kmeans(state.signature_SF, self.num_clusters, rng.seed, weight_S=state.weight_S)
         record_centre_distances(clients, state.seen_S, state.signature_SF, centre_KF, "l2")
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
-        after = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, found_S), phase="federate")
-        clients.member_events(state.members_K, after.members_K, clients=len(found_S), num_clusters=self.num_clusters)
+        after = state.advance(models_KP=models_KP, assign_N=state.place(state.seen_S, cluster_S), phase="federate")
+        clients.member_events(state.members_K, after.members_K, clients=len(cluster_S), num_clusters=self.num_clusters)
         return self.m_step(after, clients, updates)
 
     def update_features(self, spec: ParamSpec) -> UpdateFeatures:
@@ -162,9 +162,9 @@ class FeSEMCAM(Method[FeSEMCAMState], name="fesem_cam"):
             keep_as_local_model=False,
         )
         centre_KF = features.of_rows(state.models_KP, clients.seed)
-        found_M, _ = nearest_centre(updates.valid_features_MF, centre_KF, "l2")
-        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], found_M))
-        clients.member_events(state.members_K, after.members_K, clients=len(found_M))
+        cluster_M, _ = nearest_centre(updates.valid_features_MF, centre_KF, "l2")
+        after = state.advance(assign_N=state.place(clients.ids_M[updates.valid_M], cluster_M))
+        clients.member_events(state.members_K, after.members_K, clients=len(cluster_M))
         return after
 
     def serve(self, state: FeSEMCAMState, clients: Clients) -> Serving:

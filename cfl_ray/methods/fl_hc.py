@@ -92,16 +92,16 @@ class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
         distance = distances(feature_MF, self.metric)
         clients.record("distance", distance, ("clients", "clients"), ids=clients.ids_M[valid_M])
         record_signatures(clients, clients.ids_M[valid_M], feature_MF)
-        found_M = self.clusters(distance, len(feature_MF))
-        centre_KF, _ = cluster_means(feature_MF, found_M, found_M.max() + 1)
-        assign_N = state.place(clients.ids_M[valid_M], found_M)
+        cluster_M = self.clusters(distance, len(feature_MF))
+        centre_KF, _ = cluster_means(feature_MF, cluster_M, cluster_M.max() + 1)
+        assign_N = state.place(clients.ids_M[valid_M], cluster_M)
 
         # theta_k <- Avg of W_i over the cluster
         models_KP = state.models_KP.repeat(len(centre_KF), 1)
         if self.model == "mean":
             weight_KM = cluster_weights(assign_N[clients.ids_M], clients.weights(self.weights), len(centre_KF))
             models_KP = clients.average(updates, weight_KM).averaged(default=models_KP)
-        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, found_M))
+        clients.event("birth", into=range(len(centre_KF)), because=self.cut_figures(distance, cluster_M))
         return state.clustered(clients, state.models_KP, models_KP, assign_N, centre_KF)
 
     def update_features(self, clients: Clients) -> UpdateFeatures:

@@ -10,8 +10,8 @@ from independent initialisations, since equal models would never separate. With 
 averaged over all participants, and a head each.
 
 Deviations: if losses are equal, the client chooses the lowest j. The base of weight sharing is not trained beforehand.
-The traffic of the choice j_i is one number with model averaging and nothing with gradient averaging. In warm-up rounds
-clients do not choose, so traffic is one model down and no choice. With gradient averaging, g_i includes
+The traffic of the choice j_i is a number with model averaging and nothing with gradient averaging. In warm-up rounds
+clients do not choose, so traffic is a model down and no choice. With gradient averaging, g_i includes
 `local.weight_decay`.
 """
 

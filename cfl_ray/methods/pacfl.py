@@ -168,15 +168,15 @@ class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
         # agglomerate by A
         condensed = scipy.spatial.distance.squareform(state.angle_SS.double().numpy(), checks=False)
         clients.record("distance", condensed, ("clients", "clients"), ids=state.seen_S)
-        found_S = self.clusters(condensed, len(state.seen_S))
+        cluster_S = self.clusters(condensed, len(state.seen_S))
         if not old:
-            models_KP = state.start_KP.repeat(found_S.max() + 1, 1)
-            clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, found_S))
-            return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, found_S), phase="federate")
+            models_KP = state.start_KP.repeat(cluster_S.max() + 1, 1)
+            clients.event("birth", into=range(len(models_KP)), because=self.cut_figures(condensed, cluster_S))
+            return state.advance(models_KP=models_KP, assign_N=state.place(ids_M, cluster_S), phase="federate")
 
-        # a newcomer joins the cluster of most of the old members that are with it in found_S, or of the nearest member
+        # a newcomer joins the present cluster of most old members of its new cluster, or of the nearest old member
         nearest_M = state.angle_SS[old:, :old].argmin(1).numpy()
-        together_MS = found_S[old:, None] == found_S[:old]
+        together_MS = cluster_S[old:, None] == cluster_S[:old]
         voters_M = [
             together_S if together_S.any() else [nearest]
             for together_S, nearest in zip(together_MS, nearest_M, strict=True)

@@ -10,8 +10,8 @@ ICML 2023, https://proceedings.mlr.press/v202/ye23b.html, Algorithm 1.
 The sum is alpha ||w - (p - d_i / (2 alpha))||^2 and a constant, so the minimum is a projection, which a sort solves in
 O(M log M) for each client (the official code calls a solver of quadratic programs).
 
-The server keeps an aggregate for each client that has taken part. A client without one starts from the mean of all
-models, without the term in lambda; newcomers predict with it.
+The server keeps an aggregate for each client that has taken part. A client without an aggregate starts from the mean of
+all models, without the term in lambda; newcomers predict with this mean.
 
 Deviations: the official code adds lambda cos, which moves theta away from the aggregate (`regulariser: away`); the text
 wants it near. The direction of a_i stands for the official code's sum of W_ij theta_j / ||theta_j||, which would be a
@@ -128,7 +128,7 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
         return UpdateFeatures(head if self.difference == "head" else spec.trainable, sketch=self.sketch)
 
     def training(self, start: Sent) -> LocalTraining:
-        """Local training with the aggregates as companions; zeros for clients without one."""
+        """Local training with the aggregates as companions; zeros for clients without an aggregate."""
         if not self.lam:
             return LocalTraining()
         assert start.row_M is not None

@@ -7,12 +7,12 @@ arXiv:2006.08848, Algorithm 1.
                                            w_i <- w_i - eta lambda (w_i - theta_i)
     w_{t+1} <- (1 - beta) w_t + beta mean_i w_i
 
-theta_i, the client's personal model, stays with it, and it predicts with it. A client that never took part predicts
+A client keeps theta_i, its personal model, and predicts with it. A client that never took part predicts
 with w.
 
 The official code prints the accuracy of w_i under the name of the personal model: the tensors that its optimiser
-returns are those of the model, which is then overwritten by w_i. `predict: w` is that; it changes no training, so two
-entries of `methods` give both. `global_score` in the diagnostics is the score of w.
+returns are those of the model, which is then overwritten by w_i. `predict: w` does the same; it changes no training, so
+two entries of `methods` give both. `global_score` in the diagnostics is the score of w.
 
 Deviations: R is the number of local steps that the experiment sets, and eta at most 1 / lambda, since a larger step
 passes beyond theta_i. mu is the official code's. That code goes on from the last theta_i at a new batch, trains all

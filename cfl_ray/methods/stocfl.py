@@ -240,7 +240,7 @@ class StoCFL(Method[StoCFLState], name="stocfl"):
         )
 
     def report_merges(self, merged: Merged, founded: np.ndarray, clients: Clients) -> None:
-        """Reports merges of clusters that were not `founded` in this round, and births of those of newcomers only."""
+        """Reports merges of clusters that are older than this round, and births of clusters of newcomers only."""
         born: list[int] = []
         for number, parts in enumerate(merged.parts):
             older = [old for old in parts if old not in founded]

@@ -125,7 +125,7 @@ class ModelRecipe:
             if not left:
                 raise ConfigError(
                     f"model {self._place} has a parameter {parameter.name!r} without a value; a factory is passed the "
-                    f"shape of one sample {self.input_shape} and the number of classes {self.num_classes}: "
+                    f"shape of a sample {self.input_shape} and the number of classes {self.num_classes}: "
                     f"set model.options.{parameter.name}, or give the parameter a default"
                 )
             if parameter.kind is parameter.POSITIONAL_ONLY:
@@ -196,10 +196,10 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise ConfigError(f"model.weights: there is no file {file}")
     try:
-        # such tensors are not copied by the processes of a machine that get the recipe
+        # processes of a machine that get the recipe share the memory of such tensors
         return {name: FrozenParameter(tensor, requires_grad=False) for name, tensor in load_file(file).items()}
     except Exception as error:  # safetensors does not document which errors a damaged file raises
         raise ConfigError(
             f"model.weights: {file} cannot be read as a safetensors file ({str(error).splitlines()[0]}); "
-            "safetensors.torch.save_file(model.state_dict(), FILE) writes one"
+            "safetensors.torch.save_file(model.state_dict(), FILE) writes such a file"
         ) from error

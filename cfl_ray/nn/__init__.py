@@ -1,1 +1,1 @@
-"""A network as one flat row of parameters, and its forward and backward passes written out."""
+"""A network as a flat row of parameters, and its forward and backward passes written out."""

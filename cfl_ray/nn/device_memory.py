@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this name; of "cuda", the present GPU with its number, as tensors on it have it."""
+    """The device of this name; "cuda" is the current GPU with its index, as tensors on it report it."""
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
@@ -28,7 +28,7 @@ class _Known:
 
 
 class DeviceMemory:
-    """Memory of one device, as this process may use it.
+    """Memory of a device that this process may use.
 
     share: of the device's memory, at most 1; the other client hosts on the device have the rest.
     most: clients of a vmap batch; None: as many as fit.
@@ -39,7 +39,7 @@ class DeviceMemory:
         self.known: dict[Hashable, _Known] = {}
         self._before = 0
         self.largest = 0  # clients of the largest vmap batch that was trained
-        self.caches: list[Callable[[], None]] = []  # each call drops what is kept on the device to save time
+        self.caches: list[Callable[[], None]] = []  # functions that drop what is cached on the device
         self.samples: dict[str, int] = {}  # most samples of a forward pass that fitted, by its name
 
     @property
@@ -70,7 +70,7 @@ class DeviceMemory:
         return torch.cuda.max_memory_allocated(self.device) - self._before
 
     def drop_caches(self) -> None:
-        """Drops what is kept on the device to save time."""
+        """Drops what is cached on the device."""
         for drop in self.caches:
             drop()
         self.release()
@@ -84,7 +84,7 @@ class DeviceMemory:
     def in_batches_of(self, name: str, size: int, run: Callable[[int], Result]) -> Result:
         """`run(size)`; if the memory is too small, with half as many samples at a time until it is enough.
 
-        name: of what is done. The number that fitted is remembered for the next time.
+        name: of the operation, for which the number that fitted is remembered.
         """
         size = min(size, self.samples.get(name, size))
         while True:
@@ -114,6 +114,6 @@ class DeviceMemory:
         self.known[kind] = _Known(max(self.peak() // size, 1))
 
     def did_not_fit(self, kind: Hashable, size: int) -> None:
-        """Notes that a vmap batch of `size` clients ran out of memory: half of them is the most from now on."""
+        """Limits vmap batches to half of `size`, after `size` clients ran out of memory."""
         self.known.setdefault(kind, _Known(max(self.free() // size, 1))).limit = max(size // 2, 1)
         self.release()

@@ -71,7 +71,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Call:
-    """An operation that makes one activation.
+    """An operation that makes an activation.
 
     args, kwargs: those of the function, with `Value`, `Parameter`, `Buffer` and `Mask` in the place of tensors.
     """

@@ -1,4 +1,4 @@
-"""Replacements for layers of PyTorch: dropout with addressed random draws, and faster max pooling on a CPU."""
+"""Replacements for layers of PyTorch: dropout with random draws by key, and faster max pooling on a CPU."""
 
 from collections.abc import Collection
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class AddressedDropout(nn.Module):
-    """Dropout whose mask is drawn by the engine, so that every client's draws have an address (`core.rng`).
+    """Dropout whose mask is drawn by the engine, so that every draw has a random key (`core.rng`).
 
     whole_channels: drop whole channels, as Dropout1d, Dropout2d and Dropout3d do.
-    A mask has one row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have the
+    A mask has a row per sample, so the layer suits inputs whose first axis is the batch and whose other axes have the
     same size in all calls: see `regular`.
     """
 

@@ -133,16 +133,16 @@ class Network:
     def new_model(self, seed: int, index: int) -> Tensor:
         """Row (P,) of the `index`-th independent initialisation under `seed`.
 
-        Raises ConfigError if its trained parameters and buffers are not those of the first one.
+        Raises ConfigError if its trained parameters and buffers are not those of the first model.
         """
         module = self._build(seed, index)
         self._check_layout(module, "in another call of its factory")
         return self.spec.row_of(module)
 
     def _check_layout(self, module: nn.Module, when: str) -> None:
-        found = ParamSpec.of(module)
-        if found != self.spec:
-            ours, theirs = (dict(zip(spec.names, spec.shapes, strict=True)).items() for spec in (self.spec, found))
+        other = ParamSpec.of(module)
+        if other != self.spec:
+            ours, theirs = (dict(zip(spec.names, spec.shapes, strict=True)).items() for spec in (self.spec, other))
             name = sorted(ours ^ theirs, key=str)[0][0] if ours ^ theirs else "their order"
             raise ConfigError(
                 f"the model has other trained parameters or buffers {when} ({name} differs); every call of the factory "
@@ -156,7 +156,7 @@ class Network:
 
     @torch.no_grad()
     def _trial_forward(self) -> None:
-        """Finds what the engines have to know, by forward passes in training mode. They change buffers of the module.
+        """Sets what the engines need to know, by forward passes in training mode. They change buffers of the module.
 
         output_shape:     shape of the output for one sample.
         random_forward:   whether a forward pass in training draws from PyTorch's global generator: functional dropout,
@@ -188,7 +188,7 @@ class Network:
 
     @torch.no_grad()
     def why_not_batch_of(self, size: int) -> str | None:
-        """The error of a forward pass in training mode on so many samples; None without one."""
+        """The error of a forward pass in training mode on so many samples; None if it succeeds."""
         module = self._new_module().train()
         try:
             with torch.random.fork_rng(devices=[]):
@@ -273,14 +273,14 @@ class Network:
     @contextmanager
     def kept_features(self) -> Iterator[list[Tensor]]:
         """Context in which each forward pass adds the inputs of the last layer, (B, F), to a list."""
-        found: list[Tensor] = []
+        features: list[Tensor] = []
 
         def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found.append(inputs[0].flatten(1))
+            features.append(inputs[0].flatten(1))
 
         handle = self.module.get_submodule(self.spec.layers[-1]).register_forward_pre_hook(keep)
         try:
-            yield found
+            yield features
         finally:
             handle.remove()
 

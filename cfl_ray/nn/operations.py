@@ -424,7 +424,7 @@ class Reshape(Layer):
 
 
 class Add(Join):
-    """Sum of two activations of one shape. The output overwrites that input, if any."""
+    """Sum of two activations of equal shape. overwrites: the input that the output overwrites; None: neither."""
 
     returns_grad = True
 

@@ -1,7 +1,7 @@
 """Forward and backward passes over a network's graph.
 
-Operations that have them written out (`nn.operations`) use these; any other function is differentiated by autograd,
-for itself. Gradients are added up at activations with several users. Biases and activation functions are applied after
+The passes of the operations in `nn.operations` are written out; every other function is differentiated by autograd,
+on its own. Gradients are added up at activations with several users. Biases and activation functions are applied after
 a max pooling that follows them, to a quarter of the values: they are monotone, so both orders select the same values.
 """
 
@@ -165,7 +165,7 @@ class Passes:
         masks: Sequence[Array],
         weight_B: Array | None = None,
     ) -> np.floating:
-        """Writes the gradient of one batch into `g_P`. Returns the mean loss.
+        """Writes the gradient of a batch into `g_P`. Returns the mean loss.
 
         weight_B: weights of the samples in the mean; None: 1 for all.
         masks: of the dropout layers (B, ...), in the order of `Network.dropouts`.
@@ -250,7 +250,7 @@ class _Steps:
         self.tensors = self.network.spec.tensors(self.row_P)
         self.shapes, self.users = list(self.graph.shapes), self.graph.users
         self.trained = [False] * len(self.shapes)  # whether an activation depends on a parameter
-        self.written: dict[int, list[Array]] = {}  # by number of a parameter: its gradients, one for each use
+        self.written: dict[int, list[Array]] = {}  # by number of a parameter: a gradient for each use
         for call in self._used_calls():
             self._add(call)
         if not self.trained[self.graph.output]:
@@ -283,7 +283,7 @@ class _Steps:
         return used[::-1]
 
     def _add(self, call: Call) -> None:
-        """Adds the steps of one operation."""
+        """Adds the steps of an operation."""
         inputs = tuple(call.inputs)
         has_parameters = any(isinstance(reference, Parameter) for reference in call.references)
         self.trained[call.output] = has_parameters or any(self.trained[index] for index in inputs)
@@ -374,7 +374,7 @@ class _Steps:
     # ---- memory
 
     def may_overwrite(self, index: int) -> bool:
-        """Whether nothing but its one user needs the memory of an activation."""
+        """Whether nothing but its only user needs the memory of an activation."""
         made = self._maker(index)
         if made is None or self.users[index] > 1 or made.operation.uses_output:
             return False

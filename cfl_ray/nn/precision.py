@@ -22,7 +22,7 @@ def products_in(precision: str) -> Iterator[None]:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Context for a forward pass in training: of "bf16", PyTorch's autocast, which the backward pass follows.
+    """Context for a forward pass in training: for "bf16", PyTorch's autocast, which the backward pass follows.
 
     Each weight is used once in a pass, so autocast keeps no copies of them in bfloat16.
     """

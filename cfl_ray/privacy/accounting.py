@@ -1,9 +1,9 @@
 """The accountant: epsilon of Gaussian releases to clients' data, by Google's dp-accounting.
 
-Every sum of a round is a Gaussian mechanism on the clients of the round, every signature one on its client. Two
-federations are adjacent if the data of one client are removed, so that it uploads zeros ("poisson", "all"), or replaced
-by others ("fixed"). The latter moves a sum by up to 2 C: its noise multiplier is z / 2. A signature always counts as
-replaced.
+Every sum of a round is a Gaussian mechanism on the clients of the round, every signature such a mechanism on its
+client. Two federations are adjacent if the data of one client are removed, so that it uploads zeros ("poisson", "all"),
+or replaced by others ("fixed"). The latter moves a sum by up to 2 C: its noise multiplier is z / 2. A signature always
+counts as replaced.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Kind = Literal["poisson", "fixed", "all"]
 _FINE, _COARSE = (
     1e-4,
     1e-3,
-)  # steps of the grid of privacy losses; a coarser one gives a larger epsilon, never a less one
+)  # steps of the grid of privacy losses; a coarser grid gives a larger epsilon, never a smaller one
 _EXACT_BELOW = 2.0  # epsilon from which the coarse grid is at most a thousandth off
 _LARGEST_Z = 1e4  # a larger noise multiplier is no training
 
@@ -70,12 +70,12 @@ def epsilon(releases: Releases, sampling: Sampling, delta: float, signature_mult
 
 @cache
 def _epsilon(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float) -> float:
-    found = 0.0
+    epsilon = 0.0
     for interval in (_COARSE, _FINE):
-        found = _composed(parts, sampling, delta, interval)
-        if found >= _EXACT_BELOW or sampling.kind == "fixed":
+        epsilon = _composed(parts, sampling, delta, interval)
+        if epsilon >= _EXACT_BELOW or sampling.kind == "fixed":
             break
-    return found
+    return epsilon
 
 
 def _composed(parts: tuple[tuple[float, int, bool], ...], sampling: Sampling, delta: float, interval: float) -> float:

@@ -51,8 +51,8 @@ class PrivacyPlan:
         parts = [(releases, 1), *((part, 1) for part in planned), (self.rounds[-1], rounds - len(planned))]
         sampled, unsampled = Counter[float](), Counter[float]()
         for part, times in parts:
-            for found, counts in ((sampled, part.sampled), (unsampled, part.unsampled)):
-                found.update({z: times * count for z, count in counts.items() if times * count})
+            for total, counts in ((sampled, part.sampled), (unsampled, part.unsampled)):
+                total.update({z: times * count for z, count in counts.items() if times * count})
         signatures = sum(part.signatures * times for part, times in parts)
         return Releases(sampled, unsampled, np.array([signatures], np.int32))
 
@@ -120,15 +120,15 @@ def plan_of(experiment: Experiment, num_clients: int, label: str, dry_run: Any) 
 
 def _releases(privacy: Privacy, label: str, dry_run: Any) -> list[Releases]:
     """The releases of each of the first rounds."""
-    run, found = PrivateRun(privacy, Noise(b"")), []
+    run, releases = PrivateRun(privacy, Noise(b"")), []
     try:
         for _ in dry_run(run):
             run.end_round()
-            found.append(run.releases)
+            releases.append(run.releases)
             run.releases = Releases()
     except PrivacyError as error:
         raise ConfigError(f"{label} cannot be private: {error}") from None
-    return found
+    return releases
 
 
 def _expected_cohort(experiment: Experiment, num_clients: int) -> float:

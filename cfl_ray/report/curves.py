@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +70,7 @@ def curves(experiment: ReportedExperiment) -> list[PageFigure]:
     }
     figures = [_scores(experiment, metric, title) for metric, title in titles.items()]
     figures += [
-        _by_traffic(experiment),
-        _by_time(experiment),
-        _by_epsilon(experiment),
+        *_by_costs(experiment),
         _agreement(experiment),
         _clusters(experiment),
         _largest(experiment),
@@ -210,7 +208,7 @@ def _scores(experiment: ReportedExperiment, metric: str, title: str) -> PageFigu
 def _against(
     experiment: ReportedExperiment, x_of: Callable[[RoundRecord], float]
 ) -> dict[str, tuple[np.ndarray, Series]]:
-    """The score of each method against another number than the round, which grows with the rounds."""
+    """The score of each method against `x_of`, a number that grows with the rounds, such as the traffic."""
     lines = {}
     for label, values in _all(experiment, experiment.score).items():
         x = series(experiment.methods[label], x_of)
@@ -221,7 +219,7 @@ def _against(
 
 
 def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, most: str) -> str:
-    """Where the methods with the least and the most of it end, as text."""
+    """The last x and score of the methods with the lowest and the highest last x, as text."""
     order = sorted(lines, key=lambda label: float(lines[label][0][-1]))
     ends = [
         f"{label} {number(float(lines[label][0][-1]))}{unit} for {number(float(lines[label][1].mean_E[-1]))}"
@@ -230,39 +228,23 @@ def _ends(lines: dict[str, tuple[np.ndarray, Series]], unit: str, least: str, mo
     return f" ({least}), ".join(ends) + (f" ({most})." if len(ends) > 1 else ".")
 
 
-def _by_traffic(experiment: ReportedExperiment) -> PageFigure | None:
-    if not (lines := _against(experiment, mbit)):
-        return None
+def _by_costs(experiment: ReportedExperiment) -> Iterator[PageFigure]:
+    """The score over traffic; for runs with a clock over virtual time, for private runs over epsilon."""
     words = experiment.score.replace("_", " ")
-    return PageFigure(
-        f"{words.capitalize()}, P-server, against the traffic of a client",
-        f"By its last evaluation a client has sent and received: {_ends(lines, ' Mbit', 'least', 'most')}",
-        canvas(_lines(experiment, lines), "Mbit per client, down and up", words, hovermode="closest"),
-    )
+    sent = "By its last evaluation a client has sent and received: "
+    for cost, what, caption, unit, ends, axis in (
+        (mbit, "the traffic of a client", sent, " Mbit", ("least", "most"), "Mbit per client, down and up"),
+        (virtual_seconds, "virtual time", "The last evaluation is after: ", " s", ("first", "last"), "virtual time, s"),
+        (_epsilon, "the privacy budget used", "The last evaluation is at epsilon: ", "", ("least", "most"), "epsilon"),
+    ):
+        if lines := _against(experiment, cost):
+            figure = canvas(_lines(experiment, lines), axis, words, hovermode="closest")
+            title = f"{words.capitalize()}, P-server, against {what}"
+            yield PageFigure(title, caption + _ends(lines, unit, *ends), figure)
 
 
-def _by_time(experiment: ReportedExperiment) -> PageFigure | None:
-    """Only of runs with a clock."""
-    if not (lines := _against(experiment, virtual_seconds)):
-        return None
-    words = experiment.score.replace("_", " ")
-    return PageFigure(
-        f"{words.capitalize()}, P-server, against virtual time",
-        f"The last evaluation is after: {_ends(lines, ' s', 'first', 'last')}",
-        canvas(_lines(experiment, lines), "virtual time, s", words, hovermode="closest"),
-    )
-
-
-def _by_epsilon(experiment: ReportedExperiment) -> PageFigure | None:
-    """Only of private runs."""
-    if not (lines := _against(experiment, lambda record: record.metrics.get("epsilon", math.nan))):
-        return None
-    words = experiment.score.replace("_", " ")
-    return PageFigure(
-        f"{words.capitalize()}, P-server, against the privacy budget used",
-        f"The last evaluation is at epsilon: {_ends(lines, '', 'least', 'most')}",
-        canvas(_lines(experiment, lines), "epsilon", words, hovermode="closest"),
-    )
+def _epsilon(record: RoundRecord) -> float:
+    return record.metrics.get("epsilon", math.nan)
 
 
 def _agreement(experiment: ReportedExperiment) -> PageFigure | None:

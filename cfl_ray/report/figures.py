@@ -38,7 +38,7 @@ _X_TITLES: Mapping[XAxis, str] = {mbit: "Mbit per client, down and up", virtual_
 
 
 class Panel(NamedTuple):
-    """A plot of one metric."""
+    """A plot of a metric."""
 
     metric: str
     title: str
@@ -168,7 +168,7 @@ def _whole_ticks(axis: Axis) -> None:
 
 
 def _label_ends(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, LineStyle]) -> None:
-    """Writes each method's name right of the plot, at the height of its line's end, or apart if names would overlap."""
+    """Writes each method's name right of the plot, at the height of its line's end, or apart if they would overlap."""
     gap = LABEL_GAP_POINTS * DPI / 72
     axes.autoscale_view()  # Matplotlib would do it only when it draws
     to_axes = axes.transData + axes.transAxes.inverted()

@@ -13,7 +13,7 @@ _ROW = 1.25  # distance between the bars of two rounds; the bars have height 1
 
 
 def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
-    """Stacked bars of the mixture weights of each method that reports them, of one seed."""
+    """Stacked bars of the mixture weights of each method that reports them, for the first seed that has them."""
     figures = []
     for label, runs in experiment.methods.items():
         run = next((run for run in runs if run.mixtures), None)
@@ -23,7 +23,7 @@ def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, several: bool) -> PageFigure:
-    """A row of bars for each drawn round, the last one on top; a bar for each client, a colour for each model."""
+    """A row of bars for each drawn round, the last round on top; a bar for each client, a colour for each model."""
     shown = [run.mixtures[place] for place in evenly(range(len(run.mixtures)), MOST_ROUNDS)]
     known = sorted({client for _, client_S, _ in shown for client in client_S.tolist()})
     known.sort(key=lambda client: (experiment.group_of.get(client, -1), client))

@@ -69,7 +69,7 @@ class PlacedFigure:
 
 @dataclass(frozen=True)
 class Chapter:
-    """The figures of one experiment under their headings."""
+    """The figures of an experiment under their headings."""
 
     experiment: ReportedExperiment
     parts: Sequence[tuple[str, Sequence[PlacedFigure]]]
@@ -189,7 +189,7 @@ def _table_rows(report: Report) -> list[list[TableCell]]:
             text = _with_std(mean, std) if name not in _ROUGH else _roughly(mean, std)
             cells.append(TableCell(text, mean, number=True))
         if _is_compared(report):
-            p, rivals = _float(row, "p"), sum(row["experiment"] == one["experiment"] for one in report.rows)
+            p, rivals = _float(row, "p"), sum(row["experiment"] == other["experiment"] for other in report.rows)
             text = tested_in_words(p, _float(row, "effect"), _float(row, "runs"), rivals)
             cells.append(TableCell(text, p, number=True))
         rows.append(cells)

@@ -9,7 +9,7 @@ import numpy as np
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.tracking.record import RoundRecord
 
-# for each round with reassignments: the round, and (client, cluster) of each; cluster -1: the client has none any more
+# for each round with reassignments: the round, and (client, cluster) pairs; cluster -1: the client left its cluster
 ReassignmentList = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
@@ -33,7 +33,7 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class ReportedExperiment:
-    """Runs of one experiment, which differ only in their seeds, with all methods."""
+    """Runs of an experiment, which differ only in their seeds, with all methods."""
 
     name: str
     run_info: Mapping[str, str]  # settings in words
@@ -84,7 +84,7 @@ class Ranks:
     critical_difference: float  # of two mean ranks at level 0.05 (Nemenyi)
 
     def is_near_best(self, method: str) -> bool:
-        """Whether the test does not tell the method from the one with the best mean rank."""
+        """Whether the test does not distinguish the method from the method with the best mean rank."""
         return self.mean_rank[method] - min(self.mean_rank.values()) <= self.critical_difference
 
     @property

@@ -16,11 +16,11 @@ class ArrowLog:
         self.file, self.schema = file, schema
 
     def open(self) -> list[pa.RecordBatch]:
-        """The batches that the file has; one that a crash has torn is cut off. Raises DataError for other columns."""
+        """The batches of the file; an incomplete last batch is cut off. Raises DataError for other columns."""
         if not self.file.exists():
             return []
-        batches, end, found = whole_batches(self.file)
-        check_columns(self.file, found, self.schema)
+        batches, end, schema = whole_batches(self.file)
+        check_columns(self.file, schema, self.schema)
         if end < self.file.stat().st_size:
             os.truncate(self.file, end)
         return batches
@@ -33,22 +33,22 @@ class ArrowLog:
             append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
 
 
-def check_columns(file: Path, found: pa.Schema | None, expected: pa.Schema) -> None:
-    """Raises DataError if a file has other columns than expected; None: it has none yet."""
-    if found not in (None, expected):
-        raise DataError(f"{file} has columns {found.names}, expected {expected.names}")
+def check_columns(file: Path, columns: pa.Schema | None, expected: pa.Schema) -> None:
+    """Raises DataError if a file has other columns than expected. columns: None if the file is empty."""
+    if columns not in (None, expected):
+        raise DataError(f"{file} has columns {columns.names}, expected {expected.names}")
 
 
 def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | None]:
-    """The batches that are complete, the byte after the last of them, and their columns; None: there are none yet.
+    """The batches that are complete, the byte after the last of them, and their columns (None for an empty file).
 
     Raises DataError for a file that cannot be read, or is damaged elsewhere than at its end.
     """
     batches: list[pa.RecordBatch] = []
     schema = None
-    with opened(file):  # raises for what is no regular file
+    with opened(file):  # raises unless it is a regular file
         pass
-    with pa.memory_map(str(file)) as source:  # read by those who use the values
+    with pa.memory_map(str(file)) as source:  # pages are read when values are used
         end = 0
         try:
             reader = pa.ipc.open_stream(source)
@@ -59,5 +59,9 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
             return batches, end, schema
-        except (pa.ArrowException, ValueError, OverflowError) as error:  # no torn end: nothing is cut off
+        except (
+            pa.ArrowException,
+            ValueError,
+            OverflowError,
+        ) as error:  # damaged elsewhere than at the end: nothing is cut off
             raise DataError(f"{file} is damaged ({error}); remove it: what it has recorded so far is lost") from error

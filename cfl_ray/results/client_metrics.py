@@ -20,8 +20,7 @@ def _schema(scores: Sequence[str]) -> pa.Schema:
 class ClientMetrics:
     """P-server of every client and evaluated round, in an Arrow stream that grows by a batch per evaluation.
 
-    A batch that a crash has torn is cut off; rounds that are replayed are ignored. Without a directory the batches are
-    in memory.
+    An incomplete last batch is cut off; replayed rounds are ignored. Without a directory the batches are in memory.
     """
 
     def __init__(self, directory: Path | None, scores: Sequence[str] = _SCORES):
@@ -49,7 +48,7 @@ class ClientMetrics:
 
 
 def read_client_metrics(path: Path) -> pa.Table:
-    """The whole batches of the file; an empty table if there is none. Raises DataError for a damaged one."""
+    """The whole batches of the file; an empty table if there is none. Raises DataError for a damaged file."""
     batches, _, schema = whole_batches(path) if path.exists() else ([], 0, None)
     schema = schema or _schema(_SCORES)
     if schema != _schema(schema.names[2:]):

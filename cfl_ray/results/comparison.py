@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cfl_ray.config import Experiment
+from cfl_ray.config.data import NOT_IN_RECIPE
+from cfl_ray.config.experiment import NOT_HASHED
 from cfl_ray.core.metrics import METRICS, Metric
 from cfl_ray.errors import ConfigError, did_you_mean
+from cfl_ray.errors.redaction import redact
 from cfl_ray.report.drawing import LEAST_SHOWN, tested_in_words
 from cfl_ray.results.load import recorded_result, recorded_run
 from cfl_ray.results.results import MethodResult
 from cfl_ray.results.study_folder import run_folders, seed_of
 from cfl_ray.results.trust import load_record
 from cfl_ray.run_directory import RunDirectory
-from cfl_ray.tracking import read_end
+from cfl_ray.tracking import flatten, read_end
 from cfl_ray.tracking.record import primary_of
 
 if TYPE_CHECKING:
@@ -33,19 +37,20 @@ _LESS = (  # is better
     *("virtual_seconds", "seconds_to_target"),
     *("rounds_to_target", "mbit_to_target", "rounds_to_target_local", "mbit_to_target_local"),
 )
-_FEWEST_PAIRS = 3  # seeds that two methods have in common, from which on they are tested against each other
+_SHOWN_KEYS, _SHOWN_LETTERS = 3, 40  # in the name of an experiment: of keys, and of a value
+_FEWEST_PAIRS = 3  # fewest common seeds of two methods that are tested against each other
 
 
-# the metrics of every run, by (experiment, method) and seed; the experiment of a study is its setting
-Found = dict[tuple[str, str], dict[int, dict[str, float]]]
+# the metrics of every run, by (experiment, method) and seed; in a study, the experiment is the setting
+RunMetrics = dict[tuple[str, str], dict[int, dict[str, float]]]
 
 
 def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust: bool = False) -> pd.DataFrame:
-    """One row for each method of each experiment: mean and spread of its last evaluation over the runs.
+    """A row for each method of each experiment: mean and spread of its last evaluation over the runs.
 
-    Runs that differ only in the seed are one experiment. The folder of a study stands for all its runs; each of its
+    Runs that differ only in the seed form an experiment. The folder of a study stands for all its runs; each of its
     settings is an experiment. Columns: experiment, method, runs (their number), and for each metric METRIC (mean) and
-    METRIC_std (sample standard deviation; NaN for one run); mbit (per client, download plus upload), seconds (of all
+    METRIC_std (sample standard deviation; NaN for 1 run); mbit (per client, download plus upload), seconds (of all
     rounds), p (p-value of a paired t-test of the first metric against the best method of the experiment, over common
     seeds; NaN for the best method and for fewer than 3 common seeds), and effect (size: mean of the differences over
     their standard deviation). A method without the metric for one of its seeds cannot be the best. Methods without an
@@ -57,30 +62,32 @@ def compare_runs(runs: Sequence[str | Path], metrics: Sequence[str] = (), trust:
     Raises ConfigError for a metric that no run has. Next to `accuracy`, the metric `accuracy_std` has the column
     `accuracy_std_over_clients`.
     """
-    found: Found = {}
-    names: dict[str, str] = {}  # of experiments, by their settings without seed
+    run_metrics: RunMetrics = {}
     studies = _names_of_studies([Path(run) for run in runs if RunDirectory(run).is_study])
     for study, study_name in studies.items():
-        for (setting, label), of_seeds in read_study(study).found.items():
-            found[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
-    for run in runs:
-        if Path(run) in studies:
-            continue
+        for (setting, label), of_seeds in read_study(study).run_metrics.items():
+            run_metrics[(f"{study_name}, {setting}" if len(runs) > 1 else setting, label)] = of_seeds
+    plain = [Path(run) for run in runs if Path(run) not in studies]
+    for run in plain:
         RunDirectory(run).require_run()
-        experiment = load_record(directory := Path(run).absolute(), trust, connects=False)
-        results = recorded_run(directory, experiment)
-        name = names.setdefault(settings_of(experiment), free_name(experiment.name, list(names.values())))
-        for label, result in results.methods.items():
+    experiments = [load_record(run.absolute(), trust, connects=False) for run in plain]
+    first: dict[str, Experiment] = {}  # by the settings without seed
+    for experiment in experiments:
+        first.setdefault(settings_of(experiment), experiment)
+    names = dict(zip(first, names_of([(one.name, one) for one in first.values()]), strict=True))
+    for run, experiment in zip(plain, experiments, strict=True):
+        name = names[settings_of(experiment)]
+        for label, result in recorded_run(run.absolute(), experiment).methods.items():
             if result.final:
-                of_seeds = found.setdefault((name, label), {})
+                of_seeds = run_metrics.setdefault((name, label), {})
                 if experiment.seed in of_seeds:
                     raise ConfigError(f"{run}: another run has the same settings and seed {experiment.seed}")
                 of_seeds[experiment.seed] = values_of(result)
-    return table_of(found, metrics)
+    return table_of(run_metrics, metrics)
 
 
 def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
-    """Each study with the name of its folder, or the path if two folders have one name. Raises ConfigError."""
+    """The name of each study: that of its folder, or its path if two folders have the same name. Raises ConfigError."""
     places = [study.resolve() for study in studies]
     if twice := [str(study) for study, place in zip(studies, places, strict=True) if places.count(place) > 1]:
         raise ConfigError(f"{' and '.join(twice)} are one study; name it once")
@@ -88,25 +95,25 @@ def _names_of_studies(studies: Sequence[Path]) -> dict[Path, str]:
     return {study: name if names.count(name) == 1 else str(study) for study, name in zip(studies, names, strict=True)}
 
 
-def metrics_of(found: Found) -> list[str]:
+def metrics_of(run_metrics: RunMetrics) -> list[str]:
     """Names of the metrics that runs have, each once."""
-    return list(dict.fromkeys(name for seeds in found.values() for values in seeds.values() for name in values))
+    return list(dict.fromkeys(name for seeds in run_metrics.values() for values in seeds.values() for name in values))
 
 
-def measured(found: Found, metrics: Sequence[str]) -> list[str]:
+def measured(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
     """The metrics that at least one run has, in the given order."""
-    present = metrics_of(found)
+    present = metrics_of(run_metrics)
     return [name for name in metrics if name in present]
 
 
-def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
+def table_of(run_metrics: RunMetrics, metrics: Sequence[str] = ()) -> pd.DataFrame:
     """The table of `compare_runs`."""
     import pandas as pd
 
-    chosen = _chosen(found, metrics)
-    rows = [_row(key, of_seeds, chosen) for key, of_seeds in found.items()]
+    chosen = _chosen(run_metrics, metrics)
+    rows = [_row(key, of_seeds, chosen) for key, of_seeds in run_metrics.items()]
     frame = pd.DataFrame(rows, columns=["experiment", "method", "runs", *_columns(chosen)])
-    tests = _paired_tests(found, chosen[0]) if chosen else []
+    tests = _paired_tests(run_metrics, chosen[0]) if chosen else []
     frame["p"], frame["effect"] = [p for p, _ in tests], [effect for _, effect in tests]
     return frame
 
@@ -118,37 +125,37 @@ def table_of(found: Found, metrics: Sequence[str] = ()) -> pd.DataFrame:
 class StudyFigures:
     """The metrics of every run of a study at its end: those of the last evaluation and of the whole run."""
 
-    found: Found
+    run_metrics: RunMetrics
 
     def value(self, setting: str, method: str, seed: int, metric: str) -> float | None:
-        """A metric of one run; None if there is no such run, or it lacks the metric."""
-        return self.found.get((setting, method), {}).get(seed, {}).get(metric)
+        """A metric of a run; None if there is no such run, or it lacks the metric."""
+        return self.run_metrics.get((setting, method), {}).get(seed, {}).get(metric)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for each run: setting, method, seed, then a column for each metric."""
+        """A row for each run: setting, method, seed, then a column for each metric."""
         import pandas as pd
 
         rows = [
             {"setting": setting, "method": method, "seed": seed, **values}
-            for (setting, method), of_seeds in self.found.items()
+            for (setting, method), of_seeds in self.run_metrics.items()
             for seed, values in of_seeds.items()
         ]
         return pd.DataFrame(rows, columns=None if rows else ["setting", "method", "seed"])
 
 
 def read_study(folder: str | Path) -> StudyFigures:
-    """The figures of the finished runs of a study, read from its folder.
+    """The metrics of the finished runs of a study, read from its folder.
 
     Raises DataError for a finished run whose metrics are missing or damaged.
     """
-    found: Found = {}
+    run_metrics: RunMetrics = {}
     for setting, method, run in run_folders(folder):
         for directory in sorted(path for path in run.iterdir() if path.is_dir()):
             if (end := read_end(directory)) is not None and end.status == "FINISHED":
                 result = recorded_result(method, directory)
                 if result.final:
-                    found.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
-    return StudyFigures(found)
+                    run_metrics.setdefault((setting, method), {})[seed_of(run)] = values_of(result)
+    return StudyFigures(run_metrics)
 
 
 def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -163,9 +170,9 @@ def by_experiment(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def format_table(frame: pd.DataFrame, style: str) -> str:
-    """A frame of `compare_runs` as Markdown, CSV (all digits), LaTeX or HTML: mean ± spread in one cell.
+    """A frame of `compare_runs` as Markdown, CSV (all digits), LaTeX or HTML: mean ± spread in a cell.
 
-    style: one of FORMATS.
+    style: an element of FORMATS.
     """
     if style == "csv":
         return str(frame.to_csv(index=False)).rstrip("\n")
@@ -197,28 +204,54 @@ def _in_markdown(cell: str) -> str:
 
 
 def settings_of(experiment: Experiment) -> str:
-    """Hash of the settings that the runs of one experiment share: all that figures depend on but seed and methods."""
+    """Hash of the settings that the runs of an experiment share: all that results depend on but seed and methods."""
     return experiment.model_copy(update={"seed": 0, "methods": []}).config_hash
 
 
-def free_name(name: str, taken: list[str]) -> str:
-    """The name, with a number if another experiment has it."""
-    return name if name not in taken else f"{name} ({sum(one.startswith(name) for one in taken) + 1})"
+def names_of(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
+    """A name for each experiment: the given one, with the keys in which it differs from others of that name.
+
+    With a number if it differs in nothing that can be written, such as the content of a file.
+    """
+    settings = [_keys_that_count(experiment) for _, experiment in experiments]
+    names: list[str] = []
+    for (name, _), own in zip(experiments, settings, strict=True):
+        rivals = [other for (rival, _), other in zip(experiments, settings, strict=True) if rival == name]
+        differing = [
+            f"{key}={value if len(value) <= _SHOWN_LETTERS else f'{value[:_SHOWN_LETTERS]}...'}"
+            for key, value in own.items()
+            if any(other.get(key, "null") != value for other in rivals)
+        ]
+        more = [f"{len(differing) - _SHOWN_KEYS} more"] if len(differing) > _SHOWN_KEYS else []
+        full = f"{name} ({', '.join([*differing[:_SHOWN_KEYS], *more])})" if differing else name
+        names.append(f"{full} ({number})" if (number := 1 + sum(one.startswith(full) for one in names)) > 1 else full)
+    return names
+
+
+def _keys_that_count(experiment: Experiment) -> dict[str, str]:
+    """The keys on which `settings_of` depends, with their values, without credentials."""
+    values = flatten(experiment.to_dict_as_written())
+    without = {*NOT_HASHED, "seed", "methods", *(f"data.{key}" for key in NOT_IN_RECIPE)}
+    return {
+        key: redact(value)
+        for key, value in values.items()
+        if without.isdisjoint((key, key.partition(".")[0])) or key == "runtime.precision"
+    }
 
 
 def values_of(result: MethodResult) -> dict[str, float]:
-    """Metrics of the last evaluation and of the whole run, with the traffic in one number, and seconds."""
+    """Metrics of the last evaluation and of the whole run, with the total traffic as `mbit`, and `seconds`."""
     final = result.final
     mbit = final.get("mbit_down", np.nan) + final.get("mbit_up", np.nan)
     return result.last_numbers | final | result.summary | {"mbit": mbit, "seconds": result.seconds}
 
 
-def _chosen(found: Found, metrics: Sequence[str]) -> list[str]:
-    present = metrics_of(found)
-    for name in metrics if found else ():
+def _chosen(run_metrics: RunMetrics, metrics: Sequence[str]) -> list[str]:
+    present = metrics_of(run_metrics)
+    for name in metrics if run_metrics else ():
         if name not in present:
             raise ConfigError(f"no run has the metric {name!r}{did_you_mean(name, present)}")
-    scores = dict.fromkeys(primary_of(values) for seeds in found.values() for values in seeds.values())
+    scores = dict.fromkeys(primary_of(values) for seeds in run_metrics.values() for values in seeds.values())
     usual = [*(f"{score}{ending}" for score in scores for ending in ("", "_local", "_p10", "_p90")), *_SHOWN]
     shown = list(dict.fromkeys(metrics or [name for name in usual if name in present])) or present[:3]
     return [*shown, *(name for name in ("mbit", "seconds") if name in present and name not in shown)]
@@ -229,9 +262,9 @@ def _columns(chosen: list[str]) -> list[str]:
 
 
 def column_of(metric: str, metrics: Sequence[str]) -> str:
-    """The column of one of the metrics of a table; METRIC_over_clients for METRIC_std beside METRIC.
+    """The column of a metric in a table of `metrics`: METRIC; METRIC_over_clients for METRIC_std beside METRIC.
 
-    There METRIC_std is the spread of METRIC over the seeds.
+    In such a table, METRIC_std is the spread of METRIC over the seeds.
     """
     of_clients = metric.endswith("_std") and metric.removesuffix("_std") in metrics
     return f"{metric}_over_clients" if of_clients else metric
@@ -240,45 +273,51 @@ def column_of(metric: str, metrics: Sequence[str]) -> str:
 def _row(key: tuple[str, str], of_seeds: dict[int, dict[str, float]], chosen: list[str]) -> list[Any]:
     row: list[Any] = [*key, len(of_seeds)]
     for name in chosen:
-        values = np.array([one.get(name, np.nan) for one in of_seeds.values()])
+        values = np.array([values.get(name, np.nan) for values in of_seeds.values()])
         with np.errstate(invalid="ignore"):  # infinite values have no spread
             row += [float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else np.nan]
     return row
 
 
 def is_less_better(metric: str) -> bool:
-    """Whether less of a metric is better, as far as that is known of it."""
+    """Whether lower values of a metric are better; False for a metric that is not known."""
     known = METRICS.builtin.get(re.sub(r"_(local|local_trained|tuned|honest|p10|p90)$", "", metric))
     return metric in _LESS or (isinstance(known, Metric) and not known.higher_is_better)
 
 
-def _paired_tests(found: Found, metric: str) -> list[tuple[float, float]]:
-    """(p, effect size) of each method against the best one of its experiment, over the seeds that both have.
+def _paired_tests(run_metrics: RunMetrics, metric: str) -> list[tuple[float, float]]:
+    """`paired_test` of each method against the best one of its experiment."""
+    best = _best_methods(run_metrics, metric)
+    values = {
+        key: {seed: values_of_seed.get(metric, np.nan) for seed, values_of_seed in seeds.items()}
+        for key, seeds in run_metrics.items()
+    }
+    return [paired_test(values[key], values[best.get(key[0], key)]) for key in run_metrics]
+
+
+def paired_test(ours: Mapping[int, float], best: Mapping[int, float]) -> tuple[float, float]:
+    """(p, effect size) of a paired t-test of values by seed, over the seeds that both have.
 
     Effect size: the mean of the differences over their standard deviation (Cohen's d of pairs). Only finite values
-    count; NaN if nothing is tested.
+    count; NaN for fewer than three of them, and if all differences are equal.
     """
-    best = _best_methods(found, metric)
-    if any(len(of_seeds) >= _FEWEST_PAIRS for of_seeds in found.values()):
-        from scipy.stats import ttest_rel  # half a second that the report of a single run does without
+    pairs_S2 = np.array([[ours[seed], best[seed]] for seed in sorted(ours.keys() & best.keys())]).reshape(-1, 2)
+    pairs_S2 = pairs_S2[np.isfinite(pairs_S2).all(1)]
+    difference_S = pairs_S2[:, 0] - pairs_S2[:, 1]
+    if len(difference_S) < _FEWEST_PAIRS or np.ptp(difference_S) == 0:
+        return math.nan, math.nan
+    from scipy.stats import ttest_rel  # half a second that the report of a single run does without
 
-    tests = []
-    for key, of_seeds in found.items():
-        rival = best.get(key[0], key)
-        common = sorted(of_seeds.keys() & found[rival].keys())
-        pairs = np.array([[of_seeds[seed].get(metric), found[rival][seed].get(metric)] for seed in common], float)
-        pairs = pairs[np.isfinite(pairs).all(1)] if common else pairs
-        tested = key != rival and len(pairs) >= _FEWEST_PAIRS and np.ptp(pairs[:, 0] - pairs[:, 1]) > 0
-        difference_S = pairs[:, 0] - pairs[:, 1] if tested else np.full(2, np.nan)
-        effect = difference_S.mean() / difference_S.std(ddof=1)
-        tests.append((float(ttest_rel(*pairs.T).pvalue) if tested else np.nan, float(effect)))
-    return tests
+    return float(ttest_rel(*pairs_S2.T).pvalue), float(difference_S.mean() / difference_S.std(ddof=1))
 
 
-def _best_methods(found: Found, metric: str) -> dict[str, tuple[str, str]]:
+def _best_methods(run_metrics: RunMetrics, metric: str) -> dict[str, tuple[str, str]]:
     """The best method of each experiment, among those that have the metric with every seed."""
     sign = -1 if is_less_better(metric) else 1
-    means = {key: np.mean([one.get(metric, np.nan) for one in of_seeds.values()]) for key, of_seeds in found.items()}
+    means = {
+        key: np.mean([values.get(metric, np.nan) for values in of_seeds.values()])
+        for key, of_seeds in run_metrics.items()
+    }
     best: dict[str, tuple[str, str]] = {}
     for key, mean in means.items():
         if not np.isnan(mean) and (key[0] not in best or sign * mean > sign * means[best[key[0]]]):

@@ -2,8 +2,8 @@
 
     diagnostics.arrow    round, name, axes, shape, labels of each axis, values (row by row)
 
-A number is a metric of its round, in `metrics.jsonl`; here it has one row without axes, of the first round that has it,
-which says that this name is a diagnostic.
+A number is a metric of its round, in `metrics.jsonl`; here it has a single row without axes, of its first
+round, which says that this name is a diagnostic.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,14 +32,14 @@ _SCHEMA = pa.schema(
 class DiagnosticsLog:
     """Receives the diagnostics of a method, round by round, in a file or, without a directory, in memory.
 
-    A batch that a crash has torn is cut off; what is replayed is ignored, as is an array that is as it was before.
+    An incomplete last batch is cut off. Replayed rounds, and arrays that have not changed, are ignored.
     """
 
     def __init__(self, directory: Path | None):
         self.log = ArrowLog(RunDirectory(directory).diagnostics, _SCHEMA) if directory else None
         self.kept: list[ReportedDiagnostic] = []  # without a file
         batches = self.log.open() if self.log else []
-        self.last = {one.name: one for batch in batches for one in _rows_of(batch)}  # by name
+        self.last = {row.name: row for batch in batches for row in _rows_of(batch)}  # by name
 
     def add(self, round: int, numbers: Mapping[str, float], arrays: Iterable[ReportedDiagnostic]) -> None:
         """Keeps the diagnostics of a round; they are in the file when this returns."""
@@ -51,48 +51,48 @@ class DiagnosticsLog:
         new = [*first, *filter(self._is_new, arrays)]
         if not new:
             return
-        self.last |= {one.name: one for one in new}
+        self.last |= {row.name: row for row in new}
         if self.log is None:
             self.kept += new
         else:
             self.log.append(_batch_of(new))
 
-    def _is_new(self, one: ReportedDiagnostic) -> bool:
-        last = self.last.get(one.name)
-        return last is None or (one.round > last.round and not one.diagnostic.equals(last.diagnostic))
+    def _is_new(self, reported: ReportedDiagnostic) -> bool:
+        last = self.last.get(reported.name)
+        return last is None or (reported.round > last.round and not reported.diagnostic.equals(last.diagnostic))
 
 
 def read_diagnostics(file: Path) -> list[ReportedDiagnostic]:
-    """The rows of the file, oldest first; none if there is no file. Raises DataError for one with other columns."""
+    """The rows of the file, oldest first; none if there is no file. Raises DataError for a file with other columns."""
     batches, _, schema = whole_batches(file) if file.exists() else ([], 0, None)
     check_columns(file, schema, _SCHEMA)
-    return [one for batch in batches for one in _rows_of(batch)]
+    return [row for batch in batches for row in _rows_of(batch)]
 
 
 def by_name(reported: Iterable[ReportedDiagnostic], records: Sequence[RoundRecord]) -> dict[str, dict[int, Diagnostic]]:
-    """Diagnostics by name and round; of numbers, those in the records."""
-    found: dict[str, dict[int, Diagnostic]] = {}
-    for one in reported:
-        if one.diagnostic.axes:
-            found.setdefault(one.name, {})[one.round] = one.diagnostic
+    """Diagnostics by name and round; numbers are taken from the records."""
+    by_round_of: dict[str, dict[int, Diagnostic]] = {}
+    for diagnostic in reported:
+        if diagnostic.diagnostic.axes:
+            by_round_of.setdefault(diagnostic.name, {})[diagnostic.round] = diagnostic.diagnostic
         else:
-            found[one.name] = {
-                record.round: Diagnostic(np.array(record.metrics[one.name]))
+            by_round_of[diagnostic.name] = {
+                record.round: Diagnostic(np.array(record.metrics[diagnostic.name]))
                 for record in records
-                if one.name in record.metrics
+                if diagnostic.name in record.metrics
             }
-    return {name: rounds for name, rounds in found.items() if rounds}
+    return {name: rounds for name, rounds in by_round_of.items() if rounds}
 
 
 def _batch_of(new: Sequence[ReportedDiagnostic]) -> pa.RecordBatch:
-    found = [one.diagnostic for one in new]
+    diagnostics = [row.diagnostic for row in new]
     columns = (
-        [one.round for one in new],
-        [one.name for one in new],
-        [list(one.axes) for one in found],
-        [list(one.value.shape) for one in found],
-        [[label.tolist() for label in one.labels] for one in found],
-        _flat([one.value for one in found]),
+        [row.round for row in new],
+        [row.name for row in new],
+        [list(diagnostic.axes) for diagnostic in diagnostics],
+        [list(diagnostic.value.shape) for diagnostic in diagnostics],
+        [[label.tolist() for label in diagnostic.labels] for diagnostic in diagnostics],
+        _flat([diagnostic.value for diagnostic in diagnostics]),
     )
     arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     return pa.record_batch(arrays, schema=_SCHEMA)

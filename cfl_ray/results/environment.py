@@ -1,6 +1,6 @@
 """The environment of a run: what its results depend on to the last bit beside the config hash, in environment.json.
 
-It is not in the config hash, because it is known only when hosts have started, and may differ between runs of one
+It is not in the config hash, because it is known only when hosts have started, and may differ between runs of an
 experiment. A run that is resumed keeps its engine, and warns of other changes.
 """
 
@@ -51,7 +51,7 @@ class Environment:
         )
 
     def changes(self, now: "Environment") -> list[str]:
-        """The changes since this, one line each."""
+        """The changes from this environment to `now`, a line each."""
         pairs = [(item.name, getattr(self, item.name), getattr(now, item.name)) for item in fields(self)]
         return [
             f"this run began with {_TITLES[name]} {_in_words(before)} and continues with {_in_words(after)}: "
@@ -63,7 +63,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class HostEnvironment:
-    """The environment of one process."""
+    """The environment of a process."""
 
     cpu: str  # model
     instructions: str
@@ -80,7 +80,7 @@ class HostEnvironment:
 def described(
     runtime: RuntimeConfig, choice: EngineChoice, device: str, hosts: Iterable[HostEnvironment], place: str
 ) -> tuple[dict[str, str], Environment]:
-    """(what the user reads of a session, its environment). place: number of hosts and nodes, in words."""
+    """(description of a session for the user, its environment). place: number of hosts and nodes, in words."""
     hosts = list(hosts)
     environment = Environment.of(runtime, choice.engine, device, hosts)
     cpus = " and ".join(sorted({str(host) for host in hosts}))

@@ -17,7 +17,7 @@ from cfl_ray.tracking import save_model
 
 
 def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None, client: int | None = None) -> str:
-    """Writes the model of a cluster, or the one that a client predicts with, and returns what was written, in words.
+    """Writes the model of a cluster, or that of a client's predictions, and returns what was written, in words.
 
     The ending of `path` is the format:
         .safetensors  parameters and buffers by name
@@ -49,7 +49,7 @@ def export_model(trained: TrainedMethod, path: Path, cluster: int | None = None,
 
 
 def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], None]) -> None:
-    """Writes the model of each cluster as a model of MLflow, `directory`/cluster-0 and so on; other files there go.
+    """Writes the model of each cluster as a model of MLflow, `directory`/cluster-0 and so on; removes others there.
 
     A model that cannot be written is left out. warn: receives a line for it.
     """
@@ -62,7 +62,7 @@ def save_models(trained: TrainedMethod, directory: Path, warn: Callable[[str], N
                 outputs = model(example)
             with private_umask():
                 save_model(model, example.numpy(), outputs.numpy(), folder)
-        except Exception as error:  # boundary to torch.export and MLflow: what they refuse ends no run
+        except Exception as error:  # boundary to torch.export and MLflow: a refused model does not end the run
             shutil.rmtree(folder, ignore_errors=True)
             reason = next(iter(str(error).strip().splitlines()), "")
             warn(

@@ -28,16 +28,16 @@ class FoundRun:
     @property
     def methods(self) -> dict[str, MethodResult]:
         """Results by label: in a study, the name that it gives the method."""
-        found = {label: result for label, result in self.results.methods.items() if result.final}
-        return {self.method: next(iter(found.values()))} if self.method and len(found) == 1 else found
+        evaluated = {label: result for label, result in self.results.methods.items() if result.final}
+        return {self.method: next(iter(evaluated.values()))} if self.method and len(evaluated) == 1 else evaluated
 
 
 def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun]:
-    """The runs among and below the paths, each once; those of a study in its order, others in that of their folders.
+    """The runs among and below the paths, each once; those of a study in its order, others ordered by folder.
 
     Raises ConfigError if a path has none.
     """
-    found: dict[Path, FoundRun] = {}
+    runs: dict[Path, FoundRun] = {}
     for path in map(Path, paths):
         below = list(_runs_below(path, trust))
         if not below:
@@ -46,26 +46,26 @@ def find_runs(paths: Sequence[str | Path], trust: bool = False) -> list[FoundRun
                 f"{RunDirectory.info.name}"
             )
         for run in below:
-            found.setdefault(run.directory.resolve(), run)
-    return list(found.values())
+            runs.setdefault(run.directory.resolve(), run)
+    return list(runs.values())
 
 
 def _runs_below(path: Path, trust: bool) -> Iterator[FoundRun]:
     for folder, inner, files in os.walk(path):
-        directory = Path(os.path.abspath(folder))  # the same for all runs of a study, however they are named
+        directory = Path(os.path.abspath(folder))  # the same for all runs of a study, whatever path names them
         if RunDirectory(directory).is_study:
             inner.clear()
             for setting, method, run in run_folders(directory):
                 if RunDirectory(run).info.is_file():
                     yield _open(run, trust, directory, setting, method)
         elif {RunDirectory.config.name, RunDirectory.info.name} <= {*files}:
-            inner.clear()  # no run is inside another one
+            inner.clear()  # no run is inside another run
             yield _open(directory, trust, *_place_in_study(directory))
         inner.sort()
 
 
 def _place_in_study(directory: Path) -> tuple[Path, str, str] | tuple[None, None, None]:
-    """Study, setting and method of a run that is named by itself; None for one that is in no study."""
+    """Study, setting and method of a run that is named itself; None for a run outside of studies."""
     parents = directory.parents
     study = parents[2] if len(parents) > 2 else None
     return (study, parents[1].name, parents[0].name) if study and RunDirectory(study).is_study else (None, None, None)

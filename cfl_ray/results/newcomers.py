@@ -39,7 +39,7 @@ class Newcomer:
 
 
 class _WithNewcomer(Federation):
-    """A federation with one more client, the last one, which has training samples alone."""
+    """A federation with a further client, the last, which only has training samples."""
 
     def __init__(self, base: Federation, samples: TensorSamples):
         self.base, self.samples = base, samples
@@ -66,7 +66,7 @@ class _WithNewcomer(Federation):
 
 
 class _Joined:
-    """A method to which one client has come by `Method.join`; the trained method itself stays as it is."""
+    """A trained method after a newcomer has joined by `Method.join`; the trained method itself does not change."""
 
     def __init__(self, trained: TrainedMethod, samples: TensorSamples):
         self.trained, self.samples, self.steps = trained, samples, trained.steps
@@ -96,7 +96,7 @@ class _Joined:
         return self.serving.models_KP[row]
 
     def row_after_round(self) -> Tensor:
-        """The same after the client's part of a round of the method: its own columns, trained on its samples."""
+        """`row` after the client's part of a round, in which its personal columns are trained on its samples."""
         assert self.serving.client_state is not None
         self.steps.round(self.state, self.clients, Draws(self.clients.seed, self.clients.round))
         value = self.backend.client_state(self.serving.client_state.name, self.client)
@@ -110,7 +110,7 @@ class _Joined:
 
 
 def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None) -> Newcomer:
-    """As `TrainedMethod.place`."""
+    """See `TrainedMethod.place`."""
     if y is None:
         return _without_labels(trained, trained.inputs(x))
     joined, method = _Joined(trained, _samples(trained, x, y)), trained.steps.method
@@ -127,7 +127,7 @@ def place(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
 
 
 def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-    """As `TrainedMethod.adapt`."""
+    """See `TrainedMethod.adapt`."""
     joined = _Joined(trained, _samples(trained, x, y))
     serving, local = joined.serving, joined.clients.local
     if serving.client_state is not None:
@@ -141,7 +141,7 @@ def adapt(trained: TrainedMethod, x: Tensor | np.ndarray, y: Tensor | np.ndarray
 
 
 def _without_labels(trained: TrainedMethod, x: Tensor) -> Newcomer:
-    """By the entropy of predictions, if there are several models to choose from."""
+    """The newcomer's model without labels: of several models, that with the least mean entropy."""
     serving, method, state = trained.serve(trained.online[:1]), trained.steps.method, trained.state
     if serving.weight_MK is not None:
         weight_MK = trained.serve(trained.online).weight_MK
@@ -189,8 +189,8 @@ def _mixture_without_labels(method: Method[Any]) -> str:
 def rules_of(trained: TrainedMethod) -> tuple[str, str, str]:
     """The rules of `place(x, y)`, `place(x)` and `adapt(x, y)` for a method, in words."""
     serving, method = trained.serve(trained.online[:1]), trained.steps.method
-    one = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
-    adapted = "the method's own training" if serving.tune is not None else f"one {one}"
+    training = "round of the method, of which it keeps its own columns" if serving.client_state else "local training"
+    adapted = "the method's own training" if serving.tune is not None else f"one {training}"
     if serving.weight_MK is not None:
         return method.placement, _mixture_without_labels(method), f"one local training of {_LARGEST}"
     if serving.client_state is not None and method.untrained:

@@ -19,34 +19,34 @@ from cfl_ray.tracking.record import METRICS
 def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: str | None = None) -> list[Comparison]:
     """Our numbers beside those of the tables, for each method that has a row there.
 
-    A run of a study belongs to the column of its setting in the tables that the study repeats, another one to `column`,
-    or to the only one there is. Raises ConfigError if that is not known, if nothing of ours is in the tables, and
-    for a metric that is neither one of ours nor in a run.
+    A run of a study belongs to the column of its setting in the tables that the study repeats, another run to `column`,
+    or to the only column. Raises ConfigError if the column is not known, if none of our runs is in the tables, and for
+    a metric that is neither in docs/metrics.md nor in a run.
     """
     if unknown := unknown_metric(runs, published):
         raise ConfigError(unknown)
     if column is not None and column not in (columns := _columns_of(published)):
         raise ConfigError(f"the published tables have no column {column!r}{did_you_mean(column, columns)}")
     tables = [name for name in _tables_of(runs) if name in published.tables] or list(published.tables)
-    found: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
+    results_of: dict[tuple[str, str], dict[int, MethodResult]] = {}  # by (column, label), then seed
     for run in runs:
         for label, result in run.methods.items():
-            of_seeds = found.setdefault((run.setting or column or _only_column(published), label), {})
+            of_seeds = results_of.setdefault((run.setting or column or _only_column(published), label), {})
             of_seeds[run.experiment.seed] = result
     compared = [
-        _compared(name, published.tables[name], row, column, number, found[column, row])
+        _compared(name, published.tables[name], row, column, number, results_of[column, row])
         for name in tables
         for row, column, number in published.tables[name].cells()
-        if (column, row) in found and number.mean is not None
+        if (column, row) in results_of and number.mean is not None
     ]
-    compared.sort(key=lambda one: (one.table, one.column))  # rows stay in their order
-    comparisons = [one for one in compared if not math.isnan(one.ours)]
+    compared.sort(key=lambda comparison: (comparison.table, comparison.column))  # rows stay in their order
+    comparisons = [comparison for comparison in compared if not math.isnan(comparison.ours)]
     if compared and not comparisons:
-        metrics = ", ".join(sorted({one.metric for one in compared}))
+        metrics = ", ".join(sorted({comparison.metric for comparison in compared}))
         raise ConfigError(f"no run has a number for the published tables: {metrics} is not known with every seed")
     if not comparisons:
         rows = dict.fromkeys(row for table in published.tables.values() for row in table.rows)
-        ours = "; ".join(f"{label}, {column}" for column, label in found)
+        ours = "; ".join(f"{label}, {column}" for column, label in results_of)
         raise ConfigError(
             f"no run is in the published tables: they have the methods {', '.join(rows)} and the columns "
             f"{', '.join(_columns_of(published))}; the runs have {ours}"
@@ -55,7 +55,7 @@ def compare_with(runs: Sequence[FoundRun], published: PublishedTables, column: s
 
 
 def unknown_metric(runs: Sequence[FoundRun], published: PublishedTables) -> str:
-    """A sentence on a metric of the tables that is neither one of ours nor in a run; empty if there is none."""
+    """A sentence on a metric of the tables that neither we nor a run have; empty if there is none."""
     present = {name for run in runs for result in run.methods.values() for name in values_of(result)}
     for name in _tables_of(runs) or published.tables:
         for row, _, number in published.tables[name].cells() if name in published.tables else ():

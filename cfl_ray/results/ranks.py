@@ -15,16 +15,19 @@ _FEWEST_METHODS, _FEWEST_BLOCKS = 3, 2
 
 
 def ranks_of(
-    found: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]], metric: str, less_is_better: bool = False
+    run_metrics: Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]], metric: str, less_is_better: bool = False
 ) -> Ranks | None:
     """The mean ranks of the methods, 1 the best, over pairs (experiment, seed) in which all of them have the metric.
 
-    found: metrics by (experiment, method) and seed. None with fewer than three methods, or fewer than two such pairs.
+    run_metrics: metrics by (experiment, method) and seed. None with fewer than three methods or two such pairs.
     """
-    methods = list(dict.fromkeys(method for _, method in found))
-    blocks = sorted({(experiment, seed) for (experiment, _), of_seeds in found.items() for seed in of_seeds})
+    methods = list(dict.fromkeys(method for _, method in run_metrics))
+    blocks = sorted({(experiment, seed) for (experiment, _), of_seeds in run_metrics.items() for seed in of_seeds})
     value_BM = np.array(
-        [[found.get((name, one), {}).get(seed, {}).get(metric, np.nan) for one in methods] for name, seed in blocks],
+        [
+            [run_metrics.get((name, method), {}).get(seed, {}).get(metric, np.nan) for method in methods]
+            for name, seed in blocks
+        ],
         float,
     ).reshape(len(blocks), len(methods))
     value_BM = value_BM[np.isfinite(value_BM).all(1)]
@@ -35,7 +38,7 @@ def ranks_of(
     count, tests = len(methods), len(value_BM)
     mean_M = rankdata(value_BM if less_is_better else -value_BM, axis=1).mean(0)
     differs = bool(np.ptp(mean_M) > 0)
-    # q of infinite degrees of freedom is that of very many
+    # 1e6 degrees of freedom instead of infinitely many
     critical = studentized_range.ppf(1 - _LEVEL, count, 1e6) / np.sqrt(2) * np.sqrt(count * (count + 1) / (6 * tests))
     order = np.argsort(mean_M, kind="stable")
     return Ranks(
@@ -51,6 +54,7 @@ def ranks_table(ranks: Ranks) -> str:
     """The ranks as Markdown, under a sentence with the tests."""
     lines = [ranks.in_words, "", "| method | mean rank | within the critical difference of the best |", "|---|---|---|"]
     rows = [
-        f"| {one} | {rank:.1f} | {'yes' if ranks.is_near_best(one) else ''} |" for one, rank in ranks.mean_rank.items()
+        f"| {method} | {rank:.1f} | {'yes' if ranks.is_near_best(method) else ''} |"
+        for method, rank in ranks.mean_rank.items()
     ]
     return "\n".join([*lines, *rows])

@@ -28,7 +28,7 @@ Row = tuple[int, list[list[int]]]  # a round, and the [client, cluster] of each 
 
 
 def read_reassignments(file: Path) -> list[Row]:
-    """The rows of the file; a line that is being written, or that a crash has torn, is left out.
+    """The rows of the file; an incomplete last line is left out.
 
     Raises DataError for a file that is damaged elsewhere.
     """
@@ -66,17 +66,17 @@ class Reassignments:
     def rounds(self) -> list[int]:
         """Rounds in which a client changed from one cluster to another.
 
-        The first cluster of a client is no change, except if a method forms clusters after rounds without any.
+        The first cluster of a client does not count, unless the method forms its first clusters after round 1.
         """
         placed: set[int] = set()
-        found = []
+        rounds = []
         for round, moved in self.rows:
             divided = not placed and round > 1 and any(cluster >= 0 for _, cluster in moved)
             if divided or any(client in placed and cluster >= 0 for client, cluster in moved):
-                found.append(round)
+                rounds.append(round)
             placed |= {client for client, cluster in moved if cluster >= 0}
             placed -= {client for client, cluster in moved if cluster < 0}
-        return found
+        return rounds
 
     def write(self, path: Path, federation: Federation) -> None:
         """assignments.parquet: a row for every change of a client's cluster."""

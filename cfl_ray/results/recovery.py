@@ -7,7 +7,7 @@ import numpy as np
 
 from cfl_ray.core.diagnostics import Diagnostic
 
-if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
+if TYPE_CHECKING:  # imported when a frame is asked for
     import pandas as pd
 
 
@@ -18,13 +18,13 @@ def recovery_frame(
     higher_is_better: bool = True,
     past_scores: Mapping[int, Diagnostic] | None = None,
 ) -> "pd.DataFrame":
-    """One row per round before which data changed: round, clients, before, after, recovered, rounds, backward_transfer.
+    """A row per round before which data changed: round, clients, before, after, recovered, rounds, backward_transfer.
 
     before, after: means of the first metric over the clients whose data changed, in the last evaluation before the
-    change and the first one after it. recovered: the first evaluated round in which the mean is within `within` of
-    `before` again, or better; rounds: rounds of training until then, the round of the change included. NaN: never, or
-    not evaluated. backward_transfer: mean over these clients of their score on the data that they had before the
-    change, in the last evaluation before their next one, minus `before` of the client; if higher scores are better,
+    change and the first evaluation after it. recovered: the first evaluated round in which the mean is within `within`
+    of `before` again, or better; rounds: rounds of training until then, the round of the change included. NaN: never,
+    or not evaluated. backward_transfer: mean over these clients of their score on the data that they had before the
+    change, in the last evaluation before the next change, minus `before` of the client; if higher scores are better,
     below 0 means that they have forgotten. NaN: not measured (`evaluation.past`).
 
     client_metrics: round, client, then the metrics, as `MethodResult.client_metrics`.

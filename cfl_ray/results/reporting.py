@@ -14,7 +14,7 @@ from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
 from cfl_ray.report.snapshots import RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
-from cfl_ray.results.comparison import Found, free_name, is_less_better, settings_of, table_of, values_of
+from cfl_ray.results.comparison import RunMetrics, is_less_better, names_of, settings_of, table_of, values_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
 from cfl_ray.results.published import compare_with, unknown_metric
 from cfl_ray.results.ranks import ranks_of
@@ -36,10 +36,10 @@ def write_report(
 ) -> Path:
     """Writes the page of these runs, and of all runs below these folders, and returns its path.
 
-    against: file of published tables; None: those that a study names, if its folder is the only path. column: that
-        of the tables which plain runs belong to; runs of a study belong to that of their setting. trust: as in
+    against: file of published tables; None: those that a study names, if its folder is the only path. column: column
+        of the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
         `load_run`.
-    Raises ConfigError if a path holds no run, or nothing of ours is in the tables.
+    Raises ConfigError if a path holds no run, or none of our runs is in the tables.
     """
     runs, comparisons, paper = _compared_runs(paths, against, column, trust)
     return write_report_of(runs, output, comparisons, paper, SHARED)
@@ -73,10 +73,10 @@ def _compared_runs(
 def _published_beside(
     folder: Path, runs: Sequence[FoundRun], warn: Callable[[str], None] = lambda text: None
 ) -> tuple[Sequence[Comparison], str]:
-    """The published numbers that a study names beside ours, and the paper; none of another folder.
+    """The published numbers that a study names beside ours, and the paper.
 
-    None either without their file, or if nothing of ours is in the study's tables. warn: receives a line for numbers
-    that have no metric of ours.
+    Both are empty for a folder that is not a study, without the file of the numbers, or if none of our runs is in the
+    tables. warn: receives a line if a published metric is not known.
     """
     file = load_study(RunDirectory(folder).study).published if RunDirectory(folder).is_study else None
     if file is None or not Path(file).is_file():
@@ -93,8 +93,8 @@ def _published_beside(
 def report_at_the_end(folder: Path, runs: Callable[[], Sequence[FoundRun]], warn: Callable[[str], None]) -> None:
     """Writes the page of a run or a study into its folder. A failure to draw it costs no results: it is a warning."""
     try:
-        found = runs()
-        write_report_of(found, RunDirectory(folder).report, *_published_beside(folder, found, warn))
+        opened = runs()
+        write_report_of(opened, RunDirectory(folder).report, *_published_beside(folder, opened, warn))
     except Exception as error:
         again = command("report", folder)
         warn(f"the report was not written: {type(error).__name__}: {error}; `{again}` tries it again")
@@ -120,18 +120,16 @@ def write_report_of(
 
 
 def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), paper: str = "") -> Report:
-    """The runs as the page shows them: those that differ in their seed alone, or have one setting, are together."""
+    """The data of the page. Runs of a setting, or that differ only in their seed, form an experiment."""
     groups: dict[str, list[FoundRun]] = {}
     for run in runs:
         groups.setdefault(f"{run.study}/{run.setting}" if run.setting else settings_of(run.experiment), []).append(run)
-    names: list[str] = []
-    for group in groups.values():
-        names.append(free_name(group[0].setting or group[0].experiment.name, names))
-    found: Found = {}
+    names = names_of([(group[0].setting or group[0].experiment.name, group[0].experiment) for group in groups.values()])
+    run_metrics: RunMetrics = {}
     for name, group in zip(names, groups.values(), strict=True):
         for run in group:
             for label, result in run.methods.items():
-                of_seeds = found.setdefault((name, label), {})
+                of_seeds = run_metrics.setdefault((name, label), {})
                 if run.experiment.seed in of_seeds:
                     raise ConfigError(
                         f"{run.directory}: another run has the same settings, method {label} and seed "
@@ -139,29 +137,29 @@ def report_of(runs: Sequence[FoundRun], comparisons: Sequence[Comparison] = (), 
                     )
                 of_seeds[run.experiment.seed] = values_of(result)
     experiments = [_experiment(name, group) for name, group in zip(names, groups.values(), strict=True)]
-    metrics = _columns(found, [one.score for one in experiments if one.methods])
-    frame = table_of(found, metrics)
+    metrics = _columns(run_metrics, [experiment.score for experiment in experiments if experiment.methods])
+    frame = table_of(run_metrics, metrics)
     rows = [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
     studies = {run.study.name for run in runs if run.study}
     title = names[0] if len(names) == 1 else f"{len(names)} experiments"
     waiting = [str(run.directory) for run in runs if not run.methods]
     return Report(
         title=" and ".join(sorted(studies)) or title,
-        experiments=[one for one in experiments if one.methods],
+        experiments=[experiment for experiment in experiments if experiment.methods],
         columns=metrics,
         rows=rows,
-        ranks=ranks_of(found, metrics[0], is_less_better(metrics[0])) if metrics and studies else None,
+        ranks=ranks_of(run_metrics, metrics[0], is_less_better(metrics[0])) if metrics and studies else None,
         comparisons=comparisons,
         paper=paper,
         notes=[f"Without an evaluation yet, and not shown: {', '.join(waiting)}"] if waiting else [],
     )
 
 
-def _columns(found: Found, scores: Sequence[str]) -> list[str]:
+def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
     """Metrics of the table: those that a method has. scores: of the experiments' tasks."""
     present = {
         name
-        for of_seeds in found.values()
+        for of_seeds in run_metrics.values()
         for values in of_seeds.values()
         for name, value in values.items()
         if not math.isnan(value)
@@ -182,7 +180,7 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
         for label, result in run.methods.items():
             score = primary_of(result.final)
             higher_is_better = f"{score}_p90" not in result.final
-            is_first = label not in methods  # matrices are drawn of one seed, and are not read of the others
+            is_first = label not in methods  # matrices are drawn for a single seed, and only read for it
             methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
             if result.directory is not None:
                 group_of |= _groups(result.directory)
@@ -220,7 +218,7 @@ def _mixtures(result: MethodResult) -> list[tuple[int, np.ndarray, np.ndarray]]:
 
 def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
     """The last diagnostic of each name that has a row for each client: of pairs, or of at least two numbers each."""
-    found, diagnostics = {}, result.diagnostics
+    matrices, diagnostics = {}, result.diagnostics
     counts = list(diagnostics.pop(LABEL_COUNTS, {}).values())
     for name, by_round in diagnostics.items():
         round, last = max(by_round.items())
@@ -228,14 +226,16 @@ def _matrices(result: MethodResult) -> dict[str, RecordedMatrix]:
             continue
         of_pairs = last.axes[1] == CLIENTS
         label_counts_SC = _label_counts(counts, last.labels[0]) if of_pairs else None
-        found[name] = RecordedMatrix(round, last.labels[0], last.value, of_pairs, label_counts_SC)
-    return found
+        matrices[name] = RecordedMatrix(round, last.labels[0], last.value, of_pairs, label_counts_SC)
+    return matrices
 
 
 def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.ndarray | None:
     """The last label counts (S, C) of these clients; NaN for a client without any, None if no client has some."""
     of_client = {
-        client: counts for one in recorded for client, counts in zip(one.labels[0].tolist(), one.value, strict=True)
+        client: counts
+        for diagnostic in recorded
+        for client, counts in zip(diagnostic.labels[0].tolist(), diagnostic.value, strict=True)
     }
     if of_client.keys().isdisjoint(client_S.tolist()):
         return None

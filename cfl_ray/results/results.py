@@ -31,15 +31,15 @@ if TYPE_CHECKING:  # pandas is imported by those who ask for a frame
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The records of one method, its metrics at the end, and what it has learned."""
+    """The records of a method, its metrics at the end, and what it has learned."""
 
     label: str
     records: list[RoundRecord]
     summary: dict[str, float]  # those of RUN_METRICS that apply
     directory: Path | None = None  # of its files; None: nothing was kept
-    # opens what the method has learned; None: it has not begun
+    # opens the trained method; None: it has not begun
     open_trained: Callable[[], TrainedMethod] | None = field(default=None, repr=False, compare=False)
-    reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # if nothing was kept
+    reported: Sequence[ReportedDiagnostic] = field(default=(), repr=False, compare=False)  # if there are no files
     clients: pa.Table | None = field(default=None, repr=False, compare=False)  # metrics of clients, likewise
 
     @property
@@ -54,11 +54,11 @@ class MethodResult:
 
     @property
     def final(self) -> dict[str, float]:
-        """Metrics of the last evaluated round; empty before the first one."""
-        return dict(next((one.metrics for one in reversed(self.records) if is_evaluated(one.metrics)), {}))
+        """Metrics of the last evaluated round; empty before the first evaluation."""
+        return dict(next((record.metrics for record in reversed(self.records) if is_evaluated(record.metrics)), {}))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per round: `round`, then a column for each metric (docs/metrics.md); NaN if it does not apply."""
+        """A row per round: `round`, then a column for each metric (docs/metrics.md); NaN if it does not apply."""
         import pandas as pd
 
         rows = [{"round": record.round, **record.metrics} for record in self.records]
@@ -82,10 +82,10 @@ class MethodResult:
         within: difference to the mean of the first metric before the change that counts as recovered.
         """
         if changed is None:
-            found: dict[int, list[int]] = {}
+            scheduled: dict[int, list[int]] = {}
             for change in self.trained.changes:
-                found.setdefault(change.round, []).extend(change.ids)
-            changed = found
+                scheduled.setdefault(change.round, []).extend(change.ids)
+            changed = scheduled
         higher_is_better = self.trained.task.metrics[0].higher_is_better
         past_scores = self.diagnostics.get(PAST_SCORES)
         return recovery_frame(self.client_metrics(), changed, within, higher_is_better, past_scores)
@@ -94,8 +94,8 @@ class MethodResult:
     def diagnostics(self) -> dict[str, dict[int, Diagnostic]]:
         """Values that the method reported beside its metrics (docs/metrics.md): {name: {round: diagnostic}}.
 
-        An array is there for each evaluated round in which it differs from the one before, by the round in which the
-        method reported it.
+        An array is listed only for evaluated rounds in which it differs from the array before, by the round in which
+        the method reported it.
         """
         reported = (
             self.reported if self.directory is None else read_diagnostics(RunDirectory(self.directory).diagnostics)
@@ -103,20 +103,20 @@ class MethodResult:
         return by_name(reported, self.records)
 
     def diagnostics_frame(self) -> pd.DataFrame:
-        """One row per round: `round`, then a column for each diagnostic that is a number; NaN if it has none."""
+        """A row per round: `round`, then a column for each diagnostic that is a number; NaN if it has none."""
         return self.to_frame().reindex(columns=["round", *self.last_numbers])
 
     @property
     def last_numbers(self) -> dict[str, float]:
         """The last value of each diagnostic that is a number."""
-        last = {name: found[max(found)] for name, found in self.diagnostics.items()}
-        return {name: float(one.value) for name, one in last.items() if not one.axes}
+        last = {name: by_round[max(by_round)] for name, by_round in self.diagnostics.items()}
+        return {name: float(diagnostic.value) for name, diagnostic in last.items() if not diagnostic.axes}
 
     # ---- what it has learned
 
     @cached_property
     def trained(self) -> TrainedMethod:
-        """The method after its last round or, of a run that is live or was stopped, after the last one saved."""
+        """The method after its last round or, in a run that is live or was stopped, after the last saved round."""
         if self.open_trained is None:
             raise ConfigError(f"{self.label} has not begun, so it has no models yet")
         return self.open_trained()
@@ -134,11 +134,11 @@ class MethodResult:
         return self.trained.personal_model(client)
 
     def test(self, client: int, round: int | None = None) -> TensorSamples:
-        """The test samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        """The test samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.trained.test(client, round)
 
     def train(self, client: int, round: int | None = None) -> TensorSamples:
-        """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        """The training samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.trained.train(client, round)
 
     def place(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | None = None) -> Newcomer:
@@ -146,7 +146,7 @@ class MethodResult:
         return self.trained.place(x, y)
 
     def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-        """The same after a training on these samples; see `TrainedMethod.adapt`."""
+        """As `place`, after a training on these samples; see `TrainedMethod.adapt`."""
         return self.trained.adapt(x, y)
 
     def predict(self, x: Any, like: Any) -> np.ndarray:
@@ -154,7 +154,7 @@ class MethodResult:
         return self.trained.predict(x, like)
 
     def assignments(self) -> pd.DataFrame:
-        """One row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
+        """A row per client: client, name, cluster, group, served_by, why; see `TrainedMethod.assignments`."""
         return self.trained.assignments()
 
 
@@ -171,13 +171,13 @@ class Results:
         return self.method(label)
 
     def method(self, label: str) -> MethodResult:
-        """The results of one method. Raises ConfigError, with the labels there are, for another name."""
+        """The results of a method. Raises ConfigError, with the labels there are, for another name."""
         if label not in self.methods:
             raise ConfigError(f"no method {label!r} in this run; it has {', '.join(self.methods)}")
         return self.methods[label]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per method and round: `method`, `round`, then a column for each metric (docs/metrics.md)."""
+        """A row per method and round: `method`, `round`, then a column for each metric (docs/metrics.md)."""
         import pandas as pd
 
         frames = [result.to_frame().assign(method=label) for label, result in self.methods.items() if result.records]

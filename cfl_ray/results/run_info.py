@@ -38,7 +38,7 @@ def run_info(
     groups = f", {len(set(group_of.values()))} true groups" if group_of else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})
-    found = {
+    settings_in_words = {
         "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
         "groups differ by": section("data.shift.", ["data.shift.kind"]),
         "partition": section("data.partition.", ["data.partition.kind"]),
@@ -57,14 +57,14 @@ def run_info(
         "hosts": ", ".join(recorded[key] for key in ("hosts", "device", "engine") if key in recorded),
         "commit": recorded.get("git_commit", ""),
     }
-    return {name: redact(value) for name, value in found.items() if value}
+    return {name: redact(value) for name, value in settings_in_words.items() if value}
 
 
 def _shared_settings(runs: Sequence[FoundRun]) -> dict[str, str]:
     """The settings by dotted keys; methods of a study may differ in some of them."""
     all_settings = [flatten(run.experiment.to_dict()) for run in runs]
     return {
-        key: value if all(one.get(key) == value for one in all_settings) else "differs by method"
+        key: value if all(other.get(key) == value for other in all_settings) else "differs by method"
         for key, value in all_settings[0].items()
     }
 
@@ -95,7 +95,7 @@ def _recorded(directory: Path) -> dict[str, str]:
 
 
 def command_again(runs: Sequence[FoundRun]) -> tuple[str, str]:
-    """The command that runs it again, and its file, without credentials."""
+    """The command that repeats these runs, and the config or study that it names, without credentials."""
     first = min(runs, key=lambda run: run.experiment.seed)
     if first.study is not None:
         text = RunDirectory(first.study).study.read_text(encoding="utf-8")

@@ -33,18 +33,18 @@ def write_config(directory: Path, experiment: Experiment, run_dir: Path | None =
 
 
 def recorded_hash(directory: RunDirectory) -> str:
-    """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot hold."""
+    """The config hash of a run directory, which also covers objects made in Python that config.yaml cannot express."""
     first = (read_text(directory.config) or "").partition("\n")[0]
     return first.removeprefix(_HASH) if first.startswith(_HASH) else config.load(directory.config).config_hash
 
 
 def stored_hash(directory: RunDirectory, experiment: Experiment) -> str:
-    """The config hash with which checkpoints are stored: the recorded one, which an earlier version may have made."""
+    """The config hash with which checkpoints are stored: the recorded hash, which an earlier version may have made."""
     return recorded_hash(directory) if directory.is_run else experiment.config_hash
 
 
 def differences(directory: RunDirectory, now: Experiment) -> str:
-    """The keys in which an experiment differs from the one that the run began with, in words."""
+    """The keys in which an experiment differs from the experiment that the run began with, in words."""
     different = _changed(directory, now) or ["parts made in Python or the content of a file"]
     more = f" and {len(different) - _LISTED} more" if len(different) > _LISTED else ""
     return f"{', '.join(different[:_LISTED])}{more}"
@@ -55,11 +55,13 @@ def _changed(directory: RunDirectory, now: Experiment) -> list[str]:
     there: Mapping[str, str]
     try:
         there = read_info(directory.path).params
-    except DataError:  # the run was killed before it was written
+    except DataError:  # the run was killed before info.json was written
         there = flatten(config.load(directory.config).to_dict_as_written())
     defaults = flatten(Experiment().to_dict())
     here, written = flatten(now.to_dict()), flatten(now.to_dict_as_written())
-    known = {".".join(path) for path, _ in keys_of(Experiment)}  # those that are not here are of other kinds
+    known = {
+        ".".join(path) for path, _ in keys_of(Experiment)
+    }  # known keys that are not in `here` belong to other kinds
     keys = [key for key in sorted({*there, *here}) if key.partition(".")[0] not in {*NOT_HASHED, "session"}]
     keys = [key for key in keys if key in here or key not in known]
     before = {key: there.get(key, defaults.get(key, "null")) for key in keys}

@@ -16,7 +16,7 @@ def run_folders(study: str | Path) -> list[tuple[str, str, Path]]:
 
 
 def folders_with(study: RunDirectory, containing: File) -> list[tuple[str, str, Path]]:
-    """The same for the folders of runs that hold a file."""
+    """As `run_folders`, for the folders of runs that have the file `containing`."""
     settings, methods = _names_in(study.study)
 
     def place(run: Path) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def _names_in(file: Path) -> tuple[list[str], list[str]]:
 
 
 def methods_in(values: dict[str, Any]) -> list[Any]:
-    """The entries of `methods` of an experiment; none if they are no list."""
+    """The entries of `methods` of an experiment; empty if they are not a list."""
     methods = values.get("methods", [])
     return methods if isinstance(methods, list) else []
 
@@ -64,8 +64,8 @@ def num_methods(values: dict[str, Any]) -> int:
 
 
 def _position(name: str, names: list[str]) -> int:
-    """The place of a name, or of the part before a trial of a sweep, in a list; its end for another name."""
-    known = [one for one in (name, name.partition(",")[0]) if one in names]
+    """The index of a name, or of its part before a trial, in a list; the length of the list for another name."""
+    known = [candidate for candidate in (name, name.partition(",")[0]) if candidate in names]
     return names.index(known[0]) if known else len(names)
 
 

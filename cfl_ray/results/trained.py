@@ -29,7 +29,7 @@ from cfl_ray.results.newcomers import Newcomer, adapt, place
 if TYPE_CHECKING:
     import pandas as pd
 
-_EXCHANGE = -1  # of the random draws of a client that trains before it predicts: those of the evaluation
+_EXCHANGE = -1  # exchange number in the random keys of clients that train before they predict, as in the evaluation
 
 
 class AdditiveModel(nn.Module):
@@ -57,7 +57,7 @@ class MixtureModel(nn.Module):
 
 @dataclass(frozen=True)
 class TrainedMethod:
-    """A method after its last round, or after the last one that was saved.
+    """A method after its last round, or after the last saved round.
 
     Inputs are normalised as the federation normalises its samples: `test(client)` returns such inputs.
     """
@@ -111,15 +111,15 @@ class TrainedMethod:
     # ---- clients
 
     def test(self, client: int, round: int | None = None) -> TensorSamples:
-        """The test samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        """The test samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.present(round).test(self._known(client))
 
     def train(self, client: int, round: int | None = None) -> TensorSamples:
-        """The training samples (x, y) of a client, as its data were in a round; None: in the last one."""
+        """The training samples (x, y) of a client, as its data were in a round; None: in the last round."""
         return self.present(round).train(self._known(client))
 
     def present(self, round: int | None = None) -> Federation:
-        """The federation as it was in a round; None: in the last one."""
+        """The federation as it was in a round; None: in the last round."""
         last = max(self.round, 1)
         if round is not None and not 1 <= round <= last:
             raise ConfigError(f"{self.label} has rounds 1 .. {last}, got {round}")
@@ -150,17 +150,17 @@ class TrainedMethod:
         """The model that a client with these samples, which is not in the federation, would get, and why.
 
         x: normalised inputs (n, *shape). y: their targets: then it is placed as a newcomer is in a run (`Method.join`).
-            None: of several cluster models it gets the one whose predictions have the least mean entropy.
+            None: of several cluster models it gets the model whose predictions have the least mean entropy.
         docs/concepts/newcomers.md has the rule of every method. Raises ConfigError, with the reason, if the method has
         no model for such a client. Nothing changes in the trained method.
         """
         return place(self, x, y)
 
     def adapt(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Newcomer:
-        """The same after a training on these samples.
+        """As `place`, after a training on these samples.
 
-        A method with personal columns trains them in a round of its own; the models of the others are trained as in a
-        round, or as the method prescribes before a client predicts.
+        A method with personal columns trains them in a round of its own; the models of other methods are trained as in
+        a round, or as the method prescribes before a client predicts.
         """
         return adapt(self, x, y)
 
@@ -196,10 +196,10 @@ class TrainedMethod:
         return predicted
 
     def assignments(self) -> "pd.DataFrame":
-        """A data frame with one row per client.
+        """A data frame with a row per client.
 
-        client, name; cluster: that it is a member of (-1: none); group: true group (-1: not known); served_by: the
-        cluster whose model it would predict with now (-1: that of none); why, in words.
+        client, name; cluster: its cluster (-1: none); group: true group (-1: not known); served_by: the
+        cluster whose model it would predict with now (-1: no cluster's); why, in words.
         """
         import pandas as pd
 

@@ -1,10 +1,10 @@
 """Trust in run directories, which another user may have made.
 
-Its record, config.yaml, names Python files, folders and URIs of data, the folder for output, trackers, and may name a
-Ray cluster and an MLflow server: going on with the run imports the files, reads and writes the folders, unpickles what
-the cluster sends, and sends the user's credentials to servers. So a run signs everything that its record names
-(`signature.json`), and anything else that a record names, and every symbolic link in the directory, needs the user's
-word.
+The record of a run, config.yaml, names Python files, folders and URIs of data, the folder for output, trackers, and may
+name a Ray cluster and an MLflow server: going on with the run imports the files, reads and writes the folders,
+unpickles what the cluster sends, and sends the user's credentials to servers. So a run signs everything that its record
+names (`signature.json`). Anything else that a record names, and every symbolic link in the directory, needs the user's
+consent (`--trust`).
 
 A config that the user names is the user's own; `cfl-ray check`, which is for looking at configs, asks before it imports
 a file of another user.
@@ -106,7 +106,7 @@ def _servers_in(experiment: Experiment) -> list[str]:
 
 
 def _record(run_dir: Path, text: str | None = None) -> dict[str, Any]:
-    """The config of a run as it was written: paths of a directory that has moved are those before the move."""
+    """The config of a run as it was written: if the directory has moved, with the paths before the move."""
     values = yaml.safe_load((read_text(RunDirectory(run_dir).config) or "") if text is None else text)
     return values if isinstance(values, dict) else {}
 
@@ -163,15 +163,15 @@ def _servers(address: Any, uri: Any) -> list[str]:
 
 def _files_in(values: Any) -> list[Path]:
     """Every file that an `anything:Name` of the config names, wherever it stands."""
-    found = (_file_of(text) for text in texts_of(values))
-    return list(dict.fromkeys(file for file in found if file is not None))
+    files = (_file_of(text) for text in texts_of(values))
+    return list(dict.fromkeys(file for file in files if file is not None))
 
 
 def _file_of(reference: str) -> Path | None:
     path = Path(reference.rpartition(":")[0])
     try:
         return path.resolve() if path.is_file() else None
-    except (OSError, ValueError):  # no name of a file
+    except (OSError, ValueError):  # not a valid file name
         return None
 
 

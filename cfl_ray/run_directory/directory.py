@@ -134,7 +134,7 @@ class RunDirectory:
         ]
 
     def method(self, label: str) -> RunDirectory:
-        """The directory of one method."""
+        """The directory of a method."""
         return RunDirectory(self.path / label)
 
     def cursor(self, tracker: str) -> Path:
@@ -176,19 +176,19 @@ class RunDirectory:
     def _signed(self) -> list[str]:
         """The names in signature.json; none if this user has not signed them for this directory."""
         with suppress(DataError):
-            found = read_json(self.signature) or {}
-            names = found.get("names")
-            if isinstance(names, list) and is_signed(_PURPOSE, self.path, names, found.get("signature")):
+            values = read_json(self.signature) or {}
+            names = values.get("names")
+            if isinstance(names, list) and is_signed(_PURPOSE, self.path, names, values.get("signature")):
                 return [str(name) for name in names]
         return []
 
     def _links(self) -> list[str]:
-        """The symbolic links in the directory, each with its target: what they lead to is no part of the run."""
-        found = []
+        """The symbolic links in the directory, each with its target, which is not part of the run."""
+        links: list[str] = []
         for folder, folders, files in os.walk(self.path):
-            links = (path for name in (*folders, *files) if (path := Path(folder) / name).is_symlink())
-            found += [f"the link {path.relative_to(self.path)} -> {os.readlink(path)}" for path in links]
-        return sorted(found)
+            paths = (path for name in (*folders, *files) if (path := Path(folder) / name).is_symlink())
+            links += [f"the link {path.relative_to(self.path)} -> {os.readlink(path)}" for path in paths]
+        return sorted(links)
 
     # ---- kind
 
@@ -203,7 +203,7 @@ class RunDirectory:
         return self.study.is_file()
 
     def require_run(self) -> None:
-        """Raises ConfigError for a folder that holds no run, or one in a format that this version does not know."""
+        """Raises ConfigError for a folder that holds no run, or a run in a format that this version does not know."""
         if self.is_run:
             if self.format > FORMAT:
                 raise ConfigError(
@@ -219,7 +219,7 @@ class RunDirectory:
 
     @property
     def format(self) -> int:
-        """The format of a run's files; `FORMAT` is that of new ones."""
+        """The format of a run's files; `FORMAT` is that of new runs."""
         with opened(self.config) as file:
             line = _FORMAT_LINE.search(file.read(_HEADER_BYTES)) if file is not None else None
         return int(line[1]) if line else 1
@@ -268,7 +268,7 @@ class RunDirectory:
 
         The driver appends to them without waiting for the disk. A checkpoint of round r holds the report of round r,
         and counts on all earlier rounds being recorded; so these files are flushed before it is written. What a power
-        failure cuts off is of round r or later, and is written again by the run that goes on.
+        failure cuts off is of round r or later, and is written again when the run continues.
         """
         for file in self.records:
             if file.exists():
@@ -279,6 +279,6 @@ class RunDirectory:
     # ---- a study
 
     def run_folders(self, containing: File | None = None) -> Iterator[Path]:
-        """The directories of a study's runs, or those of them that have a file; in no order."""
+        """The directories of a study's runs, or only those that contain a file; in no order."""
         name = (containing or RunDirectory.config).name
         return (file.parent for file in self.path.glob(f"*/*/seed-*/{name}"))

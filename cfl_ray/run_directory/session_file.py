@@ -24,7 +24,7 @@ class ServerAddress:
 
     address: str  # of the Ray cluster
     actor: str  # name of the server actor in NAMESPACE
-    auth_mode: str  # RAY_AUTH_MODE of the driver, "" where it was not set
+    auth_mode: str  # RAY_AUTH_MODE of the driver, "" if it was not set
     loopback: bool  # the cluster was started for this run and listens on loopback only
     host: str
     pid: int  # of the driver
@@ -36,13 +36,13 @@ class ServerAddress:
 
 
 def cluster_address(configured: str | None) -> str | None:
-    """The Ray cluster to join; None: one is to be started on this machine for the run."""
+    """The Ray cluster to join; None: a cluster is started on this machine for the run."""
     address = configured or os.environ.get("RAY_ADDRESS") or ("auto" if "RAY_JOB_ID" in os.environ else None)
     return None if address == "local" else address
 
 
 def publish_server(run_dir: Path, session: ServerAddress) -> None:
-    """Writes session.json, readable by its owner only. Without a key there is none, and no live commands."""
+    """Writes session.json, readable by its owner only. Without a key it is not written, and no live command works."""
     values = asdict(session)
     if signature := sign(_PURPOSE, run_dir, values):
         write_json(RunDirectory(run_dir).session, values | {"signature": signature})

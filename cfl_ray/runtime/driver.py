@@ -257,7 +257,7 @@ def _git_commit() -> str:
     """The commit of the running code, or "unknown" outside a checkout."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
+        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return commit.stdout.strip() or "unknown"

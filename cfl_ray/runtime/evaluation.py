@@ -60,10 +60,10 @@ class Evaluator:
         for asked in (2 * wanted, 20 * wanted, total):  # the more are offline, the more have to be drawn
             sample = stream(self.seed, 0, 0, -1, "evaluated").choice(total, min(total, asked), replace=False)
             at = np.minimum(np.searchsorted(online, sample), len(online) - 1)
-            found = sample[online[at] == sample][:wanted]
-            if len(found) == wanted:
+            chosen = sample[online[at] == sample][:wanted]
+            if len(chosen) == wanted:
                 break
-        return np.sort(found)
+        return np.sort(chosen)
 
     def scores(self, serving: Serving, clients: Clients) -> Scores:
         """P-server: each client with the model that it would predict with now; NaN if the method has none for it."""
@@ -145,8 +145,8 @@ class Evaluator:
         if labels_MC is None:
             per_pair = np.array([scores(*counts) for counts in zip(confusion, loss, strict=True)])
             return Scores(clients.ids_M, per_pair[pair_M])
-        found = [scores(confusion[i], loss[i], labels_C) for i, labels_C in zip(pair_M, labels_MC, strict=True)]
-        return Scores(clients.ids_M, np.array(found))
+        rows = [scores(confusion[i], loss[i], labels_C) for i, labels_C in zip(pair_M, labels_MC, strict=True)]
+        return Scores(clients.ids_M, np.array(rows))
 
 
 def _tables(serving: Serving) -> tuple[Tensor, ...]:
@@ -162,13 +162,13 @@ def initial_scores(evaluator: Evaluator, initial_P: Tensor, clients: Clients) ->
     return evaluator.scores(Serving(initial_P[None], clients.first_row()), clients)
 
 
-def score_metrics(found: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
+def score_metrics(scores: Scores, task: Task = CLASSIFICATION) -> dict[str, float]:
     """Means over the clients that were tested, and the spread of the first metric; NaN if none was.
 
     A client whose first metric is not defined counts as not tested; of other metrics, undefined values are left out.
     """
-    tested = ~np.isnan(found.primary_M)
-    table_MV = found.table_MV[tested] if tested.any() else np.full((1, found.table_MV.shape[1]), np.nan)
+    tested = ~np.isnan(scores.primary_M)
+    table_MV = scores.table_MV[tested] if tested.any() else np.full((1, scores.table_MV.shape[1]), np.nan)
     primary, score_M = task.metrics[0], table_MV[:, 0]
     tail = 10 if primary.higher_is_better else 90  # the worst tenth of the clients
     spread = {
@@ -188,7 +188,7 @@ def mean_of_defined(values_M: np.ndarray) -> float:
     return float(np.nanmean(values_M)) if defined.any() else float("nan")
 
 
-def cluster_vectors(state: State, online: np.ndarray, found: Scores) -> tuple[np.ndarray, np.ndarray] | None:
+def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[np.ndarray, np.ndarray] | None:
     """(mean of the first metric over the tested clients of each cluster, clients of each that are online), (K,) each.
 
     NaN for a cluster without tested clients. None below two clusters.
@@ -197,9 +197,9 @@ def cluster_vectors(state: State, online: np.ndarray, found: Scores) -> tuple[np
     if count < 2:
         return None
     sizes_K = np.bincount(state.assign_N[online] + 1, minlength=count + 1)[1:]  # without those in no cluster
-    tested = ~np.isnan(found.primary_M)
-    assign_M = state.assign_N[found.ids_M][tested] + 1
-    total_K = np.bincount(assign_M, found.primary_M[tested], minlength=count + 1)[1:]
+    tested = ~np.isnan(scores.primary_M)
+    assign_M = state.assign_N[scores.ids_M][tested] + 1
+    total_K = np.bincount(assign_M, scores.primary_M[tested], minlength=count + 1)[1:]
     tested_K = np.bincount(assign_M, minlength=count + 1)[1:]
     return np.divide(total_K, tested_K, out=np.full(count, np.nan), where=tested_K > 0), sizes_K
 
@@ -211,11 +211,11 @@ def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None
     if not known.any():
         return {}
     count_K = np.bincount(assign_M[known])
-    found = {
+    metrics = {
         "num_clusters": float((count_K > 0).sum()),
         "largest_cluster_share": float(count_K.max() / known.sum()),
     }
     if group_N is not None:
         known &= group_N[online] >= 0  # newcomers may come without a true group
-        found |= agreement(group_N[online][known], assign_M[known]) if known.any() else {}
-    return found
+        metrics |= agreement(group_N[online][known], assign_M[known]) if known.any() else {}
+    return metrics

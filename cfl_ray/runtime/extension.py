@@ -30,8 +30,8 @@ def check_extension(earlier: Path, experiment: Experiment) -> None:
         raise ConfigError(f"extend: {error}") from None
     recorded = config.load(directory.config)
     if (same := experiment.model_copy(update={"rounds": recorded.rounds})).config_hash != recorded_hash(directory):
-        found = differences(directory, same)
-        raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, and so do {found}")
+        differing = differences(directory, same)
+        raise ConfigError(f"extend: only `rounds` may differ from those of {earlier}, and so do {differing}")
     if recorded.rounds >= experiment.rounds:
         raise ConfigError(
             f"extend: {earlier} has {recorded.rounds} rounds and this run {experiment.rounds}; give this run more"
@@ -49,7 +49,7 @@ def _check_schedules(earlier: Path, rounds: int, experiment: Experiment) -> None
             "privacy.noise_multiplier can be extended"
         )
     _, local, own = resolve_learning(experiment, resolve(experiment.methods))
-    for schedule in filter(None, (one.schedule for one in (local, *own.values()))):
+    for schedule in filter(None, (sgd.schedule for sgd in (local, *own.values()))):
         for round in range(1, rounds + 1):
             there, here = (schedule(round, count) for count in (rounds, experiment.rounds))
             if there != here:

@@ -262,8 +262,8 @@ class _Launch:
         if not run.is_run:
             return directory
         if recorded_hash(run) != self.experiment.config_hash:
-            found = differences(run, self.experiment)
-            raise ConfigError(f"{directory} belongs to another config: {found}; choose another folder")
+            differing = differences(run, self.experiment)
+            raise ConfigError(f"{directory} belongs to another config: {differing}; choose another folder")
         raise ConfigError(
             f"{directory} already holds a run of this config; continue it with `{command('resume', directory)}` "
             "or choose another folder"
@@ -291,8 +291,8 @@ class _Launch:
         if not run.is_run:
             raise ConfigError(f"replay: {replay} holds no run: there is no {run.config}")
         if recorded_hash(run) != self.experiment.config_hash:
-            found = differences(run, self.experiment)
-            raise ConfigError(f"replay: {replay} belongs to another config: {found}; run {run.config}")
+            differing = differences(run, self.experiment)
+            raise ConfigError(f"replay: {replay} belongs to another config: {differing}; run {run.config}")
         if not self.keep:
             raise ConfigError("replay: name a run_dir; what happens in a run is kept there")
 
@@ -307,7 +307,8 @@ class _Launch:
     def _how_to_continue(self) -> str:
         if self.directory is None or not RunDirectory(self.directory).is_run:
             return "Nothing was kept"
-        return f"Every saved round is kept; go on with: {command('resume', self.directory)}"
+        here = [] if self.on_ray or self.experiment.runtime.backend != "ray" else ["--in-process"]
+        return f"Every saved round is kept; go on with: {command('resume', self.directory, *here)}"
 
 
 def _path(path: str | Path | None) -> Path | None:

@@ -1,27 +1,65 @@
-"""The privacy of a method's run at work, with the key of its noise."""
+"""The privacy of a method's run at work, with the key of its noise and the account of its releases."""
 
 import os
 import secrets
 from pathlib import Path
 
 from cfl_ray.checkpoint.store import CheckpointStore
+from cfl_ray.core.population import Population
 from cfl_ray.core.privacy import Noise, PrivateRun
+from cfl_ray.errors import RunError
 from cfl_ray.privacy.plan import PrivacyPlan
 from cfl_ray.run_directory import RunDirectory
+from cfl_ray.runtime.requests import Requests
+from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.runtime.run_plan import RunPlan
 from cfl_ray.system.files import open_private
 
 _BYTES = 32
 
 
-def private_run(plan: PrivacyPlan, seed: int, store: CheckpointStore | None) -> PrivateRun:
-    """A new account. Its noise is drawn from the seed, if the plan says so, or from the key of the run.
+class RunPrivacy:
+    """The privacy of a method's run: its plan, and what it has released so far.
 
-    A process that continues the run draws the same noise: a sum that is computed again is released once.
+    Its noise is drawn from the seed, if the plan says so, or from the key of the run. A process that continues the run
+    draws the same noise: a sum that is computed again is released once.
     """
-    if plan.reproducible:
-        return PrivateRun(plan.privacy, Noise(b"reproducible, not private" + seed.to_bytes(8, "little")))
-    key = secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
-    return PrivateRun(plan.privacy, Noise(key))
+
+    def __init__(self, plan: PrivacyPlan, seed: int, store: CheckpointStore | None):
+        self.plan = plan
+        if plan.reproducible:
+            key = b"reproducible, not private" + seed.to_bytes(8, "little")
+        else:
+            key = secrets.token_bytes(_BYTES) if store is None else _key(RunDirectory(store.directory).privacy_key)
+        self.run = PrivateRun(plan.privacy, Noise(key))
+
+    def draw_cohorts(self, population: Population, requests: Requests) -> None:
+        """Draws cohorts by the key, too; if they amplify the privacy, the clients of the run do not change."""
+        if self.plan.sampling.kind != "all":
+            requests.fixed = "the account of privacy assumes cohorts of the clients of the start"
+        population.cohort_seed = self.run.noise.seed("cohort")
+
+    def last_round(self, saved: int, rounds: int) -> int:
+        """The last round within the budget, at most `rounds`. saved: the last round in the account."""
+        return self.plan.last_round(self.run.releases, saved, rounds)
+
+    def end_round(self, draft: RoundDraft, plan: RunPlan, rounds: int) -> None:
+        """Enters the releases of the round into the account. Raises RunError beyond the budget.
+
+        rounds: of the experiment; the plan has fewer if the budget ends before.
+        """
+        self.run.end_round()
+        if not plan.evaluates(draft.round):
+            return
+        epsilon, target = self.plan.epsilon(self.run.releases), self.plan.target
+        draft.metrics |= {"epsilon": epsilon, "clip_norm": self.run.norm}
+        if target is not None and epsilon > target * 1.0001:
+            raise RunError(
+                f"the run has released more than its plan: epsilon {epsilon:.4g} after round {draft.round}, the "
+                f"budget is {target:g}; the round is not saved"
+            )
+        if draft.round == plan.rounds < rounds:
+            draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
 
 
 def _key(file: Path) -> bytes:

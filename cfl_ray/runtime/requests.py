@@ -158,8 +158,8 @@ class Requests:
         ids_n = np.asarray(ids)
         wrong = ids_n[trial.is_online_N[ids_n] == (verb == "join")]
         if len(wrong):
-            found = "online already" if verb == "join" else "offline"
-            raise ConfigError(f"{verb}: client {wrong[0]} is {found} in round {round}")
+            status = "online already" if verb == "join" else "offline"
+            raise ConfigError(f"{verb}: client {wrong[0]} is {status} in round {round}")
 
     def _check_never_empty(self, event: JournalEvent) -> None:
         """Raises ConfigError if no client would be online after `event`, in its round or after a planned change."""

@@ -104,53 +104,53 @@ class RoundEvaluation:
         """P-local over all clients, and over those that have trained; the others hold the initial model."""
         score_M = local_scores_N2[clients.ids_M, 0].astype(np.float64)
         trained = ~np.isnan(score_M)
-        found = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
+        metrics = {f"{self.primary}_local_trained": float(score_M[trained].mean())} if trained.any() else {}
         if not trained.all():
             untrained = clients.select(~trained)
             score_M[~trained] = initial_scores(self.evaluator, self.initial_P, untrained).primary_M
-        return found | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
+        return metrics | {f"{self.primary}_local": mean_of_defined(score_M), "trained_share": float(trained.mean())}
 
     def _metrics_of_some(self, scores: Scores, serving: Serving, clients: Clients) -> dict[str, float]:
         """Means over honest clients and over newcomers, and P-tune."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         honest = ~np.isin(clients.ids_M, self.attackers)
         if len(self.attackers) and honest.any():
-            found[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
+            metrics[f"{self.primary}_honest"] = mean_of_defined(scores.primary_M[honest])
         newcomers = np.isin(clients.ids_M, self.membership.population.newcomers)
         if newcomers.any():
-            found[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
+            metrics[f"newcomer_{self.primary}"] = mean_of_defined(scores.primary_M[newcomers])
         if self.settings.tuned_epochs:
             tuned_M = self.evaluator.tuned_scores(serving, clients, clients.local).primary_M
-            found[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
+            metrics[f"{self.primary}_tuned"] = mean_of_defined(tuned_M)
             if newcomers.any():
-                found[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
-        return found
+                metrics[f"newcomer_{self.primary}_tuned"] = mean_of_defined(tuned_M[newcomers])
+        return metrics
 
     def _tests_on_past_data(self, draft: RoundDraft, serving: Serving, clients: Clients) -> Diagnostics:
         """Tests clients on the data that they had before their last change."""
-        found = Diagnostics(self.label, seed=self.seed)
+        diagnostics = Diagnostics(self.label, seed=self.seed)
         federation = self.membership.federation
         changed_N = np.zeros(federation.num_clients, np.int64)  # round of the last change; 0: none
         for round in range(1, draft.round + 1):
             changed_N[federation.changed(round)] = round
         chosen_M = changed_N[clients.ids_M] > 0
         if not chosen_M.any():
-            return found
+            return diagnostics
         chosen = clients.select(chosen_M)
         past = chosen.replaying([(int(changed) - 1,) for changed in changed_N[chosen.ids_M]])
         score_M = self.evaluator.scores(serving.select(chosen_M), past).primary_M
-        found.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M, 0.0)
+        diagnostics.add(PAST_SCORES, score_M, (CLIENTS,), chosen.ids_M, 0.0)
         draft.metrics[f"{self.primary}_past"] = mean_of_defined(score_M)
-        return found
+        return diagnostics
 
     def _labels_of_compared(self, round: int, stats: RoundStats, diagnostics: RoundDiagnostics) -> Diagnostics:
         """Training labels of the clients of whom the method has reported a matrix; attackers might lie about theirs."""
-        found, population = Diagnostics(self.label, seed=self.seed), self.membership.population
+        labels, population = Diagnostics(self.label, seed=self.seed), self.membership.population
         ids = compared_clients(diagnostics.reported)
         ids = ids[population.is_online_N[ids] & ~np.isin(ids, self.attackers)]
         ids = self.label_counts.bounded(ids, self.seed)
         clients = replace(self.clients_of(ids, round, stats), evaluated=True)
         counted, counts_MC = self.label_counts.of(clients, self.membership.present)
         if len(counted):
-            found.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
-        return found
+            labels.add(LABEL_COUNTS, counts_MC, (CLIENTS, "classes"), counted, 0.0)
+        return labels

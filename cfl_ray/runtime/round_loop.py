@@ -8,7 +8,7 @@ the rounds since then, with the same results. A round that was saved and not yet
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,12 @@ import numpy as np
 
 from cfl_ray.checkpoint.interval import CheckpointInterval
 from cfl_ray.checkpoint.store import Checkpoint, CheckpointStore
-from cfl_ray.clock.virtual_time import Flights
 from cfl_ray.core.checked_method import CheckedMethod
 from cfl_ray.core.clients import Clients, RoundStats, Traffic
-from cfl_ray.core.events import births_and_deaths, phase_change
+from cfl_ray.core.events import births_and_deaths
 from cfl_ray.core.population import Cohort
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.server_optimizers import ServerMoments
-from cfl_ray.core.state import State
 from cfl_ray.core.versions import Received
 from cfl_ray.core.work import Backend
 from cfl_ray.data.replay import distinct_rounds
@@ -35,34 +33,19 @@ from cfl_ray.results.trained import TrainedMethod
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.journal import Journal
 from cfl_ray.runtime.membership import Membership
-from cfl_ray.runtime.private_run import private_run
+from cfl_ray.runtime.participation import Participation
+from cfl_ray.runtime.private_run import RunPrivacy
 from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_diagnostics import RoundDiagnostics
 from cfl_ray.runtime.round_evaluation import RoundEvaluation
 from cfl_ray.runtime.round_report import RoundDraft, RoundReport, Status, listed
+from cfl_ray.runtime.run_plan import RunPlan
 from cfl_ray.runtime.snapshot import Snapshot
 from cfl_ray.setup.first_models import start_of
 from cfl_ray.setup.prepare import Setup
 from cfl_ray.tracking import read_records
 
 _NO_LIMIT = 2**62  # test samples of a client that has its own
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Rounds of a run, and which of them are evaluated and saved whatever else happens."""
-
-    rounds: int
-    evaluate_every: int = 1
-    checkpoint_every: int | None = 1  # None: as `CheckpointInterval` says
-
-    def evaluates(self, round: int) -> bool:
-        """Whether `round` is evaluated; the last one always is."""
-        return round % self.evaluate_every == 0 or round == self.rounds
-
-    def saves(self, round: int) -> bool:
-        """Whether a checkpoint follows `round`; the last one always has one."""
-        return round == self.rounds or (self.checkpoint_every is not None and round % self.checkpoint_every == 0)
 
 
 class RoundLoop:
@@ -87,26 +70,18 @@ class RoundLoop:
         self.server = None if (step := self.method.server_step) is None else ServerMoments(step)
         attackers = np.array(sorted(setup.attack.clients), np.int64)
         self.backend = ReusingBackend(backend, setup.federation, attackers)
-        self.privacy = setup.privacy.get(label)
-        self.private = None if self.privacy is None else private_run(self.privacy, experiment.seed, store)
+        plan = setup.privacy.get(label)
+        self.privacy = None if plan is None else RunPrivacy(plan, experiment.seed, store)
         self.plan = RunPlan(experiment.rounds, experiment.evaluation.every, experiment.runtime.checkpoint_every)
         self.interval = CheckpointInterval() if store and experiment.runtime.checkpoint_every is None else None
         recorded = max((record.round for record in read_records(store.directory)), default=0) if store else 0
         journal = Journal(store.directory if store else None)
         self.requests = Requests(label, journal, setup.federation, experiment.rounds, session, recorded)
         self.membership = Membership(setup, self.requests)
-        if self.private is not None:
-            if self.privacy is not None and self.privacy.sampling.kind != "all":
-                self.requests.fixed = "the account of privacy assumes cohorts of the clients of the start"
-            self.membership.population.cohort_seed = self.private.noise.seed("cohort")
+        if self.privacy is not None:
+            self.privacy.draw_cohorts(self.membership.population, self.requests)
+        self.participation = Participation(setup, label, network.spec, self.membership)
         self.num_scores = len(setup.task.score_names)  # of one client
-        self.time = setup.time_of(label, network.spec, lambda ids: self.membership.present.num_samples_N[ids])
-        if (time := self.time) is not None:
-            self.membership.available = lambda: time.available(setup.availability)
-        self.flights = None  # None: rounds are synchronous
-        if setup.asynchrony is not None and self.time is not None:
-            self.flights = Flights.none(setup.asynchrony, self.time)
-
         self.fallbacks: set[str] = set()  # why clients were not trained by the chosen engine, as noted so far
         self.status: Status = "starting"
         self.round = 0  # the round at work, or the last one
@@ -119,9 +94,8 @@ class RoundLoop:
             setup, label, self.steps, self.backend, self.membership, self.clients_of, initial_P
         )
         snapshot = self._decoded(checkpoint) if checkpoint else self._first()
-        if self.privacy is not None and self.private is not None:
-            last = self.privacy.last_round(self.private.releases, self.saved, experiment.rounds)
-            self.plan = replace(self.plan, rounds=last)
+        if self.privacy is not None:
+            self.plan = replace(self.plan, rounds=self.privacy.last_round(self.saved, experiment.rounds))
         self.state, self.traffic, self.local_scores_N2 = snapshot.state, snapshot.traffic, snapshot.local_scores_N2
         self.restored = self._restored(snapshot, checkpoint)
         self.diagnostics = RoundDiagnostics(() if self.restored.diagnostics else snapshot.report.diagnostics)
@@ -139,7 +113,7 @@ class RoundLoop:
             draft = RoundDraft(self.round, self.state.phase, stats)
             with self._failing():
                 self._change_membership(draft)
-                cohort, received = self._next_cohort(draft)
+                cohort, received = self.participation.cohort(draft, self.state)
                 self._train(cohort, received, draft)
                 if self.plan.evaluates(draft.round):
                     self._enter("evaluating", draft.round)
@@ -209,7 +183,8 @@ class RoundLoop:
         return Snapshot(self.steps.init(start), Traffic(), unknown_N2, {}, RoundReport("starting", 0))
 
     def _decoded(self, checkpoint: Checkpoint) -> Snapshot:
-        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, self.private)
+        private = None if self.privacy is None else self.privacy.run
+        snapshot = Snapshot.decoded(checkpoint, self.label, self.method.state_type, self.num_scores, private)
         if snapshot.frozen != self.setup.frozen:
             raise RunError(
                 f"the model's frozen parameters (digest {self.setup.frozen or 'none'}) are not those of the run "
@@ -223,10 +198,7 @@ class RoundLoop:
         if checkpoint is not None:
             if self.server is not None:
                 self.server.restore(snapshot.moments)
-            if self.time is not None:
-                self.time.restore(snapshot.time)
-            if self.flights is not None:
-                self.flights.restore(snapshot.time)
+            self.participation.restore(snapshot.time)
             self.backend.restore(checkpoint.client_states())
             notes = (*checkpoint.refused, f"goes on after round {self.saved}")
         if (last := self.requests.stop_after) is not None and last > self.saved:
@@ -259,8 +231,7 @@ class RoundLoop:
             self.state = self.steps.leave(self.state, change.left)
             draft.stats.events += births_and_deaths(round, before_K, self.state.members_K, because)
             self.backend.forget(change.left)
-            if self.flights is not None:
-                self.flights.leave(change.left)
+            self.participation.leave(change.left)
             self._set_local_scores(change.left, np.nan)
             draft.notes.append(f"left: {listed(change.left)}")
             draft.metrics["clients_left"] = float(len(change.left))
@@ -272,88 +243,27 @@ class RoundLoop:
             self.state = self.steps.drift(self.state, self.clients_of(change.data_changed, round, draft.stats))
             draft.notes.append(f"data changed: {listed(change.data_changed)}")
 
-    def _next_cohort(self, draft: RoundDraft) -> tuple[Cohort, Received | None]:
-        """The clients whose updates the server waits for; of an asynchronous round, also what they have received."""
-        membership = self.membership
-        if self.flights is None:
-            cohort, wanted = membership.cohort(draft.round)
-            return (cohort if self.time is None else self.time.wait_for(draft.round, cohort, wanted)), None
-        ids, received = self.flights.next_cohort(
-            draft.round,
-            self.state,
-            membership.concurrency,
-            membership.population,
-            self.setup.availability,
-            self.experiment.cohort.dropout,
-        )
-        if stale := self.flights.stale:
-            draft.metrics["updates_stale"] = float(stale)
-        if len(ids):
-            tau_M = [draft.round - 1 - received.version_of[client] for client in ids.tolist()]
-            draft.metrics["staleness"] = float(np.mean(tau_M))
-        return Cohort(ids, self.flights.dropped), received
-
-    def _end_time(self, cohort: Cohort, before: State, draft: RoundDraft) -> None:
-        """Adds the round to the virtual time. before: the state that its clients received."""
-        if self.time is None:
-            return
-        unused = cohort.past_deadline + cohort.surplus + int(draft.metrics.get("updates_stale", 0))
-        self.time.count_unused(unused, draft.stats.traffic)
-        self.time.end_round()
-        draft.metrics["virtual_seconds"] = self.time.now
-        counts = {"clients_past_deadline": cohort.past_deadline, "clients_surplus": cohort.surplus}
-        draft.metrics |= {name: float(count) for name, count in counts.items() if count}
-        if self.flights is not None:
-            self.flights.advance(draft.round, before, self.state)
-
     def _train(self, cohort: Cohort, received: Received | None, draft: RoundDraft) -> None:
         """The method's round with its cohort."""
         before = self.state
         if self.server is not None:
             self.server.begin()
-        if len(cohort.ids_M) or self.private is not None:
+        if len(cohort.ids_M) or self.privacy is not None:
             test_locally = self.experiment.evaluation.local
             clients = self.clients_of(cohort.ids_M, draft.round, draft.stats, test_locally=test_locally)
-            clients = replace(clients, received=received)
+            clients = replace(clients, received=received, absent=cohort.absent)
             self.state = self.steps.round(self.state, clients, Draws(self.experiment.seed, draft.round))
-            self._charge(draft)
         else:
             late = "finished before the deadline" if cohort.past_deadline else "could be reached"
             draft.notes.append(f"no client {late}: a round without training")
-        self._end_time(cohort, before, draft)
+        if self.privacy is not None:
+            self.privacy.end_round(draft, self.plan, self.experiment.rounds)
+        self.participation.end_round(cohort, before, self.state, draft)
         stats = draft.stats
         self._set_local_scores(list(stats.local_scores), list(stats.local_scores.values()))
-        if cohort.dropped:
-            draft.metrics["clients_dropped"] = float(cohort.dropped)
-        draft.exclude(stats)
-        draft.metrics |= {"cohort_size": float(len(cohort.ids_M)), "updates_rejected": float(len(stats.rejected))}
-        draft.fallbacks = sorted(stats.fallbacks - self.fallbacks)
-        draft.notes += draft.fallbacks
+        draft.end_training(len(cohort.ids_M), self.state, self.fallbacks)
         self.fallbacks |= stats.fallbacks
-        draft.note_moves(self.state.assign_N)
-        stats.events += phase_change(draft.round, draft.phase, self.state.phase)
-        if stats.train_loss:
-            draft.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
         self.diagnostics.take(draft, stats.diagnostics)
-        draft.trained()
-
-    def _charge(self, draft: RoundDraft) -> None:
-        """Enters what the round released into the account of a private run. Raises RunError beyond its budget."""
-        if self.privacy is None or self.private is None:
-            return
-        self.private.end_round()
-        last = draft.round == self.plan.rounds
-        if not (self.plan.evaluates(draft.round) or last):
-            return
-        epsilon, target = self.privacy.epsilon(self.private.releases), self.privacy.target
-        draft.metrics |= {"epsilon": epsilon, "clip_norm": self.private.norm}
-        if target is not None and epsilon > target * 1.0001:
-            raise RunError(
-                f"{self.label} has released more than its plan: epsilon {epsilon:.4g} after round {draft.round}, the "
-                f"budget is {target:g}; the round is not saved"
-            )
-        if last and draft.round < self.experiment.rounds:
-            draft.notes.append(f"ends after round {draft.round}: the next one would exceed epsilon {target:g}")
 
     def _save_and_close(self, draft: RoundDraft) -> None:
         """Saves the round if the plan, the interval or a request to stop says so, and goes on to the next one."""
@@ -373,10 +283,15 @@ class RoundLoop:
         self.diagnostics.resolve()
         moments = {} if self.server is None else self.server.to_tensors()
         report = replace(draft.report("saving", False, ()), diagnostics=self.diagnostics.reported)
-        time = {} if self.time is None else self.time.to_tensors()
-        time |= {} if self.flights is None else self.flights.to_tensors()
         snapshot = Snapshot(
-            self.state, self.traffic, self.local_scores_N2, moments, report, self.setup.frozen, self.private, time
+            self.state,
+            self.traffic,
+            self.local_scores_N2,
+            moments,
+            report,
+            self.setup.frozen,
+            None if self.privacy is None else self.privacy.run,
+            self.participation.to_tensors(),
         )
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
@@ -404,21 +319,14 @@ class RoundLoop:
             round,
             stats,
             local_test_samples=test_samples if test_locally else 0,
-            reachable=lambda: self._reachable(round),
+            reachable=lambda: self.participation.reachable(round),
             history=partial(distinct_rounds, self.membership.federation, round),
             aggregation=self.method.aggregation_rule,
             server=self.server,
             num_scores=self.num_scores,
-            private=self.private,
+            private=None if self.privacy is None else self.privacy.run,
+            secure=self.setup.secure,
         )
-
-    def _reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and sample counts of all clients that can take part in the round; the round waits for them."""
-        ids, num_samples = self.membership.reachable(round)
-        if self.time is None:
-            return ids, num_samples
-        in_time = self.time.in_time(round, ids)
-        return ids[in_time], num_samples[in_time]
 
     def _set_local_scores(self, ids: Sequence[int] | np.ndarray, scores: Any) -> None:
         """Makes a new array if any score changes: a checkpoint compares with the array saved last."""

@@ -8,7 +8,8 @@ import numpy as np
 
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
-from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.events import ClusterEvent, phase_change
+from cfl_ray.core.state import State
 
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
 Status = Literal["starting", "running", "evaluating", "saving", "finished", "stopped", "failed"]
@@ -57,10 +58,10 @@ class RoundDraft:
     began: float = field(default_factory=time.perf_counter)
     assign_before_N: np.ndarray | None = None  # clusters of the clients before the round
 
-    def add_numbers(self, found: Diagnostics) -> None:
+    def add_numbers(self, diagnostics: Diagnostics) -> None:
         """The numbers that a method has reported are metrics of the round."""
-        self.metrics |= found.numbers
-        self.numbers += [name for name in found.numbers if name not in self.numbers]
+        self.metrics |= diagnostics.numbers
+        self.numbers += [name for name in diagnostics.numbers if name not in self.numbers]
 
     def exclude(self, stats: RoundStats) -> None:
         """Counts the clients that were excluded, and notes them: all that were excluded for the same reason together,
@@ -79,15 +80,21 @@ class RoundDraft:
             "clients_late": float(len(self.stats.late)),
         }
 
-    def note_moves(self, assign_N: np.ndarray) -> None:
-        """Notes the clients whose cluster changed in this round."""
-        before_N = self.assign_before_N
-        if before_N is not None and before_N is not assign_N:
-            changed = np.flatnonzero(before_N != assign_N)
-            self.moved = list(zip(changed.tolist(), assign_N[changed].tolist(), strict=True))
-
-    def trained(self) -> None:
-        """Notes the time when the training ends."""
+    def end_training(self, cohort_size: int, state: State, known: set[str]) -> None:
+        """Adds the results of the training and the time of its end. known: fallbacks that were reported before."""
+        stats, before_N = self.stats, self.assign_before_N
+        self.exclude(stats)
+        self.metrics |= {"cohort_size": float(cohort_size), "updates_rejected": float(len(stats.rejected))}
+        if stats.train_loss:
+            self.metrics["train_loss"] = float(np.mean(list(stats.train_loss.values())))
+        self.fallbacks = sorted(stats.fallbacks - known)
+        self.notes += [*self.fallbacks, *stats.lost_sums]
+        if stats.lost_sums:
+            self.metrics["sums_lost"] = float(len(stats.lost_sums))
+        if before_N is not None and before_N is not state.assign_N:
+            changed = np.flatnonzero(before_N != state.assign_N)
+            self.moved = list(zip(changed.tolist(), state.assign_N[changed].tolist(), strict=True))
+        stats.events += phase_change(self.round, self.phase, state.phase)
         self.metrics["round_seconds"] = time.perf_counter() - self.began
         self.time_ms = time.time_ns() // 1_000_000
 

@@ -108,13 +108,14 @@ class InProcessSession:
         )
         if part in BACKENDS.builtin:
             return InProcessBackend(self.worker, bool(runtime.clients_per_host))
-        found = BACKENDS.resolve(part)
-        if not isinstance(found, type):
-            raise ConfigError(f"backend {place_of(found)} is {type(found).__name__}, expected a class")
-        backend = call_plugin("backend", partial(found, **(options or {})), self.worker, error=ConfigError)
+        backend_class = BACKENDS.resolve(part)
+        if not isinstance(backend_class, type):
+            raise ConfigError(f"backend {place_of(backend_class)} is {type(backend_class).__name__}, expected a class")
+        backend = call_plugin("backend", partial(backend_class, **(options or {})), self.worker, error=ConfigError)
         if missing := [name for name in _BACKEND_METHODS if not hasattr(backend, name)]:
             raise ConfigError(
-                f"backend {place_of(found)} has no method {missing[0]!r}; a backend has {', '.join(_BACKEND_METHODS)} "
+                f"backend {place_of(backend_class)} has no method {missing[0]!r}; "
+                f"a backend has {', '.join(_BACKEND_METHODS)} "
                 "(a subclass of cfl_ray.engine.in_process.InProcessBackend has them)"
             )
         return backend

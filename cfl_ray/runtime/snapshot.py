@@ -83,15 +83,16 @@ class Snapshot:
             tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
         tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
-        for one in report.diagnostics:
-            tensors |= _diagnostic_tensors(one)
+        for reported in report.diagnostics:
+            tensors |= _diagnostic_tensors(reported)
         values = {
             "metrics": report.metrics,
             "moved": report.moved,
             "time_ms": report.time_ms,
             "numbers": report.numbers,
             "diagnostics": [
-                {"name": one.name, "round": one.round, "axes": list(one.diagnostic.axes)} for one in report.diagnostics
+                {"name": reported.name, "round": reported.round, "axes": list(reported.diagnostic.axes)}
+                for reported in report.diagnostics
             ],
             "phase": report.phase,
             "events": [event.to_fields() for event in report.events],
@@ -120,7 +121,7 @@ class Snapshot:
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
-            diagnostics = tuple(_read_diagnostic(one, tensors) for one in values.report.diagnostics)
+            diagnostics = tuple(_read_diagnostic(header, tensors) for header in values.report.diagnostics)
             events = tuple(map(ClusterEvent.from_fields, values.report.events))
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
@@ -155,15 +156,15 @@ def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
-def _diagnostic_tensors(one: ReportedDiagnostic) -> dict[str, Tensor]:
-    first, diagnostic = f"{_DIAGNOSTICS}{one.name}.", one.diagnostic
+def _diagnostic_tensors(reported: ReportedDiagnostic) -> dict[str, Tensor]:
+    first, diagnostic = f"{_DIAGNOSTICS}{reported.name}.", reported.diagnostic
     labels = {f"{first}labels{axis}": torch.from_numpy(label) for axis, label in enumerate(diagnostic.labels)}
     return {f"{first}value": torch.from_numpy(diagnostic.value)} | labels
 
 
-def _read_diagnostic(one: _Diagnostic, tensors: dict[str, Tensor]) -> ReportedDiagnostic:
+def _read_diagnostic(header: _Diagnostic, tensors: dict[str, Tensor]) -> ReportedDiagnostic:
     """The inverse; takes the tensors out of those of a checkpoint."""
-    first = f"{_DIAGNOSTICS}{one.name}."
-    labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(one.axes)))
+    first = f"{_DIAGNOSTICS}{header.name}."
+    labels = tuple(tensors.pop(f"{first}labels{axis}").numpy() for axis in range(len(header.axes)))
     value = tensors.pop(f"{first}value").numpy()
-    return ReportedDiagnostic(one.name, one.round, Diagnostic(value, tuple(one.axes), labels))
+    return ReportedDiagnostic(header.name, header.round, Diagnostic(value, tuple(header.axes), labels))

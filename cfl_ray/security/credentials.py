@@ -48,19 +48,19 @@ def hides(uri: str) -> bool:
 
 def remember_credentials(values: Any) -> None:
     """Keeps the URIs with credentials among JSON values for `with_credentials`. Where that fails, nothing is kept."""
-    found = {redact(text): text for text in texts_of(values) if "://" in text and not hides(text)}
-    found = {redacted: uri for redacted, uri in found.items() if redacted != uri}
-    if found:
+    uris = {redact(text): text for text in texts_of(values) if "://" in text and not hides(text)}
+    uris = {redacted: uri for redacted, uri in uris.items() if redacted != uri}
+    if uris:
         with suppress(OSError):
-            _remember(found)
+            _remember(uris)
 
 
-def _remember(found: dict[str, str]) -> None:
+def _remember(uris: dict[str, str]) -> None:
     private_folder(user_folder())
     with suppress(Timeout), FileLock(user_folder() / "credentials.lock", timeout=5, mode=0o600):
         known = _remembered()
-        if known | found != known:
-            write_json(user_folder() / "credentials.json", known | found)
+        if known | uris != known:
+            write_json(user_folder() / "credentials.json", known | uris)
 
 
 def _remembered() -> dict[str, str]:

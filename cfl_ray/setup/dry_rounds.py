@@ -19,6 +19,7 @@ from cfl_ray.core.method import Method, Start
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.privacy import PrivateRun
 from cfl_ray.core.rng import Draws
+from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
@@ -30,7 +31,7 @@ class DryBackend:
     """Backend that trains nothing and has no data: every result consists of ones, so that only traffic is counted."""
 
     spec: ParamSpec
-    inputs: int  # floats of one sample
+    inputs: int  # floats of a sample
     classes: int
     deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
     work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
@@ -88,11 +89,12 @@ def dry_rounds(
     backend: DryBackend,
     private: PrivateRun | None = None,
     rounds: int = 2,
+    secure: SecureAggregation | None = None,
 ) -> Iterator[tuple[State, RoundStats]]:
     """The state and statistics after each of some rounds of a method without training.
 
-    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
-    result that is not as agreed.
+    The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
+    result of the wrong type or shape.
     """
     steps = CheckedMethod(method, spec.size)
     state = steps.init(Start(num_clients, spec, lambda index: torch.zeros(spec.size), shape.input, shape.outputs))
@@ -109,17 +111,20 @@ def dry_rounds(
             stats=stats,
             reachable=lambda: (np.arange(num_clients), np.ones(num_clients, np.int64)),
             private=private,
+            secure=secure,
         )
         state = steps.round(state, clients, Draws(0, round))
         yield state, stats
-    if private is not None:
-        steps.round(steps.drift(state, clients), clients, Draws(0, rounds))  # which may read other uploads
+    if private is not None or secure is not None:
+        steps.round(
+            steps.drift(state, clients), clients, Draws(0, rounds)
+        )  # a round after a change of data may read other uploads
     steps.serve(state, replace(clients, evaluated=True, stats=RoundStats()))
 
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """Traffic of a method in Mbit per client of the federation, as (download, upload), and what it holds."""
+    """Traffic of a method in Mbit per client of the federation, as (download, upload), and the number of its models."""
 
     first_round: tuple[float, float]
     later_round: tuple[float, float]
@@ -129,15 +134,21 @@ class TrafficEstimate:
 
 
 def traffic(
-    method: Method[Any], num_clients: int, cohort: int, spec: ParamSpec, local: LocalSGD, shape: DataShape
+    method: Method[Any],
+    num_clients: int,
+    cohort: int,
+    spec: ParamSpec,
+    local: LocalSGD,
+    shape: DataShape,
+    secure: SecureAggregation | None = None,
 ) -> TrafficEstimate:
     """Returns the traffic of a round, counted by running the method for two rounds on a backend without training.
 
-    It is tried as a whole: its first state, rounds, and the models that clients predict with. Raises RunError for a
-    result that is not as agreed.
+    The whole method is called: first state, rounds, and the models that clients predict with. Raises RunError for a
+    result of the wrong type or shape.
     """
     mbit, models, backend = [], 0, DryBackend.of(spec, shape)
-    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend):
+    for state, stats in dry_rounds(method, num_clients, cohort, spec, local, shape, backend, secure=secure):
         mbit.append((stats.traffic.down_bits / num_clients / 1e6, stats.traffic.up_bits / num_clients / 1e6))
         models, work = state.num_clusters, dict(backend.work)
         backend.work.clear()
@@ -155,7 +166,7 @@ def traffic(
 
 
 def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape: DataShape) -> str:
-    """Why rounds of the method cannot be asynchronous, found by three rounds without training; empty: they can."""
+    """Why rounds of the method cannot be asynchronous, by three rounds without training; empty: they can."""
     if not isinstance(method.aggregation_rule, Mean):
         return f"aggregation {method.aggregation} compares results of clients that start from the same model"
     if method.only_synchronous:
@@ -166,7 +177,7 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
     versions, sizes = Versions(strict=True), np.ones(4, np.int64)
     for round in range(1, 4):
         ids = np.array([0, 1, 2 * round, 2 * round + 1])  # two of them for the first time
-        # all of them have received the version before the present one
+        # all of them have received the version before the present version
         received = Received(versions, dict.fromkeys(range(count), round - 2), round - 1)
         clients = Clients(ids, sizes, spec, local, models, seed=0, round=round, received=received)
         try:
@@ -180,7 +191,7 @@ def why_synchronous(method: Method[Any], spec: ParamSpec, local: LocalSGD, shape
 
 @dataclass(frozen=True)
 class ChangingBackend(DryBackend):
-    """The same with random results, by which models change and clients differ."""
+    """A backend without training whose results are random, so that models change and clients differ."""
 
     draw: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
@@ -189,11 +200,11 @@ class ChangingBackend(DryBackend):
         return torch.randn(shape, generator=self.draw)
 
     def run(self, work: Work) -> Outcome:
-        found = super().run(work)
-        if "features" in found.arrays:
-            found.arrays["features"] = self.random(*found.arrays["features"].shape).abs().numpy()
+        outcome = super().run(work)
+        if "features" in outcome.arrays:
+            outcome.arrays["features"] = self.random(*outcome.arrays["features"].shape).abs().numpy()
         if work.averaging is None:
-            return found
+            return outcome
         rows = np.unique(work.averaging.out_E).tolist()
         arrived_R = np.isin(np.arange(work.averaging.num_rows), rows).astype(float)
-        return replace(found, means={row: self.random(self.spec.size) for row in rows}, arrived_R=arrived_R)
+        return replace(outcome, means={row: self.random(self.spec.size) for row in rows}, arrived_R=arrived_R)

@@ -1,7 +1,7 @@
-"""Trials of the user's own parts before a run, which would otherwise find their mistakes after its first rounds.
+"""Trials of plugins before a run, so that their mistakes do not end the run after its first rounds.
 
-Each part is called once, as the run calls it, with random numbers of the run's shapes; a result of the wrong type or
-shape and an exception are errors of the config. A copy is called, so that a part that counts its calls begins at 0.
+Each plugin is called once, as the run calls it, with random numbers of the run's shapes; a result of the wrong type or
+shape and an exception are errors of the config. A copy is called, so that a plugin that counts its calls begins at 0.
 """
 
 import copy
@@ -36,7 +36,7 @@ def try_aggregation(rule: AggregationRule, results: int) -> None:
 
 
 def try_attack(kind: Any, recipe: ModelRecipe, shape: DataShape) -> None:
-    """An attack of the user's is passed an upload as long as the model, and labels of which every class has two."""
+    """Calls a plugin attack with an upload as long as the model, and two labels of every class."""
     if isinstance(kind, str):
         return
     attack = Attack(_copy(kind), frozenset({0}))
@@ -51,14 +51,14 @@ def try_attack(kind: Any, recipe: ModelRecipe, shape: DataShape) -> None:
 
 
 def try_availability(availability: Availability, num_clients: int) -> None:
-    """The call of the first round."""
+    """Calls a plugin as in the first round."""
     if isinstance(availability, OwnAvailability):
         with _as_config_error():
             _copy(availability).named(1, num_clients)
 
 
 def try_metrics(task: Task, shape: DataShape) -> None:
-    """Metrics of the user's get the outputs and targets of a few samples, among them every class."""
+    """Calls plugin metrics with the outputs and targets of a few samples, among them every class."""
     own = [metric for metric in task.metrics if metric not in METRICS.builtin.values()]
     if own:
         outputs, targets = _samples(shape)
@@ -88,7 +88,7 @@ def _samples(shape: DataShape) -> tuple[Tensor, Tensor]:
 
 
 def _copy(part: Any) -> Any:
-    """A copy of the part; the part itself if it cannot be copied."""
+    """A copy of the plugin; the plugin itself if it cannot be copied."""
     try:
         return copy.deepcopy(part)
     except Exception:

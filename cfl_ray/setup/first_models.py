@@ -1,4 +1,4 @@
-"""The first models of a method: independent initialisations; of a network without any, one model and noise."""
+"""The first models of a method: independent initialisations; if a network has only one, that model with noise."""
 
 from functools import cache
 

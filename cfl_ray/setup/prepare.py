@@ -1,6 +1,7 @@
 """From an experiment to everything a process needs to work on it."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ from cfl_ray.core.method import Method
 from cfl_ray.core.optimizers import resolve_optimizer
 from cfl_ray.core.params import ParamSpec
 from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.privacy import PrivacyError, PrivateRun
 from cfl_ray.core.rng import stream
 from cfl_ray.core.schedules import resolve_schedule
+from cfl_ray.core.secure_aggregation import SecureAggregation
 from cfl_ray.core.tasks import CLASSIFICATION, Task, resolve_task
 from cfl_ray.data.changes import ChangingFederation, DataChange
 from cfl_ray.data.federation import Federation
@@ -70,7 +73,7 @@ from cfl_ray.system.machine import available_memory
 from cfl_ray.tracking import check_mlflow, new_trackers
 from cfl_ray.tracking.record import check_score_name
 
-_DRY_FLOATS = 10**9  # of the models of all rounds that a private run tries before it
+_DRY_FLOATS = 10**9  # floats of the models in all rounds without training that plan a private run
 
 
 def local_training(settings: LocalConfig) -> LocalSGD:
@@ -88,7 +91,7 @@ def local_training(settings: LocalConfig) -> LocalSGD:
 class Setup:
     """An experiment with its federation, network recipe and methods. Pickles to paths and recipes.
 
-    Parts of the user's own files are found once, here, and travel with it.
+    Plugins are resolved once, here, and pickled with it.
     """
 
     experiment: Experiment
@@ -97,17 +100,18 @@ class Setup:
     methods: dict[str, Method[Any]]  # by label, in the order of the config
     availability: Availability = ALWAYS
     task: Task = CLASSIFICATION  # with all metrics that are measured
-    local: LocalSGD = LocalSGD()  # of the methods that have no local training of their own
-    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of those that have, by label
+    local: LocalSGD = LocalSGD()  # of methods without settings of their own
+    own_local: Mapping[str, LocalSGD] = field(default_factory=dict)  # of methods with settings of their own, by label
     attack_kind: Any = "none"  # a name of this package, or the user's own attack, ready for use
     privacy: Mapping[str, PrivacyPlan] = field(default_factory=dict)  # by label; empty: not private
+    secure: SecureAggregation | None = None  # None: sums of uploads that are not masked
     frozen: str = ""  # digest of the frozen parameters; empty if there are none
     clock: Clock | None = None  # None: no virtual time
     asynchrony: Asynchrony | None = None  # None: synchronous rounds
-    template: nn.Module | None = None  # see `Network`; None without frozen parameters, or where it cannot be sent
+    template: nn.Module | None = None  # see `Network`; None without frozen parameters, or if it cannot be pickled
 
     def local_of(self, label: str) -> LocalSGD:
-        """The local training of one method."""
+        """The local training of a method."""
         return self.own_local.get(label, self.local)
 
     @property
@@ -122,8 +126,9 @@ class Setup:
         if self.clock is None:
             return None
         size, local = self.federation.num_clients, self.local_of(label)
-        found = traffic(self.methods[label], size, self.division.cohort, spec, local, self.federation.shape)
-        return VirtualTime(self.clock, found.load, local, sizes_of)
+        shape, cohort = self.federation.shape, self.division.cohort
+        estimate = traffic(self.methods[label], size, cohort, spec, local, shape, self.secure)
+        return VirtualTime(self.clock, estimate.load, local, sizes_of)
 
     def network(self, device: str = "cpu", memory_share: float = 1.0) -> Network:
         """A new network that any model of the experiment can be loaded into."""
@@ -147,7 +152,7 @@ class Setup:
         return network
 
     def worker(self, device: str = "cpu", engine: str = "sequential", memory_share: float = 1.0) -> Worker:
-        """A new worker for one process. memory_share: of the device's memory that the process may use."""
+        """A new worker for a process. memory_share: of the device's memory that the process may use."""
         return Worker(self.network(device, memory_share), self.federation, engine, self.attack)
 
     @property
@@ -181,7 +186,7 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     methods = resolve(experiment.methods)
     task, local, own_local = resolve_learning(experiment, methods)
     _check_targets(task, federation)
-    new_trackers(experiment.tracking)  # made anew for every method; here, only what they refuse is found
+    new_trackers(experiment.tracking)  # called only for the errors that it raises; every method gets its own trackers
     if experiment.tracking.log_models and experiment.tracking.enabled:
         check_mlflow()
     check_schedule(experiment.schedule, federation.num_clients)
@@ -210,6 +215,9 @@ def setup_on(experiment: Experiment, federation: Federation) -> Setup:
     _try_methods(setup)
     if experiment.privacy is not None:
         setup = replace(setup, privacy={label: _privacy_of(setup, label) for label in methods})
+    if experiment.secure_aggregation is not None:
+        setup = replace(setup, secure=SecureAggregation(**experiment.secure_aggregation.model_dump()))
+        _check_secure(setup)
     _check_asynchronous(setup)
     _check_batches(setup)
     _try_own_parts(setup)
@@ -249,15 +257,15 @@ def _check_engine(setup: Setup) -> None:
         return
     network, reason = setup.network(), ""
     for label in setup.methods:
-        found = autotune.why_not(engine, network, setup.federation, setup.local_of(label))
-        if found is None:
+        why_not = autotune.why_not(engine, network, setup.federation, setup.local_of(label))
+        if why_not is None:
             return
-        reason = reason or found
+        reason = reason or why_not
     raise ConfigError(f"runtime.engine: {engine} cannot train these clients: {reason}; use auto or {SEQUENTIAL}")
 
 
 def _try_own_parts(setup: Setup) -> None:
-    """Raises ConfigError for a part of the user's that fails when it is called."""
+    """Raises ConfigError for a plugin that fails when it is called."""
     shape, num_clients = setup.federation.shape, setup.federation.num_clients
     try_metrics(setup.task, shape)
     for method in setup.methods.values():
@@ -271,7 +279,7 @@ def resolve_learning(
 ) -> tuple[Task, LocalSGD, dict[str, LocalSGD]]:
     """The task, the local training, and that of methods with settings of their own.
 
-    Raises ConfigError for what is not valid, or not for one of the methods.
+    Raises ConfigError for invalid settings, or settings that a method cannot use.
     """
     task = resolve_task(experiment.task).with_metrics(experiment.evaluation.metrics)
     for metric in task.metrics:
@@ -283,17 +291,20 @@ def resolve_learning(
         for label, method in methods.items()
         if method.local
     }
-    local, own = local_training(experiment.local), {label: local_training(one) for label, one in settings.items()}
-    for one in (local, *own.values()):
+    local, own = (
+        local_training(experiment.local),
+        {label: local_training(section) for label, section in settings.items()},
+    )
+    for sgd in (local, *own.values()):
         for t in (1, experiment.rounds):
-            one.in_round(t, experiment.rounds)
+            sgd.in_round(t, experiment.rounds)  # raises ConfigError for a schedule that fails
     for label, method in methods.items():
         _check_method(label, method, task, settings.get(label, experiment.local), own.get(label, local))
     return task, local, own
 
 
 def _check_method(label: str, method: Method[Any], task: Task, settings: LocalConfig, local: LocalSGD) -> None:
-    """Raises ConfigError for a method that is not for this task, or not for this local training."""
+    """Raises ConfigError for a method that does not support this task or this local training."""
     if task.targets != "class" and (reason := method.needs_classes):
         raise ConfigError(f"{label} needs classes, the targets of the task are {task.targets!r}: {reason}")
     if (local.optimizer or local.step_schedule) and (reason := method.needs_sgd):
@@ -309,7 +320,7 @@ def _check_method(label: str, method: Method[Any], task: Task, settings: LocalCo
 
 
 def _check_memory(label: str, method: Method[Any], parameters: int) -> None:
-    """Raises ConfigError for more clusters than this machine has memory for the models of, before they are made."""
+    """Raises ConfigError, before models are made, if the cluster models do not fit into this machine's memory."""
     wanted, available = getattr(method, "num_clusters", None) or 0, available_memory()
     most = available // (parameters * 4)  # bytes of a float
     if wanted > most:
@@ -330,30 +341,52 @@ def _try_methods(setup: Setup) -> None:
 
 
 def _privacy_of(setup: Setup, label: str) -> PrivacyPlan:
-    """The privacy of a method, planned by two rounds without training. Raises ConfigError if it cannot be private."""
-    method, federation, spec = setup.methods[label], setup.federation, setup.network().spec
+    """The privacy of a method, planned by rounds without training. Raises ConfigError if it cannot be private."""
+    _check_mean(setup, label, "be private", "privacy.clip")
+    count = setup.federation.num_clients
+    return plan_of(setup.experiment, count, label, lambda private: _tried(setup, label, private))
+
+
+def _check_mean(setup: Setup, label: str, what: str, key: str) -> None:
+    """Raises ConfigError for an aggregation rule that reads the updates of single clients."""
+    method = setup.methods[label]
     if not isinstance(method.aggregation_rule, Mean):
         raise ConfigError(
-            f"{label} cannot be private with aggregation {method.aggregation}: the rule reads the updates of single "
-            "clients; use aggregation mean (privacy.clip bounds every update)"
+            f"{label} cannot {what} with aggregation {method.aggregation}: the rule reads the updates of single "
+            f"clients; use aggregation mean ({key} bounds every update)"
         )
-    count, cohort = federation.num_clients, setup.division.cohort
-    return plan_of(
-        setup.experiment,
-        count,
-        label,
-        lambda private: dry_rounds(
-            method,
-            count,
-            cohort,
-            spec,
-            setup.local_of(label),
-            federation.shape,
-            DryBackend.of(spec, federation.shape),
-            private,
-            rounds=min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
-        ),
+
+
+def _tried(setup: Setup, label: str, private: PrivateRun | None = None) -> Iterator[Any]:
+    """The first rounds of a method without training, in which it asks for all that its server reads."""
+    federation, spec = setup.federation, setup.network().spec
+    return dry_rounds(
+        setup.methods[label],
+        federation.num_clients,
+        setup.division.cohort,
+        spec,
+        setup.local_of(label),
+        federation.shape,
+        DryBackend.of(spec, federation.shape),
+        private,
+        min(setup.experiment.rounds, max(2, _DRY_FLOATS // spec.size)),
+        setup.secure,
     )
+
+
+def _check_secure(setup: Setup) -> None:
+    """Raises ConfigError for a method whose server reads more than sums, and for sums that can exceed the ring."""
+    assert setup.secure is not None
+    poisson, cohort = setup.experiment.cohort.sampling == "poisson", setup.division.cohort
+    selected = math.ceil(cohort * setup.experiment.cohort.over_selection)
+    setup.secure.check(setup.federation.num_clients if poisson else min(selected, setup.federation.num_clients))
+    for label in setup.methods:
+        _check_mean(setup, label, "be aggregated securely", "secure_aggregation.clip")
+        try:
+            for _ in _tried(setup, label):
+                pass
+        except PrivacyError as error:
+            raise ConfigError(f"{label} cannot be aggregated securely: {error}") from None
 
 
 def _check_asynchronous(setup: Setup) -> None:
@@ -394,7 +427,7 @@ def _data_changes(experiment: Experiment) -> list[DataChange]:
 
 
 def _attack_kind(given: AttackConfig) -> Any:
-    """The name of an attack of this package, or the user's own. Raises ConfigError if that is no attack."""
+    """The name of a built-in attack, or the plugin. Raises ConfigError if the plugin is no attack."""
     if not isinstance(given, PluginAttackConfig):
         return given.kind
     made = with_options(ATTACK_KINDS.resolve(given.kind), given.options, "attack", UPLOAD)
@@ -446,7 +479,7 @@ def _check_attack(attack: Attack, count: int) -> None:
 def engine_choice(
     setup: Setup, device: str, measured: Callable[[], autotune.EngineChoice], kept: str | None = None
 ) -> autotune.EngineChoice:
-    """The configured engine, the one that the run began with, or the measured one.
+    """The configured engine, the engine that the run began with, or the engine that is fastest in a measurement.
 
     device: name of the device of the hosts. kept: the engine of the run before it was interrupted; None: it begins.
     """

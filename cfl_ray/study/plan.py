@@ -19,7 +19,7 @@ LONGEST_LABEL = 200  # of a method: it names a folder, for which file systems al
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One method in one setting with one seed: a run of its own.
+    """A method in a setting with a seed: a run of its own.
 
     The experiment has this method alone, without its label; keys of `local` that the method sets are in its section
     `local`. So it is the same run in every study that has it.
@@ -43,7 +43,7 @@ class StudyRun:
         return root / self.setting / self.method / f"seed-{self.seed}"
 
     def is_finished(self, root: Path) -> bool:
-        """Whether its run has nothing left to do. Raises ConfigError if the folder has a run of another config."""
+        """Whether the run is complete. Raises ConfigError if the folder has a run of another config."""
         directory = RunDirectory(self.folder(root))
         if not directory.is_run:
             return False
@@ -51,7 +51,7 @@ class StudyRun:
         return finished_results(directory.path, self.experiment) is not None
 
     def is_live(self, root: Path) -> bool:
-        """Whether another process works on its run."""
+        """Whether a process works on the run."""
         return RunDirectory(self.folder(root)).is_live
 
 
@@ -68,9 +68,9 @@ ALL = Selection()
 
 
 def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]] = ({},)) -> list[StudyRun]:
-    """The runs, all of the first seed before those of the second. Raises ConfigError for any that cannot be run.
+    """The runs, all of the first seed before those of the second. Raises ConfigError for a run that is not possible.
 
-    trials: parameters of a sweep, each of which is tried in every setting; {}: those of the study itself.
+    trials: parameters of each trial of a sweep, which runs in every setting; {}: no sweep.
     """
     _check(only.settings, study.setting_names, "setting")
     _check(only.seeds, study.seeds, "seed")
@@ -99,9 +99,9 @@ def plan(study: Study, only: Selection = ALL, trials: Sequence[Mapping[str, Any]
 
 
 def _check(wanted: Collection[Any], known: Sequence[Any], what: str) -> None:
-    for one in wanted:
-        if one not in known:
-            raise ConfigError(f"the study has no {what} {one!r}{did_you_mean(str(one), list(map(str, known)))}")
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"the study has no {what} {name!r}{did_you_mean(str(name), list(map(str, known)))}")
 
 
 def _runs_of(study: Study, setting: str, parameters: Mapping[str, Any], seed: int) -> list[StudyRun]:
@@ -129,7 +129,7 @@ def _by_label(entries: Any) -> list[tuple[str, Any]]:
 
 
 def _experiment(study: Study, values: dict[str, Any], entry: Any, seed: int) -> Experiment:
-    """The experiment of one run."""
+    """The experiment of a run."""
     values = copy.deepcopy(values) | {"name": study.name, "seed": seed}
     if isinstance(entry, dict):
         (name, options), *_ = entry.items()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import Study
-from cfl_ray.results.comparison import StudyFigures
+from cfl_ray.results.comparison import StudyFigures, paired_test
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.sweep import goal_of
 
@@ -21,22 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """One trial of one method in one setting."""
+    """A trial of a method in a setting."""
 
     setting: str
     method: str  # label
     parameters: Mapping[str, Any]
-    values: Sequence[float]  # of the metric, by seed; empty: no run is finished
+    values: Mapping[int, float]  # of the metric, by seed; empty: no run is finished
+    place: int = 1  # 1: the best; equal trials have the same place
+    p: float = math.nan  # of a paired t-test against the first trial, over common seeds; NaN if there is none
+    effect: float = math.nan  # size: the mean difference over its standard deviation
 
     @property
     def mean(self) -> float:
         """Mean over the seeds; NaN if no run is finished."""
-        return fmean(self.values) if self.values else math.nan
+        return fmean(self.values.values()) if self.values else math.nan
 
     @property
     def std(self) -> float:
-        """Standard deviation of a sample over the seeds; NaN of one, and if a value is infinite."""
-        return stdev(self.values) if len(self.values) > 1 and math.isfinite(sum(self.values)) else math.nan
+        """Standard deviation of a sample over the seeds; NaN for a single seed, and if a value is infinite."""
+        values = self.values.values()
+        return stdev(values) if len(values) > 1 and math.isfinite(sum(values)) else math.nan
 
     @property
     def overrides(self) -> str:
@@ -55,12 +59,18 @@ def rank(study: Study, runs: Sequence[StudyRun], figures: StudyFigures) -> list[
     for (setting, method), trials in groups.items():
         of_group = []
         for of_trial in trials.values():
-            found = [figures.value(run.setting, run.method, run.seed, metric) for run in of_trial]
-            values = [value for value in found if value is not None and not math.isnan(value)]
+            found = {run.seed: figures.value(run.setting, run.method, run.seed, metric) for run in of_trial}
+            values = {seed: value for seed, value in found.items() if value is not None and not math.isnan(value)}
             of_group.append(RankedTrial(setting, method, of_trial[0].parameters, values))
-        # those with fewer seeds than others last: their mean is not comparable
-        most = max(len(one.values) for one in of_group)
-        ranked += sorted(of_group, key=lambda one: (len(one.values) < most, -len(one.values), sign * _known(one.mean)))
+
+        def goodness(trial: RankedTrial) -> tuple[int, float]:
+            return -len(trial.values), sign * _known(trial.mean)  # with fewer seeds, a mean is not comparable
+
+        of_group.sort(key=goodness)
+        order = [goodness(trial) for trial in of_group]
+        for trial in of_group:
+            p, effect = paired_test(trial.values, of_group[0].values)
+            ranked.append(replace(trial, place=1 + order.index(goodness(trial)), p=p, effect=effect))
     return ranked
 
 
@@ -69,30 +79,33 @@ def _known(value: float) -> float:
 
 
 def best_of(ranked: Sequence[RankedTrial]) -> list[RankedTrial]:
-    """The best trial of each method in each setting, as far as any is finished."""
+    """The best trial of each method in each setting, if it has a finished run."""
     best: dict[tuple[str, str], RankedTrial] = {}
-    for one in ranked:
-        if one.values:
-            best.setdefault((one.setting, one.method), one)
+    for trial in ranked:
+        if trial.values:
+            best.setdefault((trial.setting, trial.method), trial)
     return list(best.values())
 
 
 def to_frame(ranked: Sequence[RankedTrial], metric: str) -> pd.DataFrame:
-    """One row for each trial: setting, method, its parameters, runs, and METRIC with METRIC_std over the seeds."""
+    """A row for each trial: setting, method, place, its parameters, runs, METRIC with METRIC_std, p and effect."""
     import pandas as pd
 
     rows = [
         {
-            "setting": one.setting,
-            "method": one.method,
+            "setting": trial.setting,
+            "method": trial.method,
+            "place": trial.place,
             **{
                 key: value if isinstance(value, int | float) else as_yaml(value)
-                for key, value in one.parameters.items()
+                for key, value in trial.parameters.items()
             },
-            "runs": len(one.values),
-            metric: one.mean,
-            f"{metric}_std": one.std,
+            "runs": len(trial.values),
+            metric: trial.mean,
+            f"{metric}_std": trial.std,
+            "p": trial.p,
+            "effect": trial.effect,
         }
-        for one in ranked
+        for trial in ranked
     ]
     return pd.DataFrame(rows)

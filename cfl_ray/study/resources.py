@@ -16,8 +16,8 @@ class Resources:
     """How many runs run at the same time, with how many hosts and which GPUs."""
 
     at_once: int
-    hosts: int | None  # of each run on a Ray cluster; None: each run in one process of this machine, without Ray
-    gpus: tuple[str, ...] = ()  # of this machine, as CUDA_VISIBLE_DEVICES names them; the processes take turns
+    hosts: int | None  # of each run on a Ray cluster; None: each run in a process of this machine, without Ray
+    gpus: tuple[str, ...] = ()  # of this machine, as CUDA_VISIBLE_DEVICES names them, assigned to the processes in turn
 
     def __str__(self) -> str:
         if self.hosts is None:
@@ -25,7 +25,7 @@ class Resources:
         return f"{self.at_once} at a time, each with {self.hosts} client host{'s' * (self.hosts > 1)}"
 
     def gpu_of(self, process: int) -> str | None:
-        """The GPU of one of the processes, numbered from 0; None: left to Ray, or there is none."""
+        """The GPU of a process, numbered from 0; None: Ray decides, or there is no GPU."""
         return self.gpus[process % len(self.gpus)] if self.gpus and self.hosts is None else None
 
 
@@ -55,7 +55,7 @@ def resources_for(runtime: RuntimeConfig, runs: int, at_once: int | None = None)
 
 
 def _room_here(runtime: RuntimeConfig, gpus: int) -> int:
-    """Runs by the CPUs and GPUs of this machine; one on each GPU if `gpus_per_host` does not say how many."""
+    """Number of runs by the CPUs and GPUs of this machine; 1 per GPU if `gpus_per_host` is 0."""
     by_cpus = usable_cpus() / runtime.cpus_per_host
     by_gpus = gpus / (runtime.gpus_per_host or 1.0) if gpus else float("inf")
     return int(min(by_cpus, by_gpus) + 1e-9)

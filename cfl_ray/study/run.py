@@ -89,7 +89,7 @@ class StudyResults:
 
     study: Study
     root: Path  # folder of the study
-    failed: list[RunOutcome] = field(default_factory=list)  # and those that were stopped on request
+    failed: list[RunOutcome] = field(default_factory=list)  # also runs that were stopped on request
     tracking: str | None = None  # MLflow, without credentials; None: not tracked
     trials: list[RankedTrial] = field(default_factory=list)  # of a sweep, the best first
 
@@ -104,12 +104,12 @@ class StudyResults:
         return best_of(self.trials)
 
     def table(self) -> pd.DataFrame:
-        """Mean and spread over the seeds: the study's metrics, as far as runs have them; the usual ones without any."""
-        found = self.figures.found
-        return table_of(found, measured(found, self.study.metrics))
+        """Mean and spread over the seeds of the study's metrics that runs have; without any, of the usual metrics."""
+        run_metrics = self.figures.run_metrics
+        return table_of(run_metrics, measured(run_metrics, self.study.metrics))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for each finished run: setting, method, seed, then a column for each metric."""
+        """A row for each finished run: setting, method, seed, then a column for each metric."""
         return self.figures.to_frame()
 
 
@@ -128,8 +128,8 @@ def run_study(
         repeated, and stopped ones continue.
     only: settings, methods and seeds to run; empty: all.
     at_once: largest number of runs at the same time; None: as many as this machine, or the Ray cluster, has room for.
-    extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds there, if any, and give
-        what they would have given without.
+    extend: folder of this study with fewer `rounds`. Runs begin with a copy of their rounds there, if any; their
+        results are the same as without.
 
     The runs are in processes of their own, which import the calling script: its statements belong below
     `if __name__ == "__main__":`. A run that fails does not end the others. Raises ConfigError for bad input,
@@ -150,13 +150,13 @@ def run_study(
 
 
 def plan_study(study: Study, folder: str | Path | None = None, only: Selection = ALL) -> tuple[list[StudyRun], Path]:
-    """The runs that `run_study` would run, and the folder of the study; of `tpe`, those at the ends of its ranges."""
+    """The runs that `run_study` would start, and the study's folder; for `tpe`, runs at the ends of its ranges."""
     launch = _Launch(study, only, None, StudyWatcher(), folder)
     return launch.runs, launch.root
 
 
 class _Launch:
-    """One start of a study."""
+    """A start of a study."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Launch:
     ):
         self.study, self.only, self.at_once, self.watcher = study.located(), only, at_once, watcher
         self.trials: Trials = trials_of(study.sweep)
-        # what is invalid is found before anything starts
+        # checks everything before anything starts
         self.runs = first = plan(self.study, only, self.trials.first())
         if not first:
             raise ConfigError(f"study {study.name} has no run that is selected")
@@ -239,10 +239,12 @@ class _Launch:
         )
 
     def _end(self, run_log: RunLog, status: EndStatus) -> None:
-        """Writes the tables of what is finished, and in any case the end: FAILED if a table cannot be written."""
+        """Writes the tables of finished runs, then always the end of the study: FAILED if a table cannot be written."""
         try:
             figures = self.results()
-            count = sum(map(len, figures.found.values()))  # the step of the parent's metrics: a later start has others
+            count = sum(
+                map(len, figures.run_metrics.values())
+            )  # the step of the parent's metrics: a later start has others
             if summary := self._write_tables(figures):
                 run_log.log(RoundRecord(count, summary, int(time.time() * 1000), self.of_task))
         except BaseException:
@@ -252,7 +254,7 @@ class _Launch:
             run_log.finish(status, {})
 
     def results(self) -> StudyFigures:
-        """The figures of what is finished."""
+        """The metrics of the finished runs."""
         return read_study(self.root)
 
     def _again(self) -> str:
@@ -260,13 +262,13 @@ class _Launch:
         if self.only == ALL and self.extend is None:
             return command("resume", self.root)
         selected = [
-            f"--{name}={one}"
+            f"--{name}={value}"
             for name, chosen in (
                 ("setting", self.only.settings),
                 ("method", self.only.methods),
                 ("seed", self.only.seeds),
             )
-            for one in chosen
+            for value in chosen
         ]
         if self.extend is not None:
             selected.append(f"--extend={self.extend}")
@@ -274,7 +276,7 @@ class _Launch:
         return shlex.join(["cfl-ray", verb, str(RunDirectory(self.root).study), f"--folder={self.root}", *selected])
 
     def _check_folder(self) -> None:
-        """Raises ConfigError if the folder has something else."""
+        """Raises ConfigError if the folder has a run, or another study."""
         directory = RunDirectory(self.root)
         if directory.is_run:
             raise ConfigError(f"{self.root} holds a run; choose another folder for the study")
@@ -299,8 +301,8 @@ class _Launch:
     def _check_runs(self) -> None:
         """Raises ConfigError if a run of a selected setting has another config than the study gives it now.
 
-        Also one that is not selected, and one of a seed that the study no longer has: a table would mix the two. Warns
-        of runs whose setting, method or seed the study no longer has: they are in the tables, too.
+        This includes runs that are not selected, and seeds that the study no longer has, since tables would mix both
+        configs. Warns of runs whose setting, method or seed the study no longer has: they are in the tables, too.
         """
         runs = {(run.setting, run.method): run for run in plan(self.study, ALL, self.trials.first())}
         selected = {run.setting for run in self.runs}
@@ -353,7 +355,7 @@ class _Launch:
         if self.study.sweep is None:
             return
         metric, figures = self.study.sweep.metric, self.results()
-        present = metrics_of(figures.found)
+        present = metrics_of(figures.run_metrics)
         if present and metric not in present:
             raise ConfigError(f"sweep.metric: no run has the metric {metric!r}{did_you_mean(metric, present)}")
         for parameters in trials:
@@ -372,7 +374,7 @@ class _Launch:
 
     def _write_tables(self, figures: StudyFigures) -> dict[str, float]:
         """Writes results.csv and the tables, and returns the metrics of the parent run: SETTING/METHOD/METRIC."""
-        if not figures.found:
+        if not figures.run_metrics:
             return {}
         directory = RunDirectory(self.root)
         directory.artifacts.mkdir(mode=0o700, exist_ok=True)
@@ -380,19 +382,21 @@ class _Launch:
         if self.study.sweep is not None:
             ranked = to_frame(self._ranked(figures), self.study.sweep.metric)
             write_text(directory.trials_table, ranked.to_csv(index=False))
-        known = measured(figures.found, self.study.metrics)
+        known = measured(figures.run_metrics, self.study.metrics)
         if missing := [name for name in self.study.metrics if name not in known]:
             self.watcher.warn(f"the table is without {', '.join(missing)}, which no run has")
-        table = table_of(figures.found, known)
+        table = table_of(figures.run_metrics, known)
         score = table.columns[3]
-        ranks = ranks_of(figures.found, score, is_less_better(score)) if self.study.sweep is None else None
+        ranks = ranks_of(figures.run_metrics, score, is_less_better(score)) if self.study.sweep is None else None
         text = format_table(table, "md") + ("" if ranks is None else f"\n\n{ranks_table(ranks)}")
         write_text(directory.table, text + "\n")
         if self.uri is not None and self.study.sweep is None:
             self._write_figures(directory.artifacts)
         if self.experiment.tracking.report:
-            report_at_the_end(self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn)  # runs of ours
-        means = [name for name in table.columns if f"{name}_std" in table.columns]  # no spreads over the seeds
+            report_at_the_end(
+                self.root, lambda: find_runs([self.root], trust=True), self.watcher.warn
+            )  # runs of this study
+        means = [name for name in table.columns if f"{name}_std" in table.columns]  # without the spreads over the seeds
         names = [name for name in means if name in METRICS or name in self.of_task]
         return {
             f"{_plain(row['experiment'])}/{_plain(row['method'])}/{name}": float(row[name])
@@ -405,13 +409,13 @@ class _Launch:
         """The methods of each setting side by side, for its run in MLflow: means over the seeds."""
         from cfl_ray.report.figures import write_figures  # imports matplotlib
 
-        found: dict[str, dict[str, list[list[RoundRecord]]]] = {}
+        records_of: dict[str, dict[str, list[list[RoundRecord]]]] = {}
         for setting, method, run in run_folders(self.root):
             for end in run.glob(f"*/{RunDirectory.end.name}"):
                 if is_finished(end.parent):
-                    found.setdefault(setting, {}).setdefault(method, []).append(list(read_records(end.parent)))
-        for setting, of_methods in list(found.items())[:_DRAWN]:
-            prefix = f"{_plain(setting)}_" if len(found) > 1 else ""
+                    records_of.setdefault(setting, {}).setdefault(method, []).append(list(read_records(end.parent)))
+        for setting, of_methods in list(records_of.items())[:_DRAWN]:
+            prefix = f"{_plain(setting)}_" if len(records_of) > 1 else ""
             write_figures(folder, {method: mean_of_runs(runs) for method, runs in of_methods.items()}, prefix)
 
     def _run_log(self) -> RunLog:

@@ -40,7 +40,7 @@ class StudyStatus:
 
 
 def study_status(folder: str | Path) -> StudyStatus:
-    """The progress of a study, read from its folder. Raises ConfigError if it holds none."""
+    """The progress of a study, read from its folder. Raises ConfigError if it holds no study."""
     root = Path(folder)
     if not RunDirectory(root).is_study:
         raise ConfigError(f"{folder} holds no study: there is no {RunDirectory(root).study}")
@@ -72,13 +72,13 @@ def _in_words(setting: str, method: str, run: Path) -> str:
 
 
 class PlannedRuns:
-    """The runs that a study has, without those in its folder that an earlier version of it had."""
+    """The runs that a study has now; its folder may have others, of an earlier version of the study."""
 
     def __init__(self, study: Study):
         learns = study.sweep is not None and study.sweep.sampler == "tpe"
         self.seeds = frozenset(study.seeds)
         self.labels: dict[str, frozenset[str] | None] = {}  # of the methods by setting; None: not known without torch
-        # trials that follow from results are known by the settings that they are tried in alone
+        # names of trials that depend on results are not known, only the settings that they run in
         self.bases = {f"{setting},": setting for setting in study.settings} if learns else None
         trials = [{}] if study.sweep is None or learns else study.sweep.drawn()
         count = 0
@@ -92,7 +92,7 @@ class PlannedRuns:
         self.count = count * more * len(study.seeds)
 
     def has(self, setting: str, method: str, seed: int) -> bool:
-        """Whether a run is one of them."""
+        """Whether the study has this run."""
         if seed not in self.seeds:
             return False
         if self.bases is not None:

@@ -1,4 +1,4 @@
-"""The trials of a sweep: of a grid, drawn at random, or suggested by Optuna from the results of earlier ones."""
+"""The trials of a sweep: of a grid, drawn at random, or suggested by Optuna from the results of earlier trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from cfl_ray.config.keys import as_yaml
+from cfl_ray.config.section import as_yaml
 from cfl_ray.config.study import RangeConfig, SweepConfig, name_of, six_digits
 from cfl_ray.errors import ConfigError
 from cfl_ray.results.comparison import is_less_better
@@ -30,7 +30,7 @@ def goal_of(sweep: SweepConfig) -> Literal["maximize", "minimize"]:
 
 
 class Trials:
-    """Trials that are known before the first run: one without parameters, those of a grid, or random ones."""
+    """Trials that are known before the first run: a single trial without parameters, a grid, or random draws."""
 
     def __init__(self, parameters: Sequence[dict[str, Any]]):
         self.parameters, self.given = parameters, False
@@ -77,7 +77,7 @@ class LearningTrials(Trials):
             }
             for share in (0.0, 1.0)
         ]
-        return list({name_of(one): one for one in ends}.values())  # of lists with one value each, they are the same
+        return _distinct(ends)  # both are the same if every list has a single value
 
     def open(self, root: Path) -> None:
         """Raises ConfigError if the folder has the trials of another sweep."""
@@ -91,11 +91,15 @@ class LearningTrials(Trials):
             load_if_exists=True,
         )
         self._check_search(root)
-        self.numbers: dict[str, list[int]] = {}  # of trials without a result, by name: choices may be suggested twice
+        self.numbers: dict[
+            str, list[int]
+        ] = {}  # of trials without a result, by name: listed values may be suggested twice
         state = self.optuna.trial.TrialState
         trials = self.study.get_trials(deepcopy=False)
         running = [trial for trial in trials if trial.state == state.RUNNING]
-        self.left = [self._known(trial.number, self._values(trial.params)) for trial in running]  # of one that stopped
+        self.left = [
+            self._known(trial.number, self._values(trial.params)) for trial in running
+        ]  # of a start that was stopped
         failed = sum(trial.state == state.FAIL for trial in trials)  # others take their place
         self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
 
@@ -117,14 +121,14 @@ class LearningTrials(Trials):
 
     def next(self, together: int) -> Sequence[dict[str, Any]]:
         if self.left:
-            found, self.left = self.left, []
+            trials, self.left = self.left, []
         else:
-            found = [self._ask() for _ in range(min(self.asks, together))]
-            self.asks -= len(found)
-        return list({name_of(one): one for one in found}.values())
+            trials = [self._ask() for _ in range(min(self.asks, together))]
+            self.asks -= len(trials)
+        return _distinct(trials)
 
     def _ask(self) -> dict[str, Any]:
-        """Asks a sampler whose draws depend on the seed, the number of the trial, and the results so far alone.
+        """Asks a sampler whose draws depend only on the seed, the number of the trial, and the results so far.
 
         So a sweep that was stopped and continues does not repeat the draws of its start.
         """
@@ -138,15 +142,14 @@ class LearningTrials(Trials):
         return self._known(trial.number, self._values(suggested))
 
     def _values(self, suggested: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the experiment: of choices that stand for others, and with the digits of a folder's name."""
-        found = {}
+        """The parameters of the experiment: listed values for Optuna's texts, and ranges with six digits."""
+        parameters = {}
         for key, values in self.sweep.parameters.items():
-            one = suggested[key]
-            if isinstance(values, RangeConfig):
-                found[key] = one if values.int_ else six_digits(one)
+            if not isinstance(values, RangeConfig):
+                parameters[key] = values[_choices(values).index(suggested[key])]
             else:
-                found[key] = values[_choices(values).index(one)]
-        return found
+                parameters[key] = suggested[key] if values.int_ else six_digits(suggested[key])
+        return parameters
 
     def tell(self, parameters: Mapping[str, Any], value: float | None) -> None:
         state = self.optuna.trial.TrialState
@@ -156,7 +159,12 @@ class LearningTrials(Trials):
     def so_far(self) -> Sequence[dict[str, Any]]:
         every = [trial.params for trial in self.study.get_trials(deepcopy=False)]
         known = [self._values(params) for params in every if params.keys() == self.sweep.parameters.keys()]
-        return list({name_of(one): one for one in known}.values())
+        return _distinct(known)
+
+
+def _distinct(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The trials, those of equal name once."""
+    return list({name_of(parameters): parameters for parameters in trials}.values())
 
 
 def _suggest(trial: optuna.Trial, key: str, values: list[Any] | RangeConfig) -> Any:
@@ -168,12 +176,12 @@ def _suggest(trial: optuna.Trial, key: str, values: list[Any] | RangeConfig) -> 
 
 
 def _choices(values: list[Any]) -> list[str]:
-    """The values as Optuna knows them: it takes no lists and mappings, and 1 and true are equal to it."""
+    """The values as texts, since Optuna takes no lists and mappings, and treats 1 and true as equal."""
     return [as_yaml(value) for value in values]
 
 
 def trials_of(sweep: SweepConfig | None) -> Trials:
-    """The trials of a sweep; of a study without one, a single trial that changes nothing. Raises ConfigError."""
+    """The trials of a sweep; without a sweep, a single trial without parameters. Raises ConfigError."""
     if sweep is None:
         return Trials([{}])
     return LearningTrials(sweep) if sweep.sampler == "tpe" else Trials(sweep.drawn())

@@ -53,7 +53,7 @@ class _Notes(Watcher):
 
 
 class _Worker:
-    """One process, as its parent sees it. Numbered from 0."""
+    """A process of the pool, as its parent sees it; numbered from 0."""
 
     def __init__(self, number: int, resources: Resources):
         self.number, self.ready = number, False
@@ -63,7 +63,7 @@ class _Worker:
         self.process = _context.Process(
             target=_work, args=(other, os.getpid(), resources.gpu_of(number)), name=f"study-{number}"
         )
-        # Ctrl-C on the terminal is for the parent; until the new process has its own handler, it waits
+        # Ctrl-C on the terminal is for the parent: SIGINT is blocked until the new process has its own handler
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -72,23 +72,23 @@ class _Worker:
         other.close()
 
     def begin(self, run: StudyRun, root: Path, hosts: int | None, extend: Path | None) -> None:
-        """Gives it a run, which begins with the rounds of `extend` if there are some."""
+        """Sends it a run, which begins with the rounds in `extend`, if any."""
         self.run, self.began = run, time.monotonic()
-        with suppress(OSError):  # it has died, which the next `hear` finds out
+        with suppress(OSError):  # it has died; the next `hear` raises EOFError
             self.connection.send((run, root, hosts, extend))
 
     def hear(self) -> RunOutcome | None:
         """The outcome of its run; None: the process has become ready. Raises EOFError if it has died."""
         try:
-            said = self.connection.recv()
+            message = self.connection.recv()
         except OSError as error:
             raise EOFError from error
-        if said is None:
+        if message is None:
             self.ready = True
             return None
         run, self.run = self.run, None
-        assert run is not None  # it speaks of the run that it was given
-        return RunOutcome(run, *said)
+        assert run is not None  # it reports on the run that it was sent
+        return RunOutcome(run, *message)
 
     def end(self) -> None:
         """Ends the process; a run at work keeps what it has saved."""
@@ -122,7 +122,7 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self.workers:  # all are told before the first is waited for
+        for worker in self.workers:  # all are interrupted before the first is waited for
             worker.interrupt()
             worker.connection.close()
         for worker in self.workers:
@@ -196,7 +196,7 @@ def check_main() -> None:
 
 
 def _work(connection: Connection, parent: int, gpu: str | None) -> None:
-    """Runs runs until the parent closes the connection."""
+    """Carries out runs until the parent closes the connection."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first use of a GPU
     _become_worker(parent)
@@ -256,5 +256,5 @@ def _become_worker(parent: int) -> None:
 
 def _interrupt(*_: Any) -> None:
     if _at_work.is_set():
-        _at_work.clear()  # once: what ends the run is not interrupted
+        _at_work.clear()  # once: the end of the run is not interrupted
         raise KeyboardInterrupt

@@ -24,7 +24,7 @@ def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path 
     """New trackers by name.
 
     uri: of MLflow, see `resolve_uri`; None: without MLflow. parent: directory of the parent run.
-    Raises ConfigError for what is no tracker, for options that it does not take, and for a package that is absent.
+    Raises ConfigError for an entry that is not a tracker, for unknown options, and for a missing package.
     """
     made: dict[str, Tracker] = {}
     for entry in tracking.trackers if tracking.enabled else ():
@@ -40,15 +40,15 @@ def new_trackers(tracking: TrackingConfig, uri: str | None = None, parent: Path 
 
 
 def _made(part: Any, options: dict[str, Any]) -> Tracker:
-    found = TRACKERS.resolve(part)
-    if not callable(found):
+    factory = TRACKERS.resolve(part)
+    if not callable(factory):
         raise ConfigError(
-            f"tracker {place_of(found)} is an object, expected a class: every method of a run has its own"
+            f"tracker {place_of(factory)} is an object, expected a class: every method of a run has its own"
         )
-    tracker = with_options(found, options, "tracker")
+    tracker = with_options(factory, options, "tracker")
     if not isinstance(tracker, Tracker):
         raise ConfigError(
-            f"tracker {place_of(found)} is no tracker: expected a class with the methods "
+            f"tracker {place_of(factory)} is no tracker: expected a class with the methods "
             "open(run_dir, info, after), log(record) and close(end)"
         )
     return tracker

@@ -1,4 +1,4 @@
-"""Delivery of a run directory to one tracker: during the run, at its end, when it is resumed, or by a later command.
+"""Delivery of a run directory to a tracker: during the run, at its end, when it is resumed, or by a later command.
 
 Records are in `metrics.jsonl` before any tracker receives them. The cursor, a file of the run directory for each
 tracker, says how much of the log the tracker has, so that each record reaches it once, whatever failed or was killed.
@@ -24,7 +24,7 @@ MLFLOW = "mlflow"  # the tracker to which a later command can deliver
 BATCH_ROUNDS = 40
 BATCH_METRICS = 900  # with phases and tags MLflow accepts 1,000 in a request, so a batch arrives whole or not at all
 LOCK_SECONDS = 5.0
-# Pause after a successful delivery (faster rounds are delivered together), after one failure in a row, after two, ...
+# Pause after a successful delivery (faster rounds are delivered together), after 1 failure in a row, after 2, ...
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # after the first failure since the end, the second, ...; a tracker that was failing before has the first pause only
 PAUSES_AT_END_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -40,7 +40,7 @@ class Tracker(Protocol):
     """
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
-        """Begins. after: the last round that was delivered; 0: none. `run_dir` is the directory of one method."""
+        """Begins. after: the last round that was delivered; 0: none. `run_dir` is the directory of a method."""
 
     def log(self, record: RoundRecord) -> None:
         """Receives the metrics of a round, in the order of rounds."""
@@ -51,7 +51,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class Cursor:
-    """How much of one run a tracker has."""
+    """How much of a run a tracker has."""
 
     delivered: int = 0  # bytes of the metrics log
     round: int | None = None  # of the last record in them; None: not known
@@ -65,7 +65,7 @@ def update_cursor(run_dir: Path, name: str, **values: Any) -> None:
 
 
 def read_cursor(run_dir: Path, name: str) -> Cursor:
-    """The cursor of a tracker; one without records if it has received nothing."""
+    """The cursor of a tracker; at the beginning of the log if the tracker has received nothing."""
     return read_record(RunDirectory(run_dir).cursor(name), Cursor) or Cursor()
 
 
@@ -75,7 +75,7 @@ def lock(run_dir: Path, seconds: float = LOCK_SECONDS) -> AbstractContextManager
 
 
 class Delivery:
-    """Delivers one run directory to one tracker. Can be called again after an exception."""
+    """Delivers a run directory to a tracker. Can be called again after an exception."""
 
     def __init__(self, run_dir: Path, name: str, tracker: Tracker) -> None:
         """name: of the tracker, unique in the run."""
@@ -119,7 +119,7 @@ class Delivery:
     def give_up(self, end: RunEnd | None) -> None:
         """Closes a tracker that lacks records, or whose run has no end that is recorded.
 
-        end: one that the disk had no room for; None: none.
+        end: an end that could not be written to the disk; None: there is none.
         """
         if self.was_opened and not self.is_closed:
             with self._alone(0):
@@ -147,14 +147,14 @@ class Delivery:
 
 
 class LiveDelivery:
-    """A daemon thread that delivers a live run to one tracker, so that training never waits for it."""
+    """A daemon thread that delivers a live run to a tracker, so that training never waits for it."""
 
     def __init__(self, delivery: Delivery, warn: Callable[[str], None], finish_seconds: float) -> None:
         """finish_seconds: longest time without progress for which `finish` waits."""
         self.delivery, self.warn, self.finish_seconds = delivery, warn, finish_seconds
         self._uri = str(getattr(delivery.tracker, "uri", ""))  # of MLflow
         self.unrecorded_end: RunEnd | None = None
-        self._ends = threading.Event()  # no record follows: only short pauses from now on
+        self._ends = threading.Event()  # no record follows: only short pauses from then on
         self._new = threading.Event()  # there may be something to deliver
         self._done = threading.Event()  # everything is delivered, or the delivery has given up
 
@@ -266,7 +266,7 @@ def batches(run_dir: Path, cursor: Cursor, rounds: int) -> Iterator[tuple[list[R
     batch: list[RoundRecord] = []
     end = cursor.delivered
     for record, after in read_from(run_dir, cursor.delivered):
-        size = sum(len(one.metrics) for one in batch) + len(record.metrics)
+        size = sum(len(waiting.metrics) for waiting in batch) + len(record.metrics)
         if batch and (len(batch) == rounds or size > BATCH_METRICS):
             yield batch, end
             batch = []

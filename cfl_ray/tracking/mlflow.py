@@ -1,4 +1,4 @@
-"""One run in MLflow, with operations that are idempotent. Only this module and `mlflow_models.py` import mlflow.
+"""A run in MLflow, with operations that are idempotent. Only this module and `mlflow_models.py` import mlflow.
 
 A process or the server can die after an operation and before the cursor of the delivery is saved; the operation is then
 repeated:
@@ -6,7 +6,7 @@ repeated:
     metrics             carry the time of their record: SQL stores drop an equal entry; for other stores the entries
                         that exist are read first
     end of a run        sets a status and replaces files
-    models              are searched for by run and name first; one that is not ready is sent again
+    models              are searched for by run and name first; a model that is not ready is sent again
 """
 
 import hashlib
@@ -37,7 +37,9 @@ UID_TAG = "cfl_ray.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
 PHASES_TAG = "phases"
 WAIT_TAG = "last_wait"
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # else it opens as one of language models
+_EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development"
+}  # else MLflow opens it as an experiment with language models
 _SOURCE_TAGS = {"mlflow.source.name": "cfl-ray", "mlflow.source.type": "LOCAL"}
 _NOTE_TAG = "mlflow.note.content"  # the description of a run, Markdown
 _LATEST = "Latest comparison: "  # first words of the description of an experiment, if it is ours
@@ -104,7 +106,7 @@ class MlflowRun:
         """Sends the metrics of the whole run, its artifacts and its status."""
         self.log([end.summary])
         _refuse_links(artifacts)
-        # of a study, whose metrics grow with its runs, they are no part of the end
+        # the metrics of a study were logged before its end
         if table := _table(end.summary.metrics) or _table(self._client.get_run(self.run_id).data.metrics):
             self._describe(table, artifacts)
         if any(artifacts.iterdir()):
@@ -128,15 +130,15 @@ class MlflowRun:
         run = self._client.get_run(self.run_id)
         experiment_id, outputs = run.info.experiment_id, run.outputs.model_outputs if run.outputs else []
         wanted = f"source_run_id = '{self.run_id}' AND name = '{folder.name}'"
-        found = self._client.search_logged_models([experiment_id], wanted, max_results=1)
-        model = found[0] if found else self._client.create_logged_model(experiment_id, folder.name, self.run_id)
+        logged = self._client.search_logged_models([experiment_id], wanted, max_results=1)
+        model = logged[0] if logged else self._client.create_logged_model(experiment_id, folder.name, self.run_id)
         if model.status == "READY":
             return
         if model.model_id not in [output.model_id for output in outputs]:
             self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, step)])
-        facts = Model.load(str(folder))
-        facts.model_id, facts.run_id = model.model_id, self.run_id
-        write_text(folder / MLMODEL_FILE_NAME, facts.to_yaml())
+        metadata = Model.load(str(folder))
+        metadata.model_id, metadata.run_id = model.model_id, self.run_id
+        write_text(folder / MLMODEL_FILE_NAME, metadata.to_yaml())
         self._client.log_model_artifacts(model.model_id, str(folder))
         self._client.finalize_logged_model(model.model_id, "READY")
 
@@ -145,8 +147,8 @@ class MlflowRun:
         return [("phase", float(self.phases.index(record.phase)))] if known else []
 
     def _describe(self, table: str, artifacts: Path) -> None:
-        """Describes a comparison by its table and figures: on its own page, and, as the latest one, on that of the
-        experiment, unless a user has described that.
+        """Describes a comparison by its table and figures: on its own page, and, as the latest comparison, on
+        the page of the experiment, unless a user has described the experiment.
         """
         run = self._client.get_run(self.run_id)
         experiment = self._client.get_experiment(run.info.experiment_id)
@@ -182,7 +184,7 @@ class MlflowRun:
 
 
 def page_of(experiment_id: str, run_id: str) -> str:
-    """The page of a run below the address of the server, in the interface for models, whichever a browser last had."""
+    """The page of a run below the address of the server, in the interface for models, not for language models."""
     return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
@@ -191,7 +193,7 @@ def _traffic_metric(record: RoundRecord) -> list[tuple[str, float]]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raises DataError for a link in a folder: what it leads to is no part of the run, and would be sent."""
+    """Raises DataError for a link in a folder: its target is not part of the run, and would be sent."""
     for path in (folder, *folder.rglob("*")):
         if path.is_symlink():
             raise DataError(f"{path} is a link, and is not sent to MLflow: remove it")
@@ -259,8 +261,8 @@ def _ensure_working_directory() -> None:
 def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:
     from mlflow.exceptions import MlflowException
 
-    if found := client.get_experiment_by_name(name):
-        return found.experiment_id
+    if existing := client.get_experiment_by_name(name):
+        return existing.experiment_id
     try:
         return client.create_experiment(name, artifacts, _EXPERIMENT_TAGS)
     except MlflowException as error:

@@ -14,10 +14,12 @@ NEEDED = (3, 11)  # the first MLflow that writes models as exported programs wit
 
 def check_mlflow() -> None:
     """Raises ConfigError if the installed MLflow cannot write models, without importing it."""
-    found = version("mlflow")
-    if tuple(int(part) for part in found.split(".")[:2]) < NEEDED:
+    installed = version("mlflow")
+    if tuple(int(part) for part in installed.split(".")[:2]) < NEEDED:
         needed = ".".join(map(str, NEEDED))
-        raise ConfigError(f"tracking.log_models needs MLflow {needed} or newer, found {found}: pip install -U mlflow")
+        raise ConfigError(
+            f"tracking.log_models needs MLflow {needed} or newer, found {installed}: pip install -U mlflow"
+        )
 
 
 def save_model(module: Any, example: np.ndarray, outputs: np.ndarray, folder: Path) -> None:

@@ -32,7 +32,7 @@ _PURPOSE = "destination of a run's results"
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the results of one run go."""
+    """Where the results of a run go."""
 
     uri: str  # without credentials
     experiment: str
@@ -70,7 +70,7 @@ class Mlflow:
     def of(cls, run_dir: Path, uri: str) -> "Mlflow":
         """The tracker of a run that was started before. uri: its destination, with credentials.
 
-        Raises DataError if its parent is none of the directories that contain it.
+        Raises DataError if its parent is not a directory that contains it.
         """
         recorded = Destination.read(run_dir)
         parent = (run_dir / recorded.parent).resolve() if recorded.parent else None
@@ -82,11 +82,11 @@ class Mlflow:
 
     @property
     def needs_open(self) -> bool:
-        """After a failure: the run that is opened again finds out what the last request did."""
+        """True after a failure: opening the run again finds out what the last request did."""
         return self._run is None
 
     def open(self, run_dir: Path, info: RunInfo, after: int) -> None:
-        """Creates the run if MLflow does not have it, and sets one that has ended back to RUNNING if it was resumed."""
+        """Creates the run if MLflow does not have it, and sets an ended run back to RUNNING if it was resumed."""
         self.run_dir, self._run = run_dir, None
         run = self._created(run_dir, info)
         if read_end(run_dir) is None:
@@ -120,7 +120,7 @@ class Mlflow:
     def set_destination(self, run_dir: Path) -> str | None:
         """Records where the results of a run go, and returns the id of the run if MLflow has it.
 
-        If the destination changes, the whole run is delivered to the new one.
+        If the destination changes, the whole run is delivered to the new destination.
         """
         uri, parent = redact(self.uri), relpath(self.parent, run_dir) if self.parent else None
         recorded = Destination.read(run_dir) if RunDirectory(run_dir).mlflow.exists() else None
@@ -169,7 +169,7 @@ def where_to_look(run_dir: Path, uri: str) -> str:
 
 @dataclass(frozen=True)
 class Delivered:
-    """Rounds of one run that `deliver_pending` delivered."""
+    """Rounds of a run that `deliver_pending` delivered."""
 
     run_dir: Path
     rounds: int
@@ -183,7 +183,7 @@ def is_pending(run_dir: Path) -> bool:
 def deliver_pending(
     output: str | Path, uri: str | None = None, seconds: float = 10.0, warn: Callable[[str], None] = lambda line: None
 ) -> list[Delivered]:
-    """Delivers what the runs below `output` (output/*, output/*/*, those of studies) could not.
+    """Delivers what the runs below `output` (output/*, output/*/*, runs of studies) could not deliver.
 
     Returns what was delivered.
 
@@ -195,7 +195,7 @@ def deliver_pending(
     warn: receives a line for each run that could not be delivered.
     """
     chosen = (uri, os.environ.get("MLFLOW_TRACKING_URI"), f"sqlite:///{(Path(output) / 'mlflow.db').resolve()}")
-    known = {redact(one) for one in chosen if one}
+    known = {redact(destination) for destination in chosen if destination}
     pending: list[tuple[Path, str]] = []
     unknown: dict[str, list[Path]] = {}
     for run_dir, destination in _pending(Path(output), warn):

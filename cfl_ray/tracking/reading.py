@@ -18,7 +18,7 @@ def read_info(run_dir: Path) -> RunInfo:
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
-    """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged one."""
+    """Returns the end of the run, or None if it has not ended. Raises DataError for a damaged file."""
     fields = read_json(RunDirectory(run_dir).end)
     if fields is None:
         return None

@@ -13,7 +13,7 @@ from cfl_ray.errors import ConfigError, did_you_mean
 from cfl_ray.errors.redaction import redact
 from cfl_ray.system.files import parse_json
 
-LABEL_COUNTS = "label_counts"  # diagnostic of a run, (clients, classes): of clients in matrices of clients by clients
+LABEL_COUNTS = "label_counts"  # diagnostic (clients, classes) of the clients that are in a matrix (clients, clients)
 EndStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 ROUND_METRICS = {
@@ -54,6 +54,7 @@ ROUND_METRICS = {
     "mbit_up": "Mbit sent by a client so far, mean over the federation, 32 bits a float",
     "epsilon": "epsilon of everything that a private run released so far, at its delta",
     "clip_norm": "C, the bound of the norm of a client's upload in the next round of a private run",
+    "sums_lost": "secure sums that too few clients reported for; absent where none were",
     "round_seconds": "wall time of the round without its evaluation",
 }
 RUN_METRICS = {
@@ -68,7 +69,7 @@ RUN_METRICS = {
 }
 METRICS = ROUND_METRICS | RUN_METRICS
 PAST_SCORES = "past_scores"  # diagnostic: the first metric of each client on its data before their last change
-# of records, of client_metrics.arrow, and of tables of several runs
+# columns of records, of client_metrics.arrow, and of tables of several runs
 _COLUMNS = frozenset({"loss", "round", "client", "method", "time_ms", "phase", "events"})
 _COLUMNS |= {"experiment", "runs", "mbit", "seconds", "p", "effect"}
 _SCORE_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -103,7 +104,7 @@ def taken_names(names: Sequence[str]) -> frozenset[str]:
 
 
 def check_score_name(name: str) -> None:
-    """Raises ConfigError for a name of a metric under which it cannot be recorded."""
+    """Raises ConfigError for a name under which a metric cannot be recorded."""
     if not _SCORE_NAME.fullmatch(name):
         raise ConfigError(f"metric {name!r}: a name consists of a-z, 0-9 and _, and begins with a letter")
     recorded = METRICS.keys() - {"accuracy", "macro_f1"}
@@ -114,7 +115,7 @@ def check_score_name(name: str) -> None:
 
 
 def primary_of(metrics: Mapping[str, float]) -> str:
-    """Name of the first metric of the task among the metrics of an evaluated round: the one that has a spread."""
+    """Name of the first metric of the task among the metrics of an evaluated round: the metric that has a spread."""
     return next((name for name in metrics if f"{name}_std" in metrics), "accuracy")
 
 
@@ -140,7 +141,7 @@ def now_ms() -> int:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """Metrics of one round. Two records of one run with the same `round` are the same record."""
+    """Metrics of a round. Two records of a run with the same `round` are the same record."""
 
     round: int  # rounds completed, 0 before the first
     metrics: Mapping[str, float]  # a metric that does not apply is absent; NaN and infinities: training diverged
@@ -159,7 +160,7 @@ class RoundRecord:
         return next((event.phase for event in reversed(self.events) if event.event == "phase"), self.phase)
 
     def to_line(self) -> str:
-        """Returns the record as one line of JSON for `pandas.read_json(lines=True)`; its metrics are top-level keys."""
+        """Returns the record as a line of JSON for `pandas.read_json(lines=True)`; its metrics are top-level keys."""
         clusters = {"phase": self.phase, "events": [event.to_fields() for event in self.events]}
         own = {name: value for name, value in clusters.items() if value}
         return json.dumps({"round": self.round, "time_ms": self.time_ms, **own, **self.metrics}) + "\n"

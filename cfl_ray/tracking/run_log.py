@@ -58,7 +58,7 @@ class RunLog:
             delivery.start()
 
     def log(self, record: RoundRecord) -> None:
-        """Records the metrics of a round by writing one line. A round that is already recorded is ignored."""
+        """Records the metrics of a round by writing a line. A round that is already recorded is ignored."""
         if self._last is not None and record.round <= self._last.round:
             return
         append_line(self._open_log(), record.to_line().encode())
@@ -67,7 +67,7 @@ class RunLog:
             delivery.wake()
 
     def tell(self, text: str) -> None:
-        """Tells the trackers what the run waits for; it is no result, and in no file."""
+        """Tells the trackers what the run waits for; it is not a result, and in no file."""
         for delivery in self._deliveries:
             delivery.tell(text)
 
@@ -87,7 +87,7 @@ class RunLog:
             self.close()
 
     def close(self) -> None:
-        """Closes the log file, and ends the deliveries: of a run without an end, which can be resumed, too."""
+        """Closes the log file, and ends the deliveries, also of a run without an end, which can be resumed."""
         if self._log is not None:
             self._log.close()
             self._log = None

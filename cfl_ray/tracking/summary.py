@@ -59,8 +59,8 @@ class RejectedUpdates:
     """How many updates of clients were rejected as not valid."""
 
     count: int
-    total: int | None  # updates, valid or not; None: not known, of a run of an earlier version
-    rounds: Sequence[int]  # in which any was rejected
+    total: int | None  # updates, valid or not; None: not known (earlier versions)
+    rounds: Sequence[int]  # in which an update was rejected
 
     def __str__(self) -> str:
         return str(self.count) if self.total is None else f"{self.count} of {self.total}"
@@ -88,6 +88,21 @@ def why_diverged(records: Sequence[RoundRecord]) -> str | None:
     if math.isinf(loss) or (math.isnan(loss) and not math.isnan(score)):  # both are NaN without test samples
         return f"its last test loss is {loss}"
     return None
+
+
+def why_early(records: Sequence[RoundRecord], rounds: int, is_finished: bool) -> str | None:
+    """Returns after which round, and why, a method ended before `rounds`; None for one that did not.
+
+    is_finished: whether it has nothing left to do; otherwise it was asked to stop.
+    """
+    if not records or (last := records[-1].round) >= rounds:
+        return None
+    ended = f"after round {last} of {rounds}"
+    if not is_finished:
+        return f"{ended}, as asked"
+    if (epsilon := records[-1].metrics.get("epsilon")) is None:  # the number of rounds was edited
+        return ended
+    return f"{ended}, at epsilon {epsilon:.4g}: the next round would exceed privacy.target_epsilon"
 
 
 def rounds_to_stable_clusters(change_rounds: Iterable[int]) -> int:

@@ -9,7 +9,7 @@ from cfl_ray.tracking.record import RoundRecord, RunEnd, RunInfo
 
 
 class Tensorboard:
-    """TensorBoard event files, one scalar per metric with the round as its step: `tensorboard --logdir runs`."""
+    """TensorBoard event files, a scalar per metric with the round as its step: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: str = "tensorboard") -> None:
         check_inside("tracking.trackers: tensorboard.folder", folder)
@@ -39,7 +39,7 @@ class Tensorboard:
     def _open_writer(self) -> Any:
         """The writer, made for the first record: the parent of a comparison has none.
 
-        Of a resumed run, TensorBoard drops what was written after the last delivered round.
+        For a resumed run, TensorBoard drops what was written after the last delivered round.
         """
         if self.writer is None:
             self.writer = self.make(str(self.path), purge_step=self.after + 1 if self.after else None)

@@ -34,7 +34,7 @@ class Wandb:
         self.run.finish(exit_code=0 if end is not None and end.status == "FINISHED" else 1)
 
     def _open_run(self) -> Any:
-        """The run, made for the first record: the parent of a comparison has none. A resumed one goes on."""
+        """The run, made for the first record: the parent of a comparison has none. A resumed run goes on."""
         if self.run is None:
             self.run = self.wandb.init(
                 project=self.project,
@@ -45,6 +45,6 @@ class Wandb:
                 dir=str(self.run_dir.absolute()),
                 mode=self.mode,
                 resume="allow",
-                reinit="create_new",  # the end of one method overlaps with the beginning of the next
+                reinit="create_new",  # the end of a method overlaps with the beginning of the next
             )
         return self.run

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from benchmarks.models import MODELS
 from benchmarks.peers.bare import Bare
 from benchmarks.workloads import WORKLOADS, Workload, samples_of
 from cfl_ray import Experiment
@@ -67,11 +68,12 @@ def bare_memory(bare: Bare) -> float:
 
 
 def experiment_of(work: Workload, output: str, rounds: int, **changes) -> Experiment:
+    """FedAvg on a workload, with its network as an ordinary module."""
     values = {
         "name": "benchmark",
         "rounds": rounds,
         "methods": ["fedavg"],
-        "model": {"name": work.model, "options": work.options},
+        "model": {"name": MODELS[work.model], "options": {"classes": work.classes} | work.options},
         "local": {"epochs": work.epochs, "batch_size": work.batch, "lr": work.lr},
         "cohort": {"clients": work.clients},
         "evaluation": {"every": 10_000, "local": False, "clients": 10},

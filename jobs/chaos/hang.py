@@ -48,8 +48,8 @@ class Hang:
     recovery: float  # seconds until the end of the interrupted round
 
     @property
-    def complaint(self) -> str:
-        """What the run did wrong; empty: nothing."""
+    def fault(self) -> str:
+        """The fault of the run, in words; empty: none."""
         if not self.named <= self.ended:
             return "not named before it was replaced"
         return "" if self.ended <= self.limit + _LOOKS else "replaced too late"
@@ -139,7 +139,7 @@ def let_hang(targets: Sequence[str], methods: Sequence[str], rounds: int, count:
     finally:
         run.close()
     wrong = differences(experiment, methods, folder / "undisturbed", folder / "disturbed")
-    wrong += [f"hang {number}: {hang.complaint}" for number, hang in enumerate(hangs, 1) if hang.complaint]
+    wrong += [f"hang {number}: {hang.fault}" for number, hang in enumerate(hangs, 1) if hang.fault]
     waits = tags_in_mlflow(folder, experiment.name, "last_wait")
     wrong += [] if "" in waits and set(waits) & set(methods) else [f"last_wait in MLflow: {waits}"]
     console = Console(highlight=False)

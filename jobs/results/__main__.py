@@ -55,7 +55,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
     figures = read_study(folder)
     for setting, method, run in run_folders(folder):
         seed = int(run.name.removeprefix("seed-"))
-        values = figures.found.get((setting, method), {}).get(seed)
+        values = figures.run_metrics.get((setting, method), {}).get(seed)
         if values is None:
             continue
         experiment = load(run / "config.yaml")

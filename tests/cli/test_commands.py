@@ -13,7 +13,10 @@ import yaml
 
 from cfl_ray import Method
 from cfl_ray.cli import main
+from cfl_ray.config import load
+from cfl_ray.errors import RunStopped
 from cfl_ray.methods import resolve
+from cfl_ray.setup.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -516,6 +519,63 @@ def test_a_run_without_a_valid_update_at_its_end_has_an_exit_status_of_its_own(c
     found = json.loads(call(capsys, "status", "--json", "far")[1])
     assert found["state"] == "finished" and found["diverged"] == {"fedavg": why}
     assert call(capsys, "resume", "far")[0] == 0  # nothing was left to do
+
+
+def test_a_stopped_run_shows_what_it_has_and_goes_on_in_this_process(capsys, monkeypatch):
+    def stop(*_):
+        raise RunStopped("stopped after round 1 of fedavg, as asked")
+
+    two = ["--in-process", "--run-dir", "here", *QUICK, "rounds=2"]
+    with monkeypatch.context() as patched:
+        patched.setattr("cfl_ray.cli.progress.Display.round", stop)
+        main(["run", *two])
+    printed = capsys.readouterr().out
+    assert "results after the last round" in printed
+    assert "note: fedavg ended after round 1 of 2, as asked\n" in printed
+    assert printed.endswith(f"go on with: cfl-ray resume {Path('here').absolute()} --in-process\n")
+    assert json.loads(call(capsys, "status", "--json", "here")[1])["early"] == {
+        "fedavg": "after round 1 of 2, as asked"
+    }
+    assert "fedavg after round 1 of 2, as asked" in call(capsys, "status", "here")[1]
+    monkeypatch.setattr("cfl_ray.runtime.on_ray.session.RaySession.__init__", None)  # which would fail
+    status, printed, _ = call(capsys, "resume", "here", "--in-process")
+    assert status == 0 and "hosts: this process" in printed and "ended" not in printed
+
+
+def test_a_private_run_that_ends_at_its_budget_says_so(capsys):
+    pytest.importorskip("dp_accounting")
+    private = ["rounds=4", "cohort.sampling=poisson", "privacy={noise_multiplier: 1.0, noise: reproducible}"]
+    plan = prepare(load(None, [*QUICK, *private])).privacy["fedavg"]
+    epsilon = plan.epsilon(plan.after(2))
+    target = f"privacy.target_epsilon={(epsilon + plan.epsilon(plan.after(3))) / 2}"
+    status, printed, _ = call(capsys, "run", "--in-process", "--run-dir", "here", *QUICK, *private, target)
+    assert status == 0 and re.search(rf"epsilon.*\n(.*\n)+.*fedavg.* {epsilon:.3f}│", printed)
+    why = f"after round 2 of 4, at epsilon {epsilon:.4g}: the next round would exceed privacy.target_epsilon"
+    assert f"note: fedavg ended {why}\n" in printed
+    found = json.loads(call(capsys, "status", "--json", "here")[1])
+    assert found["early"] == {"fedavg": why} and found["metrics"]["epsilon"] == pytest.approx(epsilon)
+    printed = call(capsys, "status", "here")[1]
+    assert "ended early" in printed and f"{epsilon:.3f}" in printed
+
+
+SECTIONS = {
+    "clock=null": "clock: expected a section of keys, e.g. {kind: none}, got null",
+    "clock=constant": "clock: expected a section of keys, e.g. {kind: constant}, got 'constant'",
+    "privacy=8": "privacy: expected a section of keys, e.g. {target_epsilon: 8}, got 8",
+    "cohort=5": "cohort: expected a section of keys, e.g. {clients: 5}, got 5",
+    "data.shift=rotated": "data.shift: expected a section of keys, e.g. {kind: rotated}, got 'rotated'",
+    "start=x": "start: expected a section of keys, e.g. {noise: ...}, got 'x'",
+}
+
+
+@pytest.mark.parametrize("override", SECTIONS)
+def test_a_value_in_place_of_a_section_is_answered_by_one_that_can_stand_there(override, capsys):
+    where = override.partition("=")[0]
+    status, _, message = call(capsys, "check", override)
+    assert (status, message) == (2, f"error: {SECTIONS[override]}; its keys: cfl-ray config {where}\n")
+    assert call(capsys, "config", where)[0] == 0
+    given = re.search(r"e\.g\. (\{.*\}), got", message)[1]
+    assert "..." in given or load(None, [f"{where}={given}"])
 
 
 def test_a_clustering_into_single_clients_is_worth_a_warning(capsys):

@@ -204,7 +204,7 @@ def test_many_settings_are_rows():
 
 def test_trials_in_a_narrow_terminal():
     key = "methods.stocfl.a_very_long_option_of_some_method"
-    ranked = [RankedTrial("a", "stocfl", {key: 0.1 * n, "local.lr": 1}, [0.5]) for n in range(40)]
+    ranked = [RankedTrial("a", "stocfl", {key: 0.1 * n, "local.lr": 1}, {0: 0.5}, n + 1) for n in range(40)]
     for width in (30, 80):
         printed = text_of(width, lambda console: show_trials(ranked, best_of(ranked), "accuracy", console))
         assert "…" not in printed and "and 10 more, in artifacts/trials.csv" in printed

@@ -259,7 +259,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("data", ["digits", 5, ["digits"]])
     def test_data_that_are_neither_a_section_nor_a_federation(self, data):
-        refused("^data: Input should be a valid dictionary", data=data)
+        refused("^data: expected a section of keys", data=data)
 
     def test_nothing_is_changed_afterwards(self):
         with pytest.raises(Exception, match="frozen"):

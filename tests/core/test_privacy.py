@@ -222,6 +222,13 @@ class TestClipping:
         assert run.releases.sampled == Counter({1.0: 1})
         assert run.privacy.sum_multiplier == pytest.approx((1 - 1 / 100) ** -0.5)
 
+    def test_adaptive_counts_all_clients_if_all_take_part(self):
+        run = private(1.0, adaptive=AdaptiveClip(quantile=0.5, lr=0.2, count_noise=5.0))
+        clients = replace(stage().clients(range(8)), private=run, sampled=False)
+        how = LocalTraining(sgd=LocalSGD(lr=1e-9, epochs=1))
+        clients.train(clients.send(torch.zeros(1, 53)), how=how, average=torch.ones(1, 8))
+        assert run.norm == pytest.approx(NORM * np.exp(-0.2 * 0.5)), "all 8 of 8 are within C, not 8 of a cohort of 4"
+
     def test_adaptive_needs_noise_on_the_count(self):
         with pytest.raises(ConfigError, match="count_noise must be above 0.5, z / 2, got 0.4"):
             private(1.0, adaptive=AdaptiveClip(0.5, 0.2, 0.4)).privacy.sum_multiplier  # noqa: B018

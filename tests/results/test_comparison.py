@@ -59,8 +59,24 @@ def test_mean_spread_and_p_over_the_seeds(runs):
 
 def test_other_settings_are_another_experiment(runs):
     frame = compare_runs(runs)
-    assert frame["experiment"].tolist() == ["small"] * 2 + ["small (2)"] * 2 and frame["runs"].tolist() == [3, 3, 1, 1]
+    names = [f"small (model.options.hidden={hidden})" for hidden in (4, 8)]
+    assert frame["experiment"].tolist() == [name for name in names for _ in range(2)]
+    assert frame["runs"].tolist() == [3, 3, 1, 1]
     assert frame["p"][2:].isna().all() and frame["accuracy_std"][2:].isna().all()
+
+
+def test_experiments_of_one_name_are_named_by_the_keys_in_which_they_differ():
+    def names(*changes):
+        return comparison.names_of([("x", cfl_ray.Experiment(**one)) for one in changes])
+
+    assert names({}, {"local": {"lr": 0.5}}) == ["x (local.lr=0.1)", "x (local.lr=0.5)"]
+    assert names({"rounds": 3}, {"privacy": {"noise_multiplier": 2.0}, "rounds": 3}) == [
+        "x",
+        "x (privacy.noise_multiplier=2.0, privacy.clip=1.0, privacy.clipping=flat, 3 more)",
+    ]
+    assert names({"name": "a", "seed": 1}, {"output": "elsewhere"}) == ["x", "x (2)"], "keys that decide no figures"
+    long = names({}, {"methods": ["local"], "local": {"lr": 0.5}, "evaluation": {"metrics": ["macro_f1"] * 9}})[1]
+    assert long.startswith("x (local.lr=0.5, evaluation.metrics=[") and long.endswith("...)") and len(long) < 90
 
 
 def test_what_figures_depend_on_makes_an_experiment():

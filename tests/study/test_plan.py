@@ -85,7 +85,7 @@ def test_trials_are_settings(study):
         ({"experiment": {"output": 3}}, "small, all: output: Input should be a valid string, got 3"),
         (
             {"experiment": {"local": "x", "methods": [{"fedavg": {"local": {"epochs": 2}}}]}},
-            "small, all: local: Input should be a valid dictionary",
+            "small, all: local: expected a section of keys, e.g. {epochs: 5}, got",
         ),
         (
             {"experiment": {"methods": [{"ifca": {"label": "a" * 201}}]}},

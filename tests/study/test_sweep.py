@@ -1,10 +1,14 @@
 """Sweeps: their trials, the order of these, and what the next start does."""
 
+import io
 import sys
 
 import pandas as pd
 import pytest
+from rich.console import Console
+from scipy.stats import ttest_rel
 
+from cfl_ray.cli.study_progress import show_trials
 from cfl_ray.config.study import SweepConfig
 from cfl_ray.errors import ConfigError, Interrupted
 from cfl_ray.results.comparison import StudyFigures
@@ -125,8 +129,9 @@ def test_without_optuna(monkeypatch):
 # ---- the order of trials
 
 
-def ranked_of(study, values: dict[tuple[float, int], float], **changes):
-    made = study(experiment={"methods": ["fedavg"]}, sweep={"parameters": {"local.lr": [0.1, 0.2, 0.3]}} | changes)
+def ranked_of(study, values: dict[tuple[float, int], float], seeds=(0, 1), **changes):
+    sweep = {"parameters": {"local.lr": [0.1, 0.2, 0.3]}} | changes
+    made = study(seeds=list(seeds), experiment={"methods": ["fedavg"]}, sweep=sweep)
     runs = plan(made, trials=made.sweep.drawn())
     metric = made.sweep.metric
     found = {}
@@ -143,10 +148,26 @@ def test_the_best_mean_is_first_and_what_lacks_seeds_is_last(study):
     (best,) = best_of(ranked)
     assert best.overrides == "local.lr=0.2"
     frame = to_frame(ranked, "accuracy")
-    assert frame.columns.tolist() == ["setting", "method", "local.lr", "runs", "accuracy", "accuracy_std"]
-    assert frame["runs"].tolist() == [2, 2, 1]
+    assert frame.columns.tolist() == [
+        *("setting", "method", "place", "local.lr", "runs", "accuracy", "accuracy_std", "p", "effect")
+    ]
+    assert frame["runs"].tolist() == [2, 2, 1] and frame["place"].tolist() == [1, 2, 3] and frame["p"].isna().all()
     assert [one.parameters["local.lr"] for one in ranked_of(study, values, metric="test_loss")] == [0.1, 0.2, 0.3]
     assert best_of(ranked_of(study, {})) == []
+
+
+def test_equal_trials_share_a_place_and_three_seeds_are_tested(study):
+    best, worse = [0.5, 0.7, 0.9], [0.4, 0.65, 0.6]
+    columns = {0.1: best[::-1], 0.2: worse, 0.3: best}
+    values = {(lr, seed): value for lr, of_seeds in columns.items() for seed, value in enumerate(of_seeds)}
+    ranked = ranked_of(study, values, seeds=[0, 1, 2])
+    assert [(one.place, one.parameters["local.lr"]) for one in ranked] == [(1, 0.1), (1, 0.3), (3, 0.2)]
+    assert ranked[2].p == pytest.approx(ttest_rel(worse, best[::-1]).pvalue) and ranked[2].effect < 0
+    out = Console(file=io.StringIO(), width=120)
+    show_trials(ranked, best_of(ranked), "accuracy", out)
+    printed = out.file.getvalue()
+    assert printed.count(" 1 = ") == 2 and f"{ranked[2].p:.3f} (d " in printed
+    assert "accuracy 0.700 ± 0.200 over 3 runs, equal to 1 other trial, with" in printed
 
 
 def test_trials_that_diverge_are_the_worst_and_have_no_spread(study):
@@ -196,7 +217,7 @@ def test_values_that_are_no_names_of_folders(study, inline, tmp_path):
     rules = ["mean", {"trimmed_mean": {"share": 0.2}}]
     sweep = {"parameters": {"methods.fedavg.aggregation": rules}}
     results = run_study(study(seeds=[0], experiment={"methods": ["fedavg"]}, sweep=sweep))
-    assert not results.failed and len(results.figures.found) == 2
+    assert not results.failed and len(results.figures.run_metrics) == 2
     assert results.best[0].overrides in (
         "methods.fedavg.aggregation=mean",
         "'methods.fedavg.aggregation={trimmed_mean: {share: 0.2}}'",

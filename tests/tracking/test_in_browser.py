@@ -1,4 +1,4 @@
-"""What people compare is in MLflow's own pages, in a browser that has never been there; skipped without Chromium."""
+"""The comparison of methods in MLflow's own pages, in a browser with a fresh profile; skipped without Chromium."""
 
 import pytest
 from browser import CHROMIUM, Browser

@@ -21,6 +21,8 @@ REDACTED = {
     'http://bob:p"a ss@host': "http://***@host",
     "http://host?password=a'b&key=c": "http://host?password=***&key=***",
     "http://host/x#token=abc": "http://host/x#token=***",
+    "http://host/#/runs/1?workflowType=machine_learning": "http://host/#/runs/1?workflowType=machine_learning",
+    "http://host/x?workflowType=s3cret": "http://host/x?workflowType=***",
     "'http://host:80/x', said bob@x": "'http://host:80/x', said bob@x",
     '{"a":"http://host","b":"x@y"}': '{"a":"http://host","b":"x@y"}',
     "{'a': 'http://b:c@host', 'd': 'x@y'}": "{'a': 'http://***@host', 'd': 'x@y'}",

@@ -43,19 +43,19 @@ def aggregate(
     rule: ColumnRule | WeightRule | ClippingRule,
     backend: Backend,
     training: Train,
-    found: Outcome,
+    outcome: Outcome,
     ids_M: np.ndarray,
     averaging: Averaging,
 ) -> Outcome:
     """Averages deferred results of the clients `ids_M` by a rule other than the mean.
 
-    training: the exchange that left the results on the hosts. found: its outcome.
+    training: the exchange that left the results on the hosts. outcome: of that exchange.
     Returns the outcome that an `AverageDeferred` has for the mean.
     """
-    valid_M = np.isin(ids_M, training.ids_M[found.arrays["valid"]])
+    valid_M = np.isin(ids_M, training.ids_M[outcome.arrays["valid"]])
     averaging = averaging.subset(valid_M[averaging.client_E])
     if isinstance(rule, ClippingRule):
-        return _clipped_mean(rule, backend, training, found, ids_M, averaging, valid_M)
+        return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M)
     columns = _uploaded_columns(training)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
     means: dict[int, Tensor] = {}
@@ -134,7 +134,7 @@ def _clipped_mean(
     rule: ClippingRule,
     backend: Backend,
     training: Train,
-    found: Outcome,
+    outcome: Outcome,
     ids_M: np.ndarray,
     averaging: Averaging,
     valid_M: np.ndarray,
@@ -142,7 +142,7 @@ def _clipped_mean(
     """The mean of w + s (W - w) with weights p: of W with weights p s, from the hosts, and of w with p (1 - s)."""
     position = {client: at for at, client in enumerate(training.ids_M.tolist())}
     at_E = np.array([position[client] for client in ids_M[averaging.client_E].tolist()], np.int64)
-    distance_E, scale_E = found.arrays["upload_distance"][at_E], np.ones(len(at_E))
+    distance_E, scale_E = outcome.arrays["upload_distance"][at_E], np.ones(len(at_E))
     for out in np.unique(averaging.out_E):
         mine = averaging.out_E == out
         weight_n = averaging.weight_E[mine] / averaging.weight_E[mine].sum()

@@ -51,10 +51,10 @@ _CONTRACTS = {"combine": ColumnRule, "weigh": WeightRule, "scale": ClippingRule}
 
 def check_contract(rule: Any) -> None:
     """Raises ConfigError if an object has not exactly one of the three methods."""
-    found = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
-    if len(found) != 1:
+    kinds = [name for name, contract in _CONTRACTS.items() if isinstance(rule, contract)]
+    if len(kinds) != 1:
         raise ConfigError(
-            f"aggregation rule {place_of(rule)} has {' and '.join(found) or 'no method of a rule'}; expected one of "
+            f"aggregation rule {place_of(rule)} has {' and '.join(kinds) or 'no method of a rule'}; expected one of "
             "combine(values_nF, weight_n), weigh(squared_nn, weight_n), scale(distance_n, weight_n)"
         )
 

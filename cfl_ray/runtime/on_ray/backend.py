@@ -112,16 +112,16 @@ class RayBackend:
 
     def stored_values(self, work: Work) -> dict[int, StoredValue]:
         """Places of values that clients keep, by position. Those of a checkpoint are put when they are first used."""
-        found = self.client_states.of(work)
-        saved = [i for i, value in found.items() if isinstance(value, SavedState)]
+        states = self.client_states.of(work)
+        saved = [i for i, value in states.items() if isinstance(value, SavedState)]
         if saved:
             assert work.client_state is not None
             name, owners = work.client_state.name, work.state_owners
             key_of = {i: (name, int(owners[i])) for i in saved}
-            placed = dict(put_all((key_of[i], found[i].tensor()) for i in saved))
+            placed = dict(put_all((key_of[i], states[i].tensor()) for i in saved))
             self.client_states.move(placed)
-            found |= {i: placed[key_of[i]] for i in saved}
-        return found
+            states |= {i: placed[key_of[i]] for i in saved}
+        return states
 
     def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
         return ((key, value_at(place)) for key, place in self.client_states.changed(everything))
@@ -183,8 +183,8 @@ class Exchange:
             if self.collects:
                 self._collect(dispatch)
         self.backend.keep(self.work, self.states, self.deferred)
-        found = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
-        return outcome_of(self.work, found, self.changes or self.sums.values())
+        results = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
+        return outcome_of(self.work, results, self.changes or self.sums.values())
 
     @property
     def collects(self) -> bool:
@@ -337,7 +337,7 @@ class Exchange:
                 self.changes = {out: shared_tensor(sum_P) for out, sum_P in sums.items()}
                 return
             except RayError:
-                pass  # found out below which host it was
+                pass  # which host it was is determined below
         for position, (host, _) in enumerate(collected.rows_of):
             try:
                 totals = collected.of_host(position)
@@ -351,6 +351,8 @@ class Exchange:
     def _output_rows(self, schedule: Schedule, numbers: list[int]) -> list[int]:
         """The output rows of these chunks."""
         assert self.work.averaging is not None
+        if self.work.secure is not None:
+            return list(range(self.work.averaging.num_rows))
         index_m = np.concatenate([schedule.chunks[number].index_m for number in numbers])
         rows: list[int] = np.unique(self.work.averaging.take(index_m).out_E).tolist()
         return rows

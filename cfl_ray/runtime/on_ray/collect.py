@@ -64,9 +64,9 @@ class Collected:
         for (host, rows), refs in zip(self.rows_of, self.refs, strict=True):
             for out, ref in zip(rows, refs, strict=True):
                 totals[out].append(_Total(ref, host))
-        sums = {out: _combined(found) for out, found in sorted(totals.items())}
-        found = ray.get(list(sums.values()), timeout=self.seconds)
-        return {out: sum_P for out, sum_P in zip(sums, found, strict=True) if sum_P is not None}
+        combined = {out: _combined(parts) for out, parts in sorted(totals.items())}
+        sums = ray.get(list(combined.values()), timeout=self.seconds)
+        return {out: sum_P for out, sum_P in zip(combined, sums, strict=True) if sum_P is not None}
 
 
 def _combined(totals: list[_Total]) -> ray.ObjectRef[Any]:
@@ -74,7 +74,7 @@ def _combined(totals: list[_Total]) -> ray.ObjectRef[Any]:
     by_node: dict[str, list[_Total]] = defaultdict(list)
     for total in totals:
         by_node[total.host.node].append(total)
-    level = [_reduced(found)[0] if len(found) > 1 else found[0] for found in by_node.values()]
+    level = [_reduced(totals)[0] if len(totals) > 1 else totals[0] for totals in by_node.values()]
     level = _reduced(level, until=_GROUP)
     combined: ray.ObjectRef[Any] = level[0].host.actor.combine.remote(True, *[total.ref for total in level])
     return combined

@@ -65,8 +65,8 @@ def session_folder() -> Path:
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"cfl_ray-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder} is not a folder that only you can enter; remove it, or set TMPDIR to a folder of yours"
         )

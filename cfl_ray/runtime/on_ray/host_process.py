@@ -158,8 +158,8 @@ class HostProcess:
         """
         totals = self.sums.totals if exchange == self.exchange else {}
         self.exchange, self.sums, self.rows = None, HostSums(), {}
-        found = [totals[out].numpy() if out in totals else None for out in rows]
-        return found[0] if len(rows) == 1 else found
+        sums = [totals[out].numpy() if out in totals else None for out in rows]
+        return sums[0] if len(rows) == 1 else sums
 
     def combine(self, last: bool, *totals: np.ndarray | None) -> np.ndarray | None:
         """The sum of totals (2, P) of one output row; of the last ones, as float32 (P,)."""

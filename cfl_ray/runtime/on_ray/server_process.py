@@ -158,7 +158,7 @@ class ServerProcess:
         population, ready = loop.requests.population, [host for host in hosts if not host.starting]
         return {
             "method": loop.requests.label,
-            "state": loop.status + (f": {found}" if (found := self.pool.waiting or self.pool.slow) else ""),
+            "state": loop.status + (f": {pool}" if (pool := self.pool.waiting or self.pool.slow) else ""),
             "round": loop.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),

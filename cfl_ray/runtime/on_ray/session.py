@@ -141,11 +141,11 @@ class RaySession:
         """
         watch = ServerWatch(rule, time.monotonic())
         while not ray.wait([ref], timeout=_LOOK_SECONDS)[0]:
-            found: Progress | None = None
+            progress: Progress | None = None
             with suppress(RayError):  # a server that died, which `ref` says as well, or that does not answer
-                found = ray.get(self.actor.progress.remote(), timeout=_LOOK_SECONDS)
-            watch.look(found, now := time.monotonic())
-            waits_for = (found.waits_for if found else "") or watch.warning(now)
+                progress = ray.get(self.actor.progress.remote(), timeout=_LOOK_SECONDS)
+            watch.look(progress, now := time.monotonic())
+            waits_for = (progress.waits_for if progress else "") or watch.warning(now)
             if waits_for and waits_for != self.told:
                 self.warn(waits_for)
                 self.record_wait(waits_for)

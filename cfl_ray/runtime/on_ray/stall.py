@@ -65,14 +65,14 @@ class ServerWatch:
         self.last: Progress | None = None
         self.tell_after = rule.warning
 
-    def look(self, found: Progress | None, now: float) -> None:
+    def look(self, progress: Progress | None, now: float) -> None:
         """Takes note of an answer; None: there was none."""
         last, passed = self.last, now - self.looked
-        if found is not None:
-            computed = last is not None and found.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
-            if last is None or found.steps != last.steps or computed:
+        if progress is not None:
+            computed = last is not None and progress.cpu_seconds - last.cpu_seconds > _COMPUTES * passed
+            if last is None or progress.steps != last.steps or computed:
                 self.since, self.tell_after = now, self.rule.warning
-            self.last, self.looked = found, now
+            self.last, self.looked = progress, now
 
     def warning(self, now: float) -> str:
         """A line for the user, each time that the silence is twice as long; empty otherwise."""

@@ -1,0 +1,51 @@
+"""The networks of the workloads as users write them: modules with a `forward` that calls functions."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mlp(classes: int, hidden: int) -> nn.Module:
+    """784-hidden-10. A `Sequential`, since the span engine takes no other modules."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+
+class LeNet5(nn.Module):
+    """LeNet-5 without padding."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(16 * 4 * 4, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        x_B = F.max_pool2d(F.relu(self.conv1(x_B)), 2)
+        x_B = F.max_pool2d(F.relu(self.conv2(x_B)), 2)
+        x_B = x_B.view(-1, 16 * 4 * 4)
+        x_B = F.relu(self.fc2(F.relu(self.fc1(x_B))))
+        return self.fc3(x_B)
+
+
+class LeafCNN(nn.Module):
+    """Two 5x5 convolutions of 32 and 64 channels with pooling, and 512 hidden units."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 5)
+        self.conv2 = nn.Conv2d(32, 64, 5)
+        self.fc1 = nn.Linear(64 * 4 * 4, 512)
+        self.fc2 = nn.Linear(512, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        x_B = F.max_pool2d(F.relu(self.conv1(x_B)), 2)
+        x_B = F.max_pool2d(F.relu(self.conv2(x_B)), 2)
+        return self.fc2(F.relu(self.fc1(x_B.flatten(1))))
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "leaf_cnn": LeafCNN}

@@ -1,0 +1,83 @@
+"""The clients that take part in a round: its cohort, those of it that count in virtual time, or those whose updates
+arrive.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from cfl_ray.clock.virtual_time import Flights
+from cfl_ray.core.params import ParamSpec
+from cfl_ray.core.population import Cohort
+from cfl_ray.core.state import State
+from cfl_ray.core.versions import Received
+from cfl_ray.runtime.membership import Membership
+from cfl_ray.runtime.round_report import RoundDraft
+from cfl_ray.setup.prepare import Setup
+
+
+class Participation:
+    """The clients of each round of a method, with its virtual time if the experiment has a clock."""
+
+    def __init__(self, setup: Setup, label: str, spec: ParamSpec, membership: Membership):
+        self.availability, self.dropout = setup.availability, setup.experiment.cohort.dropout
+        self.membership = membership
+        self.time = time = setup.time_of(label, spec, lambda ids: membership.present.num_samples_N[ids])
+        self.flights = None  # None: rounds are synchronous
+        if time is not None:
+            membership.available = lambda: time.available(setup.availability)
+            self.flights = None if setup.asynchrony is None else Flights.none(setup.asynchrony, time)
+
+    def cohort(self, draft: RoundDraft, state: State) -> tuple[Cohort, Received | None]:
+        """The clients whose updates the server waits for; of an asynchronous round, also what they have received."""
+        round, membership = draft.round, self.membership
+        if self.flights is None:
+            cohort, wanted = membership.cohort(round)
+            return (cohort if self.time is None else self.time.wait_for(round, cohort, wanted)), None
+        ids, received = self.flights.next_cohort(
+            round, state, membership.concurrency, membership.population, self.availability, self.dropout
+        )
+        if stale := self.flights.stale:
+            draft.metrics["updates_stale"] = float(stale)
+        if len(ids):
+            tau_M = [round - 1 - received.version_of[client] for client in ids.tolist()]
+            draft.metrics["staleness"] = float(np.mean(tau_M))
+        return Cohort(ids, self.flights.dropped), received
+
+    def reachable(self, round: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and sample counts of all clients that can take part in the round; the round waits for them."""
+        ids, num_samples = self.membership.reachable(round)
+        if self.time is None:
+            return ids, num_samples
+        in_time = self.time.in_time(round, ids)
+        return ids[in_time], num_samples[in_time]
+
+    def leave(self, ids: np.ndarray) -> None:
+        """Discards the work of clients that left."""
+        if self.flights is not None:
+            self.flights.leave(ids)
+
+    def end_round(self, cohort: Cohort, before: State, after: State, draft: RoundDraft) -> None:
+        """Adds the round to the virtual time. before: the state that its clients received."""
+        if cohort.dropped:
+            draft.metrics["clients_dropped"] = float(cohort.dropped)
+        if self.time is None:
+            return
+        unused = cohort.past_deadline + cohort.surplus + int(draft.metrics.get("updates_stale", 0))
+        self.time.count_unused(unused, draft.stats.traffic)
+        self.time.end_round()
+        draft.metrics["virtual_seconds"] = self.time.now
+        counts = {"clients_past_deadline": cohort.past_deadline, "clients_surplus": cohort.surplus}
+        draft.metrics |= {name: float(count) for name, count in counts.items() if count}
+        if self.flights is not None:
+            self.flights.advance(draft.round, before, after)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """In the form that a checkpoint stores; empty without a clock."""
+        parts = (self.time, self.flights)
+        return {name: value for part in parts if part is not None for name, value in part.to_tensors().items()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what `to_tensors` returned."""
+        for part in (self.time, self.flights):
+            if part is not None:
+                part.restore(tensors)
