@@ -13,14 +13,15 @@ from cfl_ray.plugins.calling import reference_of
 
 
 class TestDataConfig(ConfigSection):
-    """The test data of each client: cluster view, label view or hold-out."""
+    """The test data of each client: cluster view, label view, all images or hold-out."""
 
-    view: Literal["cluster", "label", "holdout"] | None = Field(
+    view: Literal["cluster", "label", "all", "holdout"] | None = Field(
         None,
         description="cluster: the official test set, shifted like the client's group | label: its images of the "
-        "client's labels | holdout: a share of the client's own samples | null: the view with the client's "
-        "own distribution: label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources "
-        "without test data; cluster otherwise",
+        "client's labels | all: the whole of it, also where the client's group has some labels only, shifted like the "
+        "group | holdout: a share of the client's own samples | null: the view with the client's own distribution: "
+        "label for partitions by classes or unequal sizes; holdout for dirichlet, writer and sources without test "
+        "data; cluster otherwise",
     )
     fraction: float = Field(0.2, gt=0, lt=1, description="share of a client's samples held out for testing (holdout)")
     pool: bool = Field(
@@ -147,7 +148,7 @@ class DataConfig(ConfigSection):
     @property
     def unused(self) -> dict[str, str]:
         """Keys of this section that have no effect, and why."""
-        key = {"cluster": "fraction", "label": "fraction", "holdout": "max_images"}.get(self.test.view or "", "")
+        key = {"holdout": "max_images"}.get(self.test.view, "fraction") if self.test.view else ""
         of_test = unused_keys(self.test, "data.test", [key], f"data.test.view is {self.test.view}")
         if not self.has_clients:
             return self.partition.unused | of_test

@@ -61,6 +61,8 @@ def tested_on(view: str, groups: int) -> str:
     """Returns a sentence on which data a client is tested under a view. groups: number of true groups, 0 if unknown."""
     if view == "holdout":
         return "each client is tested on its own samples that are held out from training (data.test.view holdout)"
+    if view == "all":
+        return "each client is tested on all images of the test set, shifted like its group (data.test.view all)"
     whole = "the test set of its true group" if groups > 1 else "the whole test set"
     if view == "label":
         return f"each client is tested on the images of its own labels in {whole} (data.test.view label)"
@@ -76,7 +78,7 @@ class Federation(ABC):
     shape: DataShape
     num_samples_N: np.ndarray  # int64 (N,): training samples of each client
     group_N: np.ndarray | None  # int32 (N,): true group of each client, -1 if unknown; None if all are unknown
-    view: str  # "cluster", "label" or "holdout"
+    view: str  # "cluster", "label", "all" or "holdout"
     recipe: dict[str, Any]  # JSON: all settings that decide the content of this federation
     normalize: list[list[float]] | None = None  # [means, standard deviations] per channel; None: not normalised
 

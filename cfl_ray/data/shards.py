@@ -43,7 +43,7 @@ class ShardManifest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["cfl_ray shards"] = "cfl_ray shards"
     version: Literal[1] = 1
-    view: Literal["cluster", "label", "holdout"]
+    view: Literal["cluster", "label", "all", "holdout"]
     input: list[_Size] = Field(min_length=1)  # shape of a sample
     num_classes: _Size
     scale: float = Field(gt=0, allow_inf_nan=False)  # the pixel value that means 1.0

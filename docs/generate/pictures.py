@@ -142,7 +142,7 @@ def round_flow() -> Picture:
 
 
 def views() -> Picture:
-    """The test data of a client in each of the three views."""
+    """The test data of a client in the views cluster, label and holdout."""
     drawn = Picture("views", "Test data of a client in the views cluster, label and holdout", 760, 330)
     columns = [
         ("cluster", "all of the group's\ntest set", "0 1 2 3 4 5 6 7 8 9", "0 1 2 3 4 5 6 7 8 9"),

@@ -750,6 +750,7 @@ WITHOUT_EFFECT = [  # values, the key without effect, and why
         "data.partition.groups is null",
     ),
     ({"data": {"test": {"fraction": 0.3}}}, "data.test.fraction (0.3)", "data.test.view is cluster"),
+    ({"data": {"test": {"view": "all", "fraction": 0.3}}}, "data.test.fraction (0.3)", "data.test.view is all"),
     ({"data": {"test": {"view": "holdout", "max_images": 9}}}, "data.test.max_images (9)", "data.test.view is holdout"),
     (
         {"data": {"source": "synthetic", "partition": {"kind": "classes"}}},

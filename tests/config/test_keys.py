@@ -48,7 +48,7 @@ def test_values_are_choices_or_a_type_with_its_range():
         "runtime.device": "auto | cpu | cuda",
         "local.momentum": "number >= 0 and < 1",
         "seed": "whole number >= 0 and < 2147483648",
-        "data.test.view": "cluster | label | holdout | null",
+        "data.test.view": "cluster | label | all | holdout | null",
     }
     assert BY_NAME["data.partition.sizes"].values == "list of whole numbers >= 1 | null"
     assert BY_NAME["data.shift.label_sets"].values == "list of lists of whole numbers"

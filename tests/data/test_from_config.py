@@ -70,6 +70,7 @@ def test_damaged_shards_are_found_before_the_run(tmp_path):
     [
         {"source": "digits"},
         {"source": "digits", "shift": {"kind": "pathological"}, "test": {"view": "label"}},
+        {"source": "digits", "shift": {"kind": "pathological"}, "test": {"view": "all"}},
         {
             "source": "digits",
             "shift": {"kind": "rotated"},

@@ -84,6 +84,19 @@ def test_label_view_shares_one_set_where_images_are_the_same(toy, config):
     assert len(rotated.test_sets) == 2
 
 
+def test_all_view_has_the_labels_that_a_group_lacks(toy, config):
+    """Shared by groups with the same images, and changed as the group's are; `cluster` has the group's labels only."""
+    plan = make_plan(toy(), None, config(clients=8, view="all", shift={"kind": "pathological"}), 0)
+    assert [len(test_set.rows) for test_set in plan.test_sets] == [100] and plan.labels_NC is None
+    assert {client.test_set for client in plan.clients} == {0}
+    shift = {"kind": "rotated_labels", "angles": [0, 180], "label_sets": [[0, 1], [2]]}
+    all_ = make_plan(toy(), None, config(clients=4, view="all", shift=shift), 0)
+    assert [client.test_set for client in all_.clients] == [0, 0, 1, 1]
+    assert [(len(one.rows), one.variant.turns) for one in all_.test_sets] == [(100, 0), (100, 2)]
+    own = make_plan(toy(), None, config(clients=4, view="cluster", shift=shift), 0)
+    assert [sorted(set(one.labels().tolist())) for one in own.test_sets] == [[0, 1], [2], [0, 1], [2]]
+
+
 def test_label_view_knows_labels_as_the_group_sees_them(toy, config):
     shift = {"kind": "shifted", "offsets": [0, 3]}
     plan = make_plan(toy(n=40), None, config("classes", 20, view="label", shift=shift, classes_per_client=1), 0)
