@@ -92,9 +92,8 @@ class Estimate:
     sizes: _Sizes
     traffic: dict[str, TrafficEstimate]  # by method
     seconds: dict[str, float]  # virtual seconds of a round, by method; empty without a clock
-    late: dict[
-        str, float
-    ]  # share of the selected clients that miss `clock.deadline`, by method; empty without a deadline
+    # share of the selected clients that miss `clock.deadline`, by method; empty without a deadline
+    late: dict[str, float]
 
     @property
     def warnings(self) -> list[str]:

@@ -59,9 +59,6 @@ def whole_batches(file: Path) -> tuple[list[pa.RecordBatch], int, pa.Schema | No
                 end = source.tell()
         except (StopIteration, pa.ArrowInvalid, OSError):
             return batches, end, schema
-        except (
-            pa.ArrowException,
-            ValueError,
-            OverflowError,
-        ) as error:  # damaged elsewhere than at the end: nothing is cut off
+        # damaged elsewhere than at the end: nothing is cut off
+        except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{file} is damaged ({error}); remove it: what it has recorded so far is lost") from error

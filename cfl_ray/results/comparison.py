@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,7 @@ def names_of(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
     """
     settings = [_keys_that_count(experiment) for _, experiment in experiments]
     names: list[str] = []
+    times: Counter[str] = Counter()
     for (name, _), own in zip(experiments, settings, strict=True):
         rivals = [other for (rival, _), other in zip(experiments, settings, strict=True) if rival == name]
         differing = [
@@ -224,7 +226,8 @@ def names_of(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
         ]
         more = [f"{len(differing) - _SHOWN_KEYS} more"] if len(differing) > _SHOWN_KEYS else []
         full = f"{name} ({', '.join([*differing[:_SHOWN_KEYS], *more])})" if differing else name
-        names.append(f"{full} ({number})" if (number := 1 + sum(one.startswith(full) for one in names)) > 1 else full)
+        times[full] += 1
+        names.append(f"{full} ({times[full]})" if times[full] > 1 else full)
     return names
 
 

@@ -91,15 +91,13 @@ class LearningTrials(Trials):
             load_if_exists=True,
         )
         self._check_search(root)
-        self.numbers: dict[
-            str, list[int]
-        ] = {}  # of trials without a result, by name: listed values may be suggested twice
+        # of trials without a result, by name: listed values may be suggested twice
+        self.numbers: dict[str, list[int]] = {}
         state = self.optuna.trial.TrialState
         trials = self.study.get_trials(deepcopy=False)
         running = [trial for trial in trials if trial.state == state.RUNNING]
-        self.left = [
-            self._known(trial.number, self._values(trial.params)) for trial in running
-        ]  # of a start that was stopped
+        # of a start that was stopped
+        self.left = [self._known(trial.number, self._values(trial.params)) for trial in running]
         failed = sum(trial.state == state.FAIL for trial in trials)  # others take their place
         self.asks = max(0, (self.sweep.trials or 0) - len(trials) + failed)
 

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from cfl_ray import config, simulate
 from jobs.chaos.hang import TARGETS as HANG_TARGETS
-from jobs.chaos.hang import let_hang
+from jobs.chaos.hang import UNDISTURBED, let_hang
 from jobs.chaos.processes import Run
 from jobs.chaos.same_outcome import IDENTICAL, chaos_experiment, differences
 
@@ -115,8 +115,11 @@ def main() -> int:
     total = len(options.methods) * options.rounds
     if options.hang is None and not 0 <= options.kills < total:
         parser.error(f"--kills must be below {total}, the rounds of all methods, got {options.kills}")
-    if options.hang is not None and not 0 < options.hang < total - 1:
-        parser.error(f"--hang must be from 1 to {total - 2}, below the rounds of all methods, got {options.hang}")
+    if options.hang is not None and not 0 < options.hang < total - UNDISTURBED:
+        parser.error(
+            f"--hang must be from 1 to {total - UNDISTURBED - 1}, the rounds of all methods without the last "
+            f"{UNDISTURBED} and the first, got {options.hang}"
+        )
     folder = options.keep or Path(tempfile.mkdtemp(prefix="cfl-ray-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if options.hang is not None:

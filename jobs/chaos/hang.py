@@ -30,6 +30,8 @@ from jobs.chaos.same_outcome import IDENTICAL, differences, tags_in_mlflow
 
 TARGETS = ["host", "server", "data"]
 WARNING, LIMIT = 2.0, 25.0  # seconds: runtime.stall_warning and stall_limit
+UNDISTURBED = 8  # last rounds, in which nothing hangs: a round is recorded when the next ones may be under way already
+_DELAY = 0.3  # seconds after the record of a round, at most, until a process is stopped
 _LOOKS = 30.0  # seconds for looks at what makes no progress, and for the end of the process, on a busy machine
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _LIMIT_SAID = re.compile(r"(?:the host is replaced|another one is started) after ([\d.]+) (s|min|h)")
@@ -77,13 +79,13 @@ def trap(folder: Path) -> Path:
 
 
 def hung(run: Run, folder: Path, targets: Sequence[str], rounds: int, count: int, seed: int) -> list[Hang]:
-    """Lets `count` processes stop answering, each in a different round, at most a second after its start."""
+    """Lets `count` processes stop answering, each in a different round, within `_DELAY` of its start."""
     draw, hangs = random.Random(seed), []
     order = [targets[number % len(targets)] for number in range(count)]
     draw.shuffle(order)
-    for round, target in zip(sorted(draw.sample(range(1, rounds - 1), count)), order, strict=True):
+    for round, target in zip(sorted(draw.sample(range(1, rounds - UNDISTURBED), count)), order, strict=True):
         run.wait_for_rounds(round)
-        time.sleep(draw.uniform(0, 1))
+        time.sleep(draw.uniform(0, _DELAY))
         begin, began = run.log.stat().st_size, time.monotonic()
         pid = _stop(run, folder, target, draw)
         naming = "the server has made no progress" if target == "server" else f"(process {pid} on node"

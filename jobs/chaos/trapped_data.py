@@ -8,6 +8,7 @@ from cfl_ray.data.federation import TensorSamples
 from cfl_ray.data.synthetic import SyntheticFederation
 
 CLIENTS = 24
+READING = 0.03  # seconds for the data of a client, so that rounds do not end before they can be interrupted
 
 
 class TrappedFederation(SyntheticFederation):
@@ -28,6 +29,7 @@ class TrappedFederation(SyntheticFederation):
             rename(self.trap, f"{self.trap}.{getpid()}")
             while True:
                 time.sleep(3600)
+        time.sleep(READING)
         return super().train(client)
 
 

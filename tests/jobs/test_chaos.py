@@ -33,7 +33,7 @@ def test_killed_processes_do_not_change_the_outcome(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_stop_answering_are_named_and_replaced_with_the_same_outcome(tmp_path):
-    options = ["--hang", "3", "--rounds", "6", "--seed", "0", "--methods", "ditto"]
+    options = ["--hang", "3", "--rounds", "18", "--seed", "0", "--methods", "ditto"]
     done = run_job("jobs.chaos", *options, "--keep", str(tmp_path))
     log = tmp_path / "disturbed.log"
     assert done.returncode == 0, done.stdout + done.stderr + (log.read_text() if log.exists() else "")

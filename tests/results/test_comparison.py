@@ -79,6 +79,15 @@ def test_experiments_of_one_name_are_named_by_the_keys_in_which_they_differ():
     assert long.startswith("x (local.lr=0.5, evaluation.metrics=[") and long.endswith("...)") and len(long) < 90
 
 
+def test_a_name_that_begins_like_another_one_has_no_number():
+    equal = cfl_ray.Experiment()
+    assert comparison.names_of([("smaller", equal), ("small", equal), ("small", equal)]) == [
+        "smaller",
+        "small",
+        "small (2)",
+    ]
+
+
 def test_what_figures_depend_on_makes_an_experiment():
     plain = cfl_ray.Experiment()
     same = cfl_ray.Experiment(seed=3, name="other", methods=["local"], runtime={"hosts": 2}, output="elsewhere")
