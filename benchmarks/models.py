@@ -6,9 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def mlp(classes: int, hidden: int) -> nn.Module:
-    """784-hidden-10. A `Sequential`, since the span engine takes no other modules."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+class MLP(nn.Module):
+    """784-hidden-10."""
+
+    def __init__(self, classes: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(28 * 28, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
+
+    def forward(self, x_B: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 28, 28)."""
+        return self.fc2(F.relu(self.fc1(x_B.view(x_B.size(0), -1))))
 
 
 class LeNet5(nn.Module):
@@ -48,4 +56,4 @@ class LeafCNN(nn.Module):
         return self.fc2(F.relu(self.fc1(x_B.flatten(1))))
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet5": LeNet5, "leaf_cnn": LeafCNN}
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "lenet5": LeNet5, "leaf_cnn": LeafCNN}

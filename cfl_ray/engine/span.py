@@ -17,10 +17,10 @@ start from one model. A weighted sum of their changes is another, without the we
 
     sum_i w_i (W_i - W_0) = sum_i w_i (a_i - 1) W_0 + C^T diag(w) X         C (N, H), X (N, D)
 
-If the manual engine supports the layers, clients form such batches. On a CPU, the steps between the products are made
-one client after another, on arrays that fit into the cache, with the passes of the manual engine for the layers after
-the first. On a GPU, they are made for all clients of a vmap batch at once (`engine.span_together`), and a batch has as
-many clients as the memory allows.
+Clients form such batches. On a CPU, the steps between the products are made
+one client after another, on arrays that fit into the cache, with the passes of the manual engine for all that follows
+the first layer. On a GPU, they are made for all clients of a vmap batch at once (`engine.span_together`), and a batch
+has as many clients as the memory allows.
 """
 
 from collections import defaultdict
@@ -29,42 +29,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.local_steps import ProximalGradient, SGDUpdate
 from cfl_ray.engine.rows import rows_on
 from cfl_ray.engine.span_together import train_together
 from cfl_ray.engine.task import TrainingResult, TrainingTask
-from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason, invalid_value_reason
+from cfl_ray.engine.validation import WEIGHT_POWER, invalid_update_reason
 from cfl_ray.engine.vmap_batches import in_batches, train_alone
 from cfl_ray.nn.network import Network
-from cfl_ray.nn.operations import Array, Layer, mean_cross_entropy
-from cfl_ray.nn.passes import Passes, is_chain, passes_of
+from cfl_ray.nn.passes import Passes, passes_of, why_no_passes
 
 _MAX_SAMPLES_PER_INPUT = 0.5  # n / D up to which the shortcut can be faster
 _BATCH_SAMPLES = 2048  # samples of all clients of a batch on a CPU; more make no product faster
-
-
-def first_linear(network: Network) -> int | None:
-    """Position, in a Sequential, of the linear layer whose input is the flattened sample; None if there is none."""
-    if not isinstance(network.module, nn.Sequential):
-        return None
-    for position, layer in enumerate(network.module):
-        if isinstance(layer, nn.Linear):
-            return position
-        if not isinstance(layer, nn.Flatten):
-            return None
-    return None
 
 
 def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
     """Reason why this engine cannot train the network or, with tasks, these clients; None if it can."""
     if network.precision == "bf16":
         return "in bf16, PyTorch's autocast decides what is computed in which precision"
-    if not network.task.is_classification:
-        return f"its loss is the cross-entropy of classes, and the task is {network.task.name}"
     if reason := _network_without_shortcut(network):
         return reason
     weights = {tuple(term.weight for term in task.proximal) for task in tasks}
@@ -75,12 +59,16 @@ def why_not(network: Network, tasks: Sequence[TrainingTask]) -> str | None:
 
 def _network_without_shortcut(network: Network) -> str | None:
     """Reason why the first layer's weights are no combination of start, anchors and inputs; None if they are."""
-    if first_linear(network) is None:
-        return "the network is no Sequential that begins with a linear layer"
+    if len(network.spec.shapes[0]) != 2:  # before its operations are recorded
+        return "its first parameter is not the weights of a linear layer"
     if network.dropouts or network.random_forward:
         return "the forward pass draws at random"
-    if not all(parameter.requires_grad for parameter in network.module.parameters()):
-        return "parameters are frozen"
+    if reason := why_no_passes(network):
+        return reason
+    if passes_of(network).graph.first_linear() is None:
+        return "its first operation, which alone uses the samples, is not a linear layer with the first parameter"
+    if _together(network) and network.spec.size > network.spec.trained:
+        return "on a GPU it trains no network with buffers"
     return None
 
 
@@ -107,24 +95,9 @@ def _training_without_shortcut(task: TrainingTask) -> str | None:
 
 def train(network: Network, tasks: Iterable[TrainingTask]) -> Iterator[TrainingResult]:
     """Trains each task, from its own start. `why_not` must be None for them."""
-    if not shares_products(network):
-        for index, task in enumerate(tasks):
-            frozen_BC = sequential.frozen_logits(network, task)
-            network.load(task.start_P)
-            loss = _train_loaded(network, task, frozen_BC)
-            yield TrainingResult(index, network.row(), loss)
-        return
     for first, batch in batches(network, tasks):
         for index in range(len(batch.tasks)):
             yield TrainingResult(first + index, batch.row(index), batch.losses[index])
-
-
-# ---- many clients
-
-
-def shares_products(network: Network) -> bool:
-    """Whether clients share products: its operations form a chain of written-out passes."""
-    return _network_without_shortcut(network) is None and not network.batch_statistics and is_chain(network)
 
 
 def _together(network: Network) -> bool:
@@ -192,7 +165,7 @@ class SpanBatch:
         ends = np.cumsum([len(task.y) for task in tasks]).tolist()
         self.slices = [slice(end - len(task.y), end) for end, task in zip(ends, tasks, strict=True)]
         self.c_HN = torch.empty(self.shape[0], len(self.x_ND))
-        self.others_mP = torch.empty(len(tasks), network.spec.trained - self.size)  # parameters after the first weights
+        self.others_mP = torch.empty(len(tasks), network.spec.size - self.size)  # columns after the first weights
         passes, outputs = passes_of(network), self._outputs()
         with np.errstate(all="ignore"), torch.no_grad():
             for index, task in enumerate(tasks):
@@ -237,12 +210,11 @@ class SpanBatch:
     ) -> None:
         """Trains one client: computes its coefficients and its other parameters."""
         task, part, terms = self.tasks[index], self.slices[index], self.terms[index]
-        layers = (passes.chain or [])[passes.first + 1 :]
         outputs_Hn = [outputs[index, row_P.data_ptr()].contiguous() for row_P, _ in terms]
         x_nD = self.x_ND[part]
         gram_nn = product(x_nD, x_nD)
+        passes.row_P.copy_(task.start_P)
         w_P, g_P = passes.w_P[self.size :], passes.g_P[self.size :]
-        w_P.copy_(task.start_P[self.size :])
         proximal = [ProximalGradient.of_row(network, term, w_P, self.size) for term in task.proximal]
         decay = task.local.weight_decay + sum(weight for _, weight in terms)
         a = torch.tensor([1.0] + [0.0] * (len(terms) - 1))
@@ -250,13 +222,13 @@ class SpanBatch:
         moving = [a, c_Hn, w_P]
         velocity = [torch.zeros_like(values) for values in moving] if task.local.momentum else None
         update = SGDUpdate(task.local, velocity)
-        y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.T.numpy()
+        y, frozen = task.y.numpy(), None if frozen_BC is None else frozen_BC.numpy()
         weight_n = None if task.weight_n is None else task.weight_n.numpy()
         for number in range(task.steps):
             z_Hn = product(c_Hn, gram_nn) if number else torch.zeros_like(c_Hn)  # the matrix is symmetric
             for a_j, output_Hn in zip(a.tolist(), outputs_Hn, strict=True):
                 z_Hn.add_(output_Hn, alpha=a_j)
-            loss, grad_Hn = _loss_and_gradient(layers, z_Hn.numpy(), y, frozen, weight_n)
+            loss, grad_Hn = passes.run_after_first(z_Hn.numpy(), y, frozen, weight_n)
             update.decay([g_P], [w_P])
             for term in proximal:
                 term.add_to([g_P])
@@ -267,13 +239,13 @@ class SpanBatch:
                 step_Hn.add_(c_Hn, alpha=decay)
             update.apply(moving, [step_a, step_Hn, g_P])
         self.c_HN[:, part] = c_Hn
-        self.others_mP[index] = w_P
+        self.others_mP[index] = passes.row_P[self.size :]
         self.a.append(a)
         self.losses.append(float(loss))
 
     def row(self, index: int) -> Tensor:
         """The row (P,) of one client."""
-        row_P = torch.empty(self.spec.trained, device=self.device)
+        row_P = torch.empty(self.spec.size, device=self.device)
         first_HD = self._first(row_P)
         part = self.slices[index]
         first_HD.copy_(product(self.c_HN[:, part].contiguous(), self.x_ND[part].T))
@@ -293,7 +265,7 @@ class SpanBatch:
         for a_j, (row_P, _) in zip(self.a[index], self.terms[index], strict=True):
             bound += a_j.abs() * self._largest(row_P)
         if bound.item() < 2**WEIGHT_POWER:  # false for NaN
-            return invalid_value_reason(self.others_mP[index], WEIGHT_POWER)
+            return invalid_update_reason(self.others_mP[index], self.spec.trained - self.size)
         return invalid_update_reason(self.row(index), self.spec.trained)
 
     def _largest(self, row_P: Tensor) -> Tensor:
@@ -311,7 +283,7 @@ class SpanBatch:
         whole = sum(part.stop - part.start for part in parts) == self.c_HN.shape[1]
         c_HN = self.c_HN if whole else torch.cat([self.c_HN[:, part] for part in parts], 1)
         x_ND = torch.cat([self.x_ND[part] * weights[index] for part, index in zip(parts, indices, strict=True)])
-        change_P = torch.empty(self.spec.trained, device=self.device)
+        change_P = torch.empty(self.spec.size, device=self.device)
         first_HD = self._first(change_P)
         first_HD.copy_(product(c_HN, x_ND.T))
         for row_P, coefficient in self._coefficients(weights):
@@ -337,20 +309,6 @@ def _terms(network: Network, task: TrainingTask) -> list[tuple[Tensor, float]]:
     return [(task.start_P, 0.0), *anchors]
 
 
-def _loss_and_gradient(
-    layers: Sequence[Layer], z: Array, y: Array, frozen_Cn: Array | None, weight_n: Array | None
-) -> tuple[Any, Array]:
-    """Mean loss and gradient at the first layer's outputs `z` (H, n), which are overwritten."""
-    for layer in layers:
-        z = layer.forward(z)
-    if frozen_Cn is not None:
-        z += frozen_Cn
-    loss, grad = mean_cross_entropy(z, y, weight_n)
-    for layer in reversed(layers):
-        grad = layer.backward(grad, needs_input=True)
-    return loss, grad
-
-
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The product a @ b.T.
 
@@ -368,84 +326,3 @@ def _onednn_linear() -> Any:
 
 
 _linear = _onednn_linear()
-
-
-# ---- one client, with any layers after the first
-
-
-class _Span:
-    """The first layer's weights of one client, as coefficients of the start, the anchors and the inputs.
-
-    anchors: each with the weight of its proximal term.
-    """
-
-    def __init__(self, x: Tensor, start: Tensor, anchors: list[tuple[Tensor, float]]):
-        self.x, self.start, self.anchors = x, start, anchors
-        self.outputs = [x @ weight.T for weight in (start, *(anchor for anchor, _ in anchors))]
-        self.gram = x @ x.T
-        self.a = torch.tensor([1.0] + [0.0] * len(anchors), device=x.device)
-        self.c = torch.zeros_like(self.outputs[0])
-
-    def z(self) -> Tensor:
-        """The layer's outputs (n, H) without bias, a leaf for autograd."""
-        z = torch.addmm(self.outputs[0] * self.a[0], self.gram, self.c)
-        for a_j, output in zip(self.a[1:], self.outputs[1:], strict=True):
-            z.add_(output * a_j)
-        return z.requires_grad_(True)
-
-    def gradient(self, grad_z: Tensor, weight_decay: float) -> list[Tensor]:
-        """The gradient as changes of a and C, with weight decay and the proximal terms."""
-        decay = weight_decay + sum(weight for _, weight in self.anchors)
-        grad_a = self.a * decay
-        for number, (_, weight) in enumerate(self.anchors, 1):
-            grad_a[number] -= weight
-        return [grad_a, torch.add(grad_z, self.c, alpha=decay)]
-
-    def weight(self) -> Tensor:
-        """The weights W (H, D)."""
-        weight = torch.addmm(self.start * self.a[0], self.c.T, self.x)
-        for a_j, (anchor, _) in zip(self.a[1:], self.anchors, strict=True):
-            weight.add_(anchor * a_j)
-        return weight
-
-
-def _train_loaded(network: Network, task: TrainingTask, frozen_BC: Tensor | None) -> float:
-    """SGD on the loaded row. Returns the loss of the last step, which is the last local epoch."""
-    position = first_linear(network)
-    assert position is not None and isinstance(network.module, nn.Sequential)
-    linear, rest = network.module[position], network.module[position + 1 :]
-    assert isinstance(linear, nn.Linear)
-    network.module.train()
-    first = network.params.index(linear.weight)
-    x, y = task.x.to(network.device).flatten(1), task.y.to(network.device)
-    weight_n = None if task.weight_n is None else task.weight_n.to(network.device)
-    proximal = [ProximalGradient.of_tensors(network, term, network.params, skip=first) for term in task.proximal]
-    with torch.no_grad():
-        anchors = [
-            (network.views(term.anchor_P)[first], term.term.weight)
-            for term in proximal
-            if first in network.tensors_in(term.term.columns)
-        ]
-        span = _Span(x, linear.weight, anchors)
-    others = [p for index, p in enumerate(network.params) if index != first]
-    update = SGDUpdate(task.local)
-    for _ in range(task.steps):
-        with torch.no_grad():
-            z = span.z()
-        logits_BC = rest(z if linear.bias is None else z + linear.bias)
-        logits_BC = logits_BC if frozen_BC is None else logits_BC + frozen_BC
-        if weight_n is None:
-            loss = cross_entropy(logits_BC, y)
-        else:
-            loss = (cross_entropy(logits_BC, y, reduction="none") * weight_n).mean()
-        grad_z, *step = torch.autograd.grad(loss, [z, *others], materialize_grads=True)
-        with torch.no_grad():
-            step.insert(first, torch.zeros(()))  # a placeholder: `span` computes the step of the first layer's weights
-            update.decay(step, network.params, skip=first)
-            for term in proximal:
-                term.add_to(step)
-            del step[first]
-            update.apply([span.a, span.c, *others], [*span.gradient(grad_z, task.local.weight_decay), *step])
-    with torch.no_grad():
-        linear.weight.copy_(span.weight())
-    return loss.item()

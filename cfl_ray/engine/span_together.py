@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.func import grad_and_value, vmap
 
 from cfl_ray.engine import sequential
 from cfl_ray.engine.rows import padded, rows_on
 from cfl_ray.engine.task import TrainingTask
+from cfl_ray.nn.graph import Parameter
 from cfl_ray.nn.network import Network
+from cfl_ray.nn.passes import passes_of
 
 # Letters here, beside those of `core.params`: H outputs of the first layer, D its inputs, N padded samples of all
 # clients, J the start and the anchors, Q parameters after the first layer's weights.
@@ -117,16 +118,17 @@ class _Rest:
     """Losses and gradients of all clients, from the first layer's outputs on."""
 
     def __init__(self, network: Network, tasks: Sequence[TrainingTask], width: int):
-        assert isinstance(network.module, nn.Sequential)
-        position, spec = next(i for i, layer in enumerate(network.module) if isinstance(layer, nn.Linear)), network.spec
-        self.rest = network.module[position + 1 :].train()
-        key = spec.names[0].removesuffix("weight")
-        self.bias = f"{key}bias" if f"{key}bias" in spec.names else None
-        first = spec.ends[0]
-        self.columns = [
-            (name, shape, start - first, stop - first)
-            for name, shape, start, stop in zip(spec.names[1:], spec.shapes[1:], spec.ends, spec.ends[1:], strict=False)
-        ]
+        self.task, spec = network.task, network.spec
+        self.graph = graph = passes_of(network).graph
+        first = graph.first_linear()
+        assert first is not None
+        self.first = first
+        self.bias = next((used.index for used in first.references[2:] if isinstance(used, Parameter)), None)
+        places = zip(spec.shapes[1:], spec.ends[:-1], spec.ends[1:], strict=True)
+        size = spec.ends[0]
+        self.columns = {
+            number: (shape, start - size, stop - size) for number, (shape, start, stop) in enumerate(places, 1)
+        }
         self.y_mn = padded([task.y for task in tasks], network.device)
         weights = [
             torch.full((len(task.y),), 1 / len(task.y)) if task.weight_n is None else task.weight_n / len(task.y)
@@ -139,17 +141,16 @@ class _Rest:
         self.gradient = vmap(grad_and_value(self._loss, argnums=(0, 1)), in_dims=in_dims)
 
     def _loss(
-        self, params: dict[str, Tensor], z_nH: Tensor, y_n: Tensor, weight_n: Tensor, frozen_nC: Tensor | None
+        self, params: dict[int, Tensor], z_nH: Tensor, y_n: Tensor, weight_n: Tensor, frozen_nC: Tensor | None
     ) -> Tensor:
         """Loss of one client."""
         z_nH = z_nH if self.bias is None else z_nH + params[self.bias]
-        of_rest = {name: value for name, value in params.items() if name != self.bias}
-        logits_nC = functional_call(self.rest, of_rest, (z_nH,))
+        logits_nC = self.graph.evaluated(self.first, z_nH, params)
         logits_nC = logits_nC if frozen_nC is None else logits_nC + frozen_nC
-        return (cross_entropy(logits_nC, y_n, reduction="none") * weight_n).sum()
+        return (self.task.loss(logits_nC, y_n) * weight_n).sum()
 
     def __call__(self, w_mQ: Tensor, z_mnH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses (m,), and gradients at the other parameters (m, Q) and at the first layer's outputs (m, n, H)."""
-        params = {name: w_mQ[:, start:stop].unflatten(1, shape) for name, shape, start, stop in self.columns}
+        params = {number: w_mQ[:, a:b].unflatten(1, shape) for number, (shape, a, b) in self.columns.items()}
         (grads, grad_mnH), loss_m = self.gradient(params, z_mnH, self.y_mn, self.weight_mn, self.frozen_mnC)
-        return loss_m, torch.cat([grads[name].flatten(1) for name, *_ in self.columns] or [w_mQ[:, :0]], 1), grad_mnH
+        return loss_m, torch.cat([grads[number].flatten(1) for number in params] or [w_mQ[:, :0]], 1), grad_mnH

@@ -7,7 +7,7 @@ and the first axis of every activation must be the batch: then the operations ho
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,6 +129,43 @@ class Graph:
     def users(self) -> Counter[int]:
         """How often each activation is used; the output once more."""
         return Counter([index for call in self.calls for index in call.inputs] + [self.output])
+
+    def first_linear(self) -> Call | None:
+        """The linear layer that alone uses the samples, flattened, and whose weights are the first parameter.
+
+        None if there is none, or if something else uses these weights.
+        """
+        users, value = self.users, 0
+        weights = [reference for call in self.calls for reference in call.references if reference == Parameter(0)]
+        for call in self.calls:
+            if users[value] > 1 or call.inputs != [value]:
+                return None
+            if call.name not in RESHAPES:
+                _, *parameters = call.references
+                is_linear = call.name == "linear" and len(self.shapes[value]) == 1
+                is_linear = is_linear and all(isinstance(reference, Parameter) for reference in parameters)
+                return call if is_linear and parameters[:1] == weights else None
+            value = call.output
+        return None
+
+    def evaluated(self, after: Call, value: Tensor, parameters: Mapping[int, Tensor]) -> Tensor:
+        """The output, given the result of the call `after` on which it depends alone. Differentiable.
+
+        parameters: the trained tensors by number.
+        """
+        values = {after.output: value}
+
+        def fill(argument: object) -> object:
+            if isinstance(argument, Value):
+                return values[argument.index]
+            return parameters[argument.index] if isinstance(argument, Parameter) else argument
+
+        for call in self.calls[self.calls.index(after) + 1 :]:
+            if call.name in RESHAPES:
+                values[call.output] = values[call.inputs[0]].reshape(len(value), *self.shapes[call.output])
+            else:
+                values[call.output] = call.function(*replaced(call.args, fill), **replaced(call.kwargs, fill))
+        return values[self.output]
 
 
 def replaced(value: Any, by: Callable[[Any], Any]) -> Any:

@@ -102,16 +102,11 @@ def why_no_passes(network: Network) -> str | None:
     return None
 
 
-def is_chain(network: Network) -> bool:
-    """Whether all operations of a network have one input and are written out."""
-    return why_no_passes(network) is None and passes_of(network).chain is not None
-
-
 class Passes:
     """Forward and backward passes of a network at the row `row_P`, which write the gradient `g_P`."""
 
     def __init__(self, network: Network):
-        graph = graph_of(network)
+        self.graph = graph = graph_of(network)
         self.task, self.wide_input = network.task, network.channels_last and len(network.input_shape) == 3
         self.row_P, self.g_P = torch.zeros(network.spec.size), torch.zeros(network.spec.trained)
         self.w_P = self.row_P[: network.spec.trained]
@@ -123,20 +118,6 @@ class Passes:
         self.unused = [g for number, g in enumerate(made.g) if number not in made.written]
         self.dropouts = [step.operation for step in self.steps if isinstance(step.operation, Dropout)]
         self.buffers = Buffers()
-
-    @property
-    def chain(self) -> list[Layer] | None:
-        """All operations, if each has one input, the output of the one before; else None."""
-        layers = [step.operation for step in self.steps if isinstance(step.operation, Layer)]
-        before = [0, *(step.output for step in self.steps)]
-        is_chain = all(step.inputs == (index,) for step, index in zip(self.steps, before, strict=False))
-        is_chain = is_chain and len(layers) == len(self.steps) and not self.keeps_output
-        return layers if is_chain and not self.repeated and not self.unused else None
-
-    @property
-    def first(self) -> int:
-        """Position of the first operation with parameters."""
-        return self.steps.index(self.back[-1].step)
 
     def arranged(self, x: Tensor) -> Array:
         """All samples of a client, so that a batch of rows is quickly brought into the network's layout."""
@@ -176,18 +157,34 @@ class Passes:
                 dropout.mask = (
                     mask.transpose(0, 2, 3, 1) if mask.ndim == 4 and dropout.wide else np.moveaxis(mask, 0, -1)
                 )
-        values: list[Any] = [None] * self.num_values
-        values[0] = self._input(x, index_B)
-        for step in self.steps:
+        outputs = self._forward(self.steps, {0: self._input(x, index_B)})
+        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
+        self._backward(self.back, grad)
+        return loss
+
+    def run_after_first(
+        self, z: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
+    ) -> tuple[np.floating, Array]:
+        """The mean loss, and its gradient at the outputs `z` (H, B) of the first operation that has parameters.
+
+        z may be overwritten. The gradients of all parameters but those of that operation are written into `g_P`.
+        """
+        first = self.back[-1].step
+        outputs = self._forward(self.steps[self.steps.index(first) + 1 :], {first.output: z})
+        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
+        return loss, self._backward(self.back[:-1], grad)[first.output]
+
+    def _forward(self, steps: Sequence[Step], known: Mapping[int, Array]) -> Array:
+        """The outputs of the network, by these steps from the activations that are known."""
+        values: list[Any] = [known.get(index) for index in range(self.num_values)]
+        for step in steps:
             inputs = step.inputs
             if len(inputs) == 1:
                 values[step.output] = step.operation.forward(values[inputs[0]])
             else:
                 values[step.output] = step.operation.forward(*[values[index] for index in inputs])
-        outputs = values[self.output].copy() if self.keeps_output else values[self.output]
-        loss, grad = self._loss(outputs, y_B, frozen_BC, weight_B)
-        self._backward(grad)
-        return loss
+        outputs: Array = values[self.output]
+        return outputs.copy() if self.keeps_output else outputs
 
     def _loss(
         self, outputs: Array, y_B: Array, frozen_BC: Array | None, weight_B: Array | None
@@ -208,11 +205,11 @@ class Passes:
             (grad,) = torch.autograd.grad(loss, logits)
         return np.float32(loss.item()), array_of(grad, self.wide_output)
 
-    def _backward(self, grad: Array) -> None:
-        """Writes the gradient of the parameters, from that at the outputs."""
+    def _backward(self, plan: Sequence[_Back], grad: Array) -> list[Any]:
+        """Writes the gradients of the parameters, from that at the outputs. Returns those of the activations."""
         grads: list[Any] = [None] * self.num_values
         grads[self.output] = grad
-        for back in self.back:
+        for back in plan:
             step = back.step
             grad = grads[step.output]
             if back.copies:
@@ -232,6 +229,7 @@ class Passes:
                 whole += part
         for part in self.unused:
             part.fill(0)
+        return grads
 
 
 @dataclass

@@ -7,9 +7,11 @@ import pytest
 import torch
 from federations import Stage, uneven
 from torch import nn
+from torch.nn import functional as F
 
 from cfl_ray.core.clients import LocalTraining, Proximal
 from cfl_ray.core.local_sgd import LocalSGD
+from cfl_ray.core.tasks import TASKS
 from cfl_ray.core.work import Address
 from cfl_ray.engine import sequential, span
 from cfl_ray.engine.attack import Attack
@@ -113,6 +115,123 @@ class TestStack:
         assert [result.index for result in results] == [0, 1, 2, 3]
         rows = torch.stack([result.row_P for result in results])
         assert torch.allclose(rows, sequential_rows(network, tasks), rtol=0, atol=1e-5)
+
+
+class Functional(nn.Module):
+    """An MLP as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(36, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x.view(x.size(0), -1))))
+
+
+class Residual(Functional):
+    """Activations with two users, a normalisation, and a head that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.norm = nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
+
+    def forward(self, x):
+        h = torch.tanh(self.fc1(x.flatten(1)))
+        h = h + F.gelu(self.block(self.norm(h)))
+        return self.fc2(h) + self.fc2(h * h)
+
+
+class NoBias(nn.Module):
+    """An unused layer, and the first one without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused = nn.Linear(36, 4, bias=False), nn.Linear(4, 4)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.first(x.reshape(len(x), 36))
+        return self.last(torch.cat([h.sigmoid(), F.silu(h)], 1))
+
+
+class Normalised(Functional):
+    """Running statistics, which are no trained parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.fc2(F.relu(self.norm(self.fc1(x.flatten(1)))))
+
+
+class HeadFirst(Functional):
+    def __init__(self):
+        super().__init__()
+        del self.fc1
+        self.fc1 = nn.Linear(36, 8)
+
+
+class Skipping(Functional):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x.flatten(1)))) + x.flatten(1)[:, :3]
+
+
+class TestOwnModules:
+    @pytest.mark.parametrize("own", [Functional, Residual, NoBias])
+    def test_train_as_sequential_does(self, own, steps):
+        network = Network(own, (1, 6, 6))
+        tasks = [replace(task, x=task.x.view(-1, 1, 6, 6)) for task in tasks_of_any(network)]
+        terms = (Proximal(0.3, network.new_model(5, 0), None),)
+        tasks = [replace(task, proximal=terms, local=LOCALS["momentum and weight decay"]) for task in tasks]
+        assert span.why_not(network, tasks) is None
+        assert_rows(network, tasks)
+
+    def test_buffers_are_those_after_the_last_step(self):
+        network = Network(Normalised, FLAT)
+        tasks = tasks_of_any(network)
+        assert span.why_not(network, tasks) is None and network.spec.size == network.spec.trained + 16
+        assert_rows(network, tasks)
+
+    @pytest.mark.parametrize("task", ["regression", "multi_label"])
+    def test_other_losses(self, task, steps):
+        network = Network(Functional, FLAT, task=TASKS.builtin[task])
+        tasks = [replace(one, y=torch.rand(len(one.y), 3).round()) for one in tasks_of_any(network)]
+        weights = [replace(one, weight_n=torch.rand(len(one.y))) for one in tasks]
+        for these in (tasks, weights):
+            assert span.why_not(network, these) is None
+            assert_rows(network, these)
+
+    @pytest.mark.parametrize(
+        "own, reason",
+        [
+            (HeadFirst, "is not a linear layer with the first parameter"),
+            (Skipping, "which alone uses the samples"),
+            (lambda: nn.Sequential(nn.Unflatten(1, (6, 6)), nn.Linear(6, 3), nn.Flatten()), "first operation"),
+            (lambda: nn.Sequential(nn.Unflatten(1, (1, 36)), nn.Conv1d(1, 2, 3), nn.Flatten()), "first parameter"),
+        ],
+        ids=["head first", "skip", "linear on an axis", "convolution"],
+    )
+    def test_what_does_not_begin_with_a_linear_layer_is_left(self, own, reason):
+        network = Network(own, FLAT)
+        assert reason in span.why_not(network, tasks_of_any(network))
+
+
+def tasks_of_any(network: Network) -> list[TrainingTask]:
+    federation = uneven(SIZES, FLAT)
+    return [
+        TrainingTask(i, network.new_model(1, i % 2), *federation.train(i), 4, LOCALS["SGD"], Address(0, 1, 1))
+        for i in range(len(SIZES))
+    ]
+
+
+def assert_rows(network: Network, tasks) -> None:
+    expected = sequential_rows(network, tasks)
+    assert (expected - torch.stack([task.start_P for task in tasks])).abs().max() > 1e-2
+    rows = torch.stack([result.row_P for result in span.train(network, tasks)])
+    assert torch.allclose(rows, expected, rtol=0, atol=1e-5), (rows - expected).abs().max()
+    losses = [result.train_loss for result in sequential.train(network, tasks)]
+    assert [result.train_loss for result in span.train(network, tasks)] == pytest.approx(losses, abs=1e-5)
 
 
 @pytest.mark.usefixtures("steps")
