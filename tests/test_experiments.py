@@ -148,9 +148,11 @@ def on_digits(run: StudyRun, output: Path) -> config.Experiment:
             "shift": {"kind": "none"} if values["data"]["shift"]["kind"] == "hybrid" else values["data"]["shift"],
             "partition": part
             | {"kind": kind, "clients": 16, "samples": 40, "cut": part["cut"][:1], "min_samples": 2}
-            | {"dirichlet": {"alpha": max(part.get("alpha", 0), 1.0)}, "classes": {"classes_per_client": 2}}.get(
-                kind, {}
-            )
+            | {
+                "dirichlet": {"alpha": max(part.get("alpha", 0), 1.0)},
+                "classes": {"classes_per_client": 2},
+                "iid": {"sizes": None},
+            }.get(kind, {})
             | ({"groups": 4} if part.get("groups") else {}),
         },
         "methods": [with_layers(method) for method in values["methods"]],

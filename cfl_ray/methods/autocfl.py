@@ -43,6 +43,8 @@ the paper) train from the stored w and join the nearest representative.
 the matrix) and hierarchical clustering (average linkage), K has the largest mean silhouette, or is 1 if no mean
 silhouette is above 0.25; for DBSCAN, neighbours are at most as far as the middle of a row's largest gap (the median
 over rows), and a client without neighbours is a cluster. Newcomers then join the cluster with the nearest mean head.
+`signature: update` compares whole updates instead of last layers: with `clustering: hac` and a first phase of
+`min_rounds` = `max_rounds` rounds it is FL+HC whose clients adjust their epochs, and FL+HC itself with `alpha: 0`.
 """
 
 from dataclasses import dataclass
@@ -56,10 +58,11 @@ from cfl_ray.clustering.agglomerative import by_lowest_member, cut_tree, distanc
 from cfl_ray.clustering.kmeans import kmeans
 from cfl_ray.clustering.merging import cluster_means
 from cfl_ray.clustering.signature_diagnostics import record_signatures
-from cfl_ray.clustering.signatures import CentreState, place_by_training, unplaced
+from cfl_ray.clustering.signatures import CentreState, place_by_training, sketch_option, unplaced, whole_update
 from cfl_ray.clustering.silhouette import best_cut
-from cfl_ray.core.clients import Clients, LocalTraining, Updates
+from cfl_ray.core.clients import Clients, LocalTraining, UpdateFeatures, Updates
 from cfl_ray.core.method import Method, Start, option, weights_option
+from cfl_ray.core.params import Columns
 from cfl_ray.core.rng import Draws
 from cfl_ray.core.rounds import fedavg_per_cluster, serve_per_cluster
 from cfl_ray.core.serving import Serving
@@ -105,6 +108,13 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         source="paper",
         choices=("voting", "kmeans", "hac", "dbscan"),
     )
+    signature: str = option(
+        "last_layer",
+        "what is compared of a client: its last layer, or its whole update W - w, as FL+HC does",
+        source="paper; update: for FL+HC with adjusted epochs",
+        choices=("last_layer", "update"),
+    )
+    sketch: int = sketch_option()
     num_clusters: int | None = option(
         None, "K of kmeans and hac; null: K with the largest mean silhouette (in hac's tree)", source="ours", low=1
     )
@@ -180,7 +190,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
         updates = clients.train(
             clients.send(state.models_KP),
             how=LocalTraining(steps_M=self.steps(state, clients)),
-            features=clients.spec.head,  # h_m
+            features=self.features(clients),  # h_m
             average=global_weights(clients.weights(self.weights)),
             defer_aggregation=True,
         )
@@ -207,6 +217,10 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
             clients.event("birth", into=range(clustered.num_clusters), because=because | {"clients": valid_M.sum()})
             return clustered
         return state.advance(models_KP=updates.averaged(default=state.models_KP))  # w <- Avg(W_m)
+
+    def features(self, clients: Clients) -> Columns | UpdateFeatures:
+        """The last layer, or the whole update."""
+        return clients.spec.head if self.signature == "last_layer" else whole_update(clients.spec, self.sketch)
 
     def steps(self, state: AutoCFLState, clients: Clients) -> np.ndarray:
         """int64 (M,): floor(E_m ceil(n / B) + 1/2) local steps. If `local.steps` is set, E_0 follows from it."""
@@ -276,7 +290,7 @@ class AutoCFL(Method[AutoCFLState], name="autocfl"):
     def join(self, state: AutoCFLState, clients: Clients) -> AutoCFLState:
         if state.phase == "adjust":
             return state
-        return place_by_training(state, clients, clients.spec.head, "l2")
+        return place_by_training(state, clients, self.features(clients), "l2")
 
     def serve(self, state: AutoCFLState, clients: Clients) -> Serving:
         return serve_per_cluster(state, clients, state.models_KP if state.phase == "adjust" else state.start_KP)

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
@@ -75,6 +77,17 @@ def rotated_mnist(seed: int, turns: Sequence[int], train: int, test: int) -> Dat
 def first_weights(model: dict[str, Any], classes: int, seed: int, number: int = 0) -> Tensor:
     """The weights (P,) of the first model of this number that our runs start from."""
     return Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE).new_model(seed, number)
+
+
+@contextmanager
+def weights_file(model: dict[str, Any], classes: int, seed: int) -> Iterator[Path]:
+    """A file with the weights of `first_weights`, for `model.weights` of runs with another seed."""
+    network = Network(recipe(model["name"], model.get("options", {}), SHAPE, classes), SHAPE)
+    tensors = network.spec.tensors(network.new_model(seed, 0))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "first.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+        yield file
 
 
 def groups_of(assign: Iterable[int]) -> set[frozenset[int]]:

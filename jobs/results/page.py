@@ -384,7 +384,7 @@ def _table(name: str, table: PublishedTable, cells: list[Compared], is_first: bo
     beside = {column: metric for one in _BESIDE if one in metrics for metric, column in _BESIDE[one].items()}
     for metric in [one for one in ("accuracy", "accuracy_local") if one in metrics]:
         for suffix, column in _OTHER_ROUNDS.items():
-            if any(metric + suffix in cell.runs and cell.runs[metric + suffix].notna().any() for cell in run):
+            if any(metric + suffix in cell.runs and cell.runs[metric + suffix].notna().all() for cell in run):
                 beside[f"{_PROTOCOLS[metric]}, {column}"] = metric + suffix
     head = ["setting", "method", "published", "here", *(["protocol"] if len(metrics) > 1 or beside else [])]
     head += ["difference", *beside, "seeds", "rounds", "notes"]
@@ -491,8 +491,8 @@ def _number(mean: float | None, std: float | None, unit: str) -> str:
 
 
 def _beside(cell: Compared, metric: str) -> str:
-    """A further metric of a cell's runs."""
-    if metric not in cell.runs or cell.runs[metric].isna().all():
+    """A further metric of a cell's runs; - unless all of them have it, as the mean beside it is over all."""
+    if metric not in cell.runs or cell.runs[metric].isna().any():
         return "-"
     return _number(*_mean_and_std(cell.runs[metric]), _unit(metric))
 

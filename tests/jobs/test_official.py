@@ -89,6 +89,18 @@ def test_the_section_of_cfl_compares_weights_clusters_and_accuracy(monkeypatch):
     assert "| 22 | 1.0e-03 | 0.9000 | 0.9000 | 2 | 2 |" in lines, "0.001 beside a way of 1"
     assert "The clusters after round 22 are the same." in lines
     assert "| 2 | ours | 21 | 2 | yes | 0.500 | 0.900 | 0.900 | 0.900 |" in lines
+    assert "| 100 | 0.900 | 0.900 |" in lines and any(
+        "in 12 of 12 orders with theirs and in 12" in line for line in lines
+    )
+
+
+def test_a_run_with_another_order_of_batches_begins_with_the_weights_of_the_first_seed():
+    x, y, model = torch.rand(4, 6, 1, 28, 28), torch.arange(24).reshape(4, 6) % 3, {"name": "mlp"}
+    data, local = Data(x, y, x, y), {"epochs": 1, "batch_size": 2, "lr": 1e-30}
+    with runs.weights_file(model, 10, 0) as file:
+        found = runs.ours(data, 7, (1,), {"fedavg": {}}, model | {"weights": str(file)}, local)
+    assert torch.equal(found.weights[1][0], runs.first_weights(model, 10, 0))
+    assert not torch.equal(found.weights[1][0], runs.first_weights(model, 10, 7))
 
 
 @pytest.mark.parametrize(

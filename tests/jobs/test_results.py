@@ -271,6 +271,12 @@ def test_the_range_of_the_last_rounds_stands_beside_the_accuracy_of_a_figure(tmp
     ]
 
 
+def test_a_metric_that_some_runs_of_a_cell_lack_is_not_shown_beside_the_mean_over_all():
+    whole = [{"accuracy": 0.5, "accuracy_best": 0.6}, {"accuracy": 0.7, "accuracy_best": 0.8}]
+    assert results_page._beside(compared(50.0, whole), "accuracy_best").startswith("70.0")
+    assert results_page._beside(compared(50.0, [whole[0], {"accuracy": 0.7}]), "accuracy_best") == "-"
+
+
 def test_reasons_and_settings_that_differ_are_notes_of_the_rows():
     changed = {"changed": "rounds=9 evaluation.every=3 local.lr=0.1"}
     run = {"setting": "cifar10_iid_b", "method": "fedavg", "seed": 0, "accuracy": 0.4, "rounds": 9, "of_rounds": 20}

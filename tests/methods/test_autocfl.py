@@ -18,6 +18,7 @@ from cfl_ray.core.updates import Updates
 from cfl_ray.methods import autocfl
 from cfl_ray.methods.autocfl import AutoCFL, representatives, row_gap
 from cfl_ray.methods.fedavg import FedAvg
+from cfl_ray.methods.fl_hc import FLHC
 
 E_0 = 2
 
@@ -398,6 +399,22 @@ def test_without_adjustment_and_with_one_cluster_is_fedavg(weights, local):
     found = one.play(AutoCFL(alpha=0, min_gap=1e9, max_rounds=3, weights=weights), *drawn)
     assert found.phase == "federate" and not found.more_N.any()
     assert torch.equal(found.models_KP, other.play(FedAvg(weights=weights), *drawn).models_KP)
+
+
+def test_whole_updates_in_a_tree_without_adjustment_are_fl_hc():
+    """The same clusters, models and placement of a client that left and comes back."""
+    adjusting = AutoCFL(clustering="hac", signature="update", min_rounds=3, max_rounds=3)
+    drawn = [None, None, None, [0, 1, 5]]
+    one, other = stage(), stage()
+    found = one.play(replace(adjusting, alpha=0), *drawn)
+    expected = other.play(FLHC(cluster_round=3), *drawn)
+    assert found.assign_N.max() == 2 and found.assign_N.tolist() == expected.assign_N.tolist()
+    assert torch.equal(found.models_KP, expected.models_KP) and torch.equal(found.centre_KF, expected.centre_KF)
+    left = [method.leave(state, np.array([5])) for method, state in ((adjusting, found), (FLHC(), expected))]
+    again = [
+        one.play(method, [5], state=state, first=5) for method, state in zip((adjusting, FLHC()), left, strict=True)
+    ]
+    assert again[0].assign_N.tolist() == again[1].assign_N.tolist() == found.assign_N.tolist()
 
 
 def test_keeping_the_epochs_changes_later_rounds_only():
