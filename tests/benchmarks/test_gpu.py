@@ -55,7 +55,7 @@ def test_needs_torch_and_numpy_alone(options, tmp_path):
     else:
         assert rows["W1", "span", None]["note"].startswith("in bf16")
     assert rows["femnist", "span", None]["note"] in (
-        "the network is no Sequential that begins with a linear layer",
+        "its first parameter is not the weights of a linear layer",
         rows["W1", "span", None]["note"],
     )
 
