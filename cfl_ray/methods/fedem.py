@@ -11,7 +11,8 @@ pi_i by E and M steps from equal weights.
 
 Deviations: a client trains its K models on the same batches. The official code (omarfoq/FedEM, 996fadd) departs from
 the paper by an average over all clients, in which those outside the cohort count with the last global model
-(`damped`), by weight decay 5e-4, and by a momentum of .9 that lives over rounds, which is not possible here.
+(`damped`), by weight decay 5e-4, by a newcomer that takes one E and one M step whenever a round is logged
+(`fit_steps`), and by a momentum of .9 that lives over rounds, which is not possible here.
 """
 
 from dataclasses import dataclass

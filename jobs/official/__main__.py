@@ -9,6 +9,8 @@
     python -m jobs.official stocfl CHECKOUT
     git clone https://github.com/MMorafah/PACFL CHECKOUT
     python -m jobs.official pacfl CHECKOUT
+    git clone https://github.com/omarfoq/FedEM CHECKOUT
+    python -m jobs.official fedem CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -17,10 +19,10 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, ifca, pacfl, stocfl
+from jobs.official import cfl, fedem, ifca, pacfl, stocfl
 from jobs.official.page import PAGE, with_section
 
-METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl}
+METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl, "fedem": fedem}
 
 
 def main() -> None:

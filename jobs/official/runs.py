@@ -96,6 +96,13 @@ def groups_of(assign: Iterable[int]) -> set[frozenset[int]]:
     return {frozenset(np.flatnonzero(numbers == k).tolist()) for k in np.unique(numbers)}
 
 
+def cluster_rows(result: Any) -> Tensor:
+    """The weights (clients, P) of the model of each client's cluster."""
+    assign = result.assignments()["cluster"].tolist()
+    rows = {k: torch.cat([v.flatten() for v in result.trained.state_dict(k).values()]) for k in {*assign}}
+    return torch.stack([rows[k] for k in assign])
+
+
 def ours(
     data: Data,
     seed: int,
@@ -106,10 +113,13 @@ def ours(
     classes: int = 10,
     metric: str = "accuracy",
     look: Callable[[Any, int], None] | None = None,
+    fraction: float = 1.0,
+    rows: Callable[[Any], Tensor] = cluster_rows,
 ) -> Course:
     """A method of this project, in runs that end after each of the rounds `kept`: one is the beginning of the next.
 
-    All clients take part in a round. look: called with the result and the rounds of each of these runs.
+    fraction: of the clients, which take part in a round. look: called with the result and the rounds of each of these
+    runs. rows: the weights that are compared, from the result.
     """
     federation = federation_from_arrays(
         data.x.flatten(0, 1).numpy(),
@@ -129,15 +139,13 @@ def ours(
             methods=[method],
             model=model,
             local=local,
-            cohort={"fraction": 1.0},
+            cohort={"fraction": fraction},
             evaluation={"every": 1, "local": metric != "accuracy", "choice_samples": None},
             tracking={"enabled": False},
         )
         result = simulate(experiment)[name]
-        assign = result.assignments()["cluster"].to_numpy()
-        rows = {k: torch.cat([v.flatten() for v in result.trained.state_dict(k).values()]) for k in {*assign.tolist()}}
-        course.weights[rounds] = torch.stack([rows[k] for k in assign.tolist()])
-        course.groups[rounds] = groups_of(assign)
+        course.weights[rounds] = rows(result)
+        course.groups[rounds] = groups_of(result.assignments()["cluster"])
         if look:
             look(result, rounds)
     by_round = [record.metrics for record in result.records]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.official import cfl, ifca, pacfl, runs, stocfl
+from jobs.official import cfl, fedem, ifca, pacfl, runs, stocfl
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
 
@@ -77,6 +77,7 @@ def test_the_page_has_a_section_of_each_method():
         "IFCA",
         "StoCFL",
         "PACFL",
+        "FedEM",
     ]
 
 
@@ -134,3 +135,42 @@ def test_the_section_of_pacfl(monkeypatch, source):
     (line,) = [line for line in text.split("\n") if line.startswith("| 0 ") and "| 5 |" in line]
     assert line.startswith("| 0 | 0.2500 | 2 | 2 | yes |") and line.endswith("| 5 | 1.0e-03 | 0.5000 | 0.5000 |")
     assert "has\n3 vectors per label" in text
+
+
+def test_shares_of_images_of_mixed_clients_are_rotated(source):
+    data, new = fedem.mixed(0)
+    across = (data.x[..., 0, 1] - data.x[..., 0, 0]).sign(), (new.x[..., 0, 1] - new.x[..., 0, 0]).sign()
+    upright = torch.cat(across).mean((1, 2))  # a rotated image has the same pixels in a row
+    assert len(across[1]) == fedem.NEW and sorted(upright.tolist())[:: fedem.CLIENTS + fedem.NEW - 1] == [0, 1]
+    assert len(upright.unique()) == fedem.CLIENTS + fedem.NEW, "each client has its own share"
+
+
+def test_the_section_of_fedem(monkeypatch):
+    first_P = runs.first_weights(fedem.MODEL, 10, 0)
+
+    def run(by: float) -> fedem.Mixtures:
+        pi = np.full((fedem.CLIENTS, fedem.K), 0.5 + by)
+        pi[0] = np.nan  # has not trained
+        made = course(by, fedem.KEPT, first_P, fedem.CLIENTS)
+        made.weights = {t: rows[: fedem.K] for t, rows in made.weights.items()}
+        return fedem.Mixtures(made, dict.fromkeys(fedem.KEPT, pi), new_pi=np.full((fedem.NEW, fedem.K), 0.25 + 2 * by))
+
+    monkeypatch.setattr(fedem, "SEEDS", (0,))
+    monkeypatch.setattr(fedem, "mixed", lambda *_: (None, None))
+    monkeypatch.setattr(runs, "first_weights", lambda *_: first_P)
+    monkeypatch.setattr(fedem, "theirs", lambda *_: run(0.0))
+    monkeypatch.setattr(fedem, "ours", lambda *_: run(0.001))
+    lines = fedem.section(Path("checkout"), "1234567").split("\n")
+    assert "| half | 0 | 5 | 1.0e-03 | 1.0e-03 | 0.5000 | 0.5000 |" in lines
+    assert "differ by at most 2.0e-03." in lines[-2]
+
+
+def test_our_run_of_fedem_has_weights_cohorts_and_newcomers(monkeypatch, source):
+    monkeypatch.setattr(fedem, "KEPT", (1, 2))
+    (data, new), how = fedem.mixed(0), fedem.How(fraction=0.5)
+    run = fedem.ours(data, new, 0, how)
+    assert [len(cohort) for cohort in run.cohorts] == [fedem.CLIENTS // 2] * 2
+    trained = set(run.cohorts[0].tolist())
+    assert {client for client, pi in enumerate(run.pi[1]) if np.isfinite(pi).all()} == trained
+    assert len(run.course.weights[1]) == fedem.K and run.new_pi.shape == (fedem.NEW, fedem.K)
+    assert np.allclose(run.new_pi.sum(1), 1)

@@ -1,0 +1,192 @@
+"""FedEM beside the code of its authors, omarfoq/FedEM."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from jobs.official import runs
+from jobs.official.page import table
+from jobs.official.runs import Course, Data, distance, modules, rotated_mnist, stand_in
+
+K, CLIENTS, NEW, TRAIN, TEST = 3, 12, 4, 200, 50
+EPOCHS, LR, DECAY = 5, 0.1, 5e-4  # DECAY: weight decay, which their optimisers have
+MODEL: dict[str, Any] = {"name": "mlp", "options": {"hidden": 0}}  # their LinearLayer
+KEPT = (1, 5, 20)
+SEEDS = range(2)
+
+
+@dataclass(frozen=True)
+class How:
+    """A comparison."""
+
+    fraction: float = 1.0  # of the clients, in a round
+    damped: bool = False  # of ours
+    momentum: float = 0.0  # theirs has 0 in one of its optimisers and 0.9 in another
+
+
+RUNS = {
+    "all clients": How(),
+    "half, `damped: true`": How(fraction=0.5, damped=True),
+    "half": How(fraction=0.5),
+    "all clients, momentum 0.9": How(momentum=0.9),
+}
+
+
+@dataclass
+class Mixtures:
+    """What a run did with the mixture weights; NaN: a client has none yet."""
+
+    course: Course = field(default_factory=Course)  # its weights are those of the K models, (K, P)
+    pi: dict[int, np.ndarray] = field(default_factory=dict)  # (N, K) after these rounds
+    cohorts: list[np.ndarray] = field(default_factory=list)  # ids of clients, by round
+    new_pi: np.ndarray = field(default_factory=lambda: np.zeros((0, K)))  # (NEW, K) of newcomers in the end
+
+
+def mixed(seed: int) -> tuple[Data, Data]:
+    """Clients and newcomers; a share of the images of each, between none and all, is rotated by a quarter turn."""
+    number = CLIENTS + NEW
+    data, turned = (rotated_mnist(seed, [turns] * number, TRAIN, TEST) for turns in (0, 1))
+    for i in range(number):
+        share = 5 * i % number / (number - 1)
+        for x, x_turned in ((data.x[i], turned.x[i]), (data.x_test[i], turned.x_test[i])):
+            x[: round(share * len(x))] = x_turned[: round(share * len(x))]
+    parts = (slice(CLIENTS), slice(CLIENTS, number))
+    clients, new = (Data(data.x[i], data.y[i], data.x_test[i], data.y_test[i]) for i in parts)
+    return clients, new
+
+
+class Log:
+    """Their logger; keeps the accuracy of the clients by round."""
+
+    def __init__(self) -> None:
+        self.accuracy: list[float] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        if name == "Test/Metric":
+            self.accuracy.append(value)
+
+
+class Loader:
+    """All samples of a client as a batch (x, y, indices)."""
+
+    def __init__(self, x: Tensor, y: Tensor):
+        self.dataset, self.batch = y, (x.flatten(1), y, torch.arange(len(y)))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter([self.batch])
+
+
+def weights_of(clients: Iterable[Any]) -> np.ndarray:
+    """Mixture weights (N, K) of their clients."""
+    return np.stack([client.learners_ensemble.learners_weights.numpy() for client in clients])
+
+
+def theirs(
+    checkout: Path, data: Data, new: Data, first_KP: Tensor, how: How, cohorts: Sequence[np.ndarray]
+) -> Mixtures:
+    """FedEM by the authors' `CentralizedAggregator`, `MixtureClient` and `Learner`, with these cohorts."""
+    for name in ("cvxpy", "networkx"):
+        stand_in(name)
+    (code,) = modules(checkout, "utils.utils")
+
+    def ensemble() -> Any:
+        options = {"device": "cpu", "scheduler_name": "constant", "initial_lr": LR, "mu": 0.0, "n_rounds": 1, "seed": 0}
+        sizes = {"input_dim": 784, "output_dim": 10, "n_learners": K}
+        optimizer = "sgd" if how.momentum else "prox_sgd"
+        made = code.get_learners_ensemble(name="synthetic", optimizer_name=optimizer, **options, **sizes)
+        for learner, row_P in zip(made, first_KP, strict=True):
+            vector_to_parameters(row_P.clone(), learner.model.parameters())
+        return made
+
+    def clients(data: Data) -> list[Any]:
+        train = [Loader(x, y) for x, y in zip(data.x, data.y, strict=True)]
+        test = [Loader(x, y) for x, y in zip(data.x_test, data.y_test, strict=True)]
+        return [code.MixtureClient(ensemble(), a, a, b, Log(), EPOCHS) for a, b in zip(train, test, strict=True)]
+
+    log, run = Log(), Mixtures(cohorts=list(cohorts))
+    server = code.CentralizedAggregator(clients(data), ensemble(), 1, log, Log(), seed=0)
+    server.sample_clients = lambda: None
+    for t, cohort in enumerate(cohorts, 1):
+        server.sampled_clients = [server.clients[i] for i in cohort]
+        server.mix()
+        if t in KEPT:
+            models = [learner.model for learner in server.global_learners_ensemble]
+            run.course.weights[t] = torch.stack([parameters_to_vector(m.parameters()).detach() for m in models])
+            run.pi[t] = weights_of(server.clients)
+    run.course.accuracy = log.accuracy[1:]  # the first is before any round
+    server.test_clients = clients(new)
+    server.update_test_clients()
+    run.new_pi = weights_of(server.test_clients)
+    return run
+
+
+def global_models(result: Any) -> Tensor:
+    return result.trained.state.models_KP.clone()  # type: ignore[no-any-return]
+
+
+def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
+    method = {"fedem": {"num_models": K, "damped": how.damped, "fit_steps": 1}}
+    local: dict[str, Any] = {"epochs": EPOCHS, "batch_size": None, "lr": LR}
+    local |= {"weight_decay": DECAY, "momentum": how.momentum}
+    run = Mixtures()
+
+    def look(result: Any, rounds: int) -> None:
+        state = result.trained.state
+        run.pi[rounds] = np.where(state.weight_NK.sum(1, keepdims=True) > 0, state.weight_NK, np.nan)
+        run.cohorts = [found.labels[0] for _, found in sorted(result.diagnostics["mixture_weights"].items())]
+        newcomers = [result.trained.place(x, y) for x, y in zip(new.x, new.y, strict=True)]
+        run.new_pi = np.stack([newcomer.model.weight_K for newcomer in newcomers])
+
+    run.course = runs.ours(data, seed, KEPT, method, MODEL, local, look=look, fraction=how.fraction, rows=global_models)
+    return run
+
+
+HEAD = """## FedEM
+
+[omarfoq/FedEM](https://github.com/omarfoq/FedEM), commit {commit}, by the authors of FedEM: `CentralizedAggregator`,
+`MixtureClient` and `Learner`. {clients} clients of {train} training and {test} test images of MNIST; a share of the
+images of each, between none and all, is rotated by a quarter turn. Multinomial logistic regression, K = {k}, {epochs}
+epochs of full batches at eta {lr}, weight decay {decay}. Both start from the same K models; the cohorts are ours.
+
+Replaced in memory: the loaders, `sample_clients`, so that both have the same cohorts, and `cvxpy` and `networkx`, which
+are for its decentralised variant. Without momentum its optimiser is `prox_sgd` with mu 0, else `sgd`.
+
+Departures of their code from the paper, in the list of our method: the average is over all clients, those outside the
+cohort with the last global model (ours with `damped: true`), and the momentum lives over rounds (ours begins at zero in
+each round). A newcomer of theirs takes one E and one M step whenever a round is logged, ours takes `fit_steps` of them,
+10 by default and 1 here.
+
+Distance: between the weights of a global model in the two codes, relative to their distance from the first ones; the
+largest of the {k}. *pi*: the largest difference of a client's weight of a model, of the clients that have trained.
+Before its first training a client of theirs mixes the models in equal parts, ours takes E and M steps for its test.
+"""
+
+
+def section(checkout: Path, commit: str) -> str:
+    values = {"clients": CLIENTS, "train": TRAIN, "test": TEST, "k": K, "epochs": EPOCHS, "lr": LR, "decay": DECAY}
+    rows = [["run", "seed", "round", "distance", "pi", "accuracy, theirs", "accuracy, ours"]]
+    newcomers = []
+    for name, how in RUNS.items():
+        for seed in SEEDS:
+            data, new = mixed(seed)
+            first_KP = torch.stack([runs.first_weights(MODEL, 10, seed, k) for k in range(K)])
+            b = ours(data, new, seed, how)
+            a = theirs(checkout, data, new, first_KP, how, b.cohorts)
+            for t in KEPT:
+                apart = [f"{distance(a.course, b.course, first_KP, t):.1e}", f"{np.nanmax(abs(a.pi[t] - b.pi[t])):.1e}"]
+                accuracy = [f"{x.course.accuracy[t - 1]:.4f}" for x in (a, b)]
+                rows.append([name, str(seed), str(t), *apart, *accuracy])
+            if how in (RUNS["all clients"], RUNS["half, `damped: true`"]):
+                newcomers.append(abs(a.new_pi - b.new_pi).max())
+    lines = [
+        f"In the first two runs, the weights of {NEW} newcomers after the last round differ by at most "
+        f"{max(newcomers):.1e}.",
+        "",
+    ]
+    return "\n".join([HEAD.format(commit=commit, **values), *table(*rows), *lines])
