@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
-from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
 ROUNDS, CLIENTS, GROUPS = 4, 12, 3
@@ -32,7 +33,7 @@ def clustered(seed: int, end: float) -> MethodRun:
     return MethodRun(
         seed=seed,
         records=records(end, clusters=2),
-        reassignments=[(1, first), (3, [[0, 7], [1, 7], [2, 7]])],
+        reassignments=[(1, Reassigned.of(first)), (3, Reassigned.of([[0, 7], [1, 7], [2, 7]]))],
         scores={"client": ids, "accuracy": np.linspace(end - 0.1, end + 0.1, CLIENTS)},
         matrices={
             "similarity": RecordedMatrix(4, ids, signatures @ signatures.T, of_pairs=True, label_counts_SC=labels),
@@ -54,7 +55,7 @@ def experiment(name: str = "digits", other: str = "fedavg") -> ReportedExperimen
         command="cfl-ray run experiment.yaml seed=0",
         config="rounds: 4\n",
         methods={other: [plain(0, 0.5), plain(1, 0.6)], "ifca": [clustered(0, 0.8), clustered(1, 0.9)]},
-        group_of={client: client % GROUPS for client in range(CLIENTS)},
+        groups=PerClient.of({client: client % GROUPS for client in range(CLIENTS)}),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,12 +22,14 @@ from cfl_ray.checkpoint.lease import Lease
 from cfl_ray.checkpoint.manifest import _digest
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.cli import live_client
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.data import open_shards
 from cfl_ray.engine import autotune
 from cfl_ray.errors import UserError
 from cfl_ray.results import trust
 from cfl_ray.results.client_metrics import ClientMetrics
 from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.results.reporting import report_page
 from cfl_ray.results.run_record import recorded_hash
 from cfl_ray.run_directory import RunDirectory, session_file
 from cfl_ray.run_directory.session_file import ServerAddress, publish_server
@@ -67,6 +70,8 @@ def pristine(tmp_path_factory) -> Path:
         tracking={"trackers": ["csv"]},
     )
     simulate(experiment, folder / "run")
+    lines = ({"round": round, "moved": [*one]} for round, one in Reassignments(folder / "run/ifca").rounds)
+    (folder / "run/ditto/reassignments.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for method in ("ifca", "ditto"):
         Journal(folder / "run" / method).add(JournalEvent(2, leave=(3,)), JournalEvent(2, join=(3,)))
         Mlflow("http://127.0.0.1:9", "fuzz", folder / "run").set_destination(folder / "run" / method)
@@ -159,9 +164,17 @@ def _read_results(folder: Path) -> None:
     live_client.status(folder / "run")
 
 
+def _read_report(folder: Path) -> None:
+    report_page([folder / "run"])
+
+
 def _append_to_records(folder: Path) -> None:
     """As a driver does that goes on: torn ends are cut off."""
-    assert Reassignments(folder / "run/ditto").rounds is not None
+    for method in ("ifca", "ditto"):
+        reassignments = Reassignments(folder / "run" / method)
+        assert reassignments.rounds_with_changes is not None
+        reassignments.add(9, Reassigned.of([(0, 1)]))
+        reassignments.write(folder / "assignments.parquet", SimpleNamespace(num_clients=6, group_N=None))
     ClientMetrics(folder / "run/ditto")
     RunLog(folder / "run/ditto").start(read_info(folder / "run/ditto"))
 
@@ -228,7 +241,13 @@ TARGETS = {
     "delivered metrics": Target("run/ditto/metrics.jsonl", other_json_lines, _deliver, 50),
     "client metrics": Target("run/ditto/client_metrics.arrow", other_bytes, _read_results, 50),
     "signature": Target("run/signature.json", other_json, lambda folder: trust.load_record(folder / "run"), 50),
-    "moves": Target("run/ditto/reassignments.jsonl", other_json_lines, _append_to_records, 60, writes=True),
+    "reassignments": Target("run/ifca/reassignments.arrow", other_bytes, _read_report, 30),
+    "reassignments to append to": Target(
+        "run/ifca/reassignments.arrow", other_bytes, _append_to_records, 60, writes=True
+    ),
+    "reassignments of format 2": Target(
+        "run/ditto/reassignments.jsonl", other_json_lines, _append_to_records, 60, writes=True
+    ),
     "metrics to append to": Target("run/ditto/metrics.jsonl", other_json_lines, _append_to_records, 60, writes=True),
     "client metrics to append to": Target(
         "run/ditto/client_metrics.arrow", other_bytes, _append_to_records, 60, writes=True

@@ -342,7 +342,7 @@ def test_what_a_run_writes_about_itself_is_for_its_user_alone(tmp_path, umask, m
         "run.json",
         "end.json",
         "metrics.jsonl",
-        "reassignments.jsonl",
+        "reassignments.arrow",
         "client_metrics.arrow",
     } <= names
     assert {"events.jsonl", "mlflow.json", "metrics.csv", "session.json", "assignments.parquet"} <= names

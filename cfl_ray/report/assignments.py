@@ -1,38 +1,55 @@
 """The assignments of clients to clusters over a run, as a table with a row for each change."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cfl_ray.report.snapshots import Reassignment
 from cfl_ray.system.files import drafted
 
+# the client is in `cluster` (-1: in none) from the end of `round` until its next row
 SCHEMA = pa.schema(
     [
         pa.field("client", pa.int64(), nullable=False),
-        pa.field("name", pa.string()),
-        pa.field("group", pa.int32()),
+        pa.field("name", pa.string()),  # null: the data have no names
+        pa.field("group", pa.int32()),  # true group; null: not known
         pa.field("cluster", pa.int32(), nullable=False),
         pa.field("round", pa.int32(), nullable=False),
     ]
 )
+_ROWS = 1 << 17  # of a row group, at least and so many at a time
 
 
-class Assignment(NamedTuple):
-    """A change: the client is in `cluster` from the end of `round` until its next row."""
+def write_assignments(
+    path: str | Path, reassignments: Iterable[Reassignment], group_N: np.ndarray | None = None
+) -> None:
+    """Writes the reassignments to the Parquet file `path`, replacing an existing file.
 
-    client: int
-    cluster: int  # -1: the client is no longer in a cluster
-    round: int
-    group: int | None = None  # true group; None: not known
-    name: str | None = None  # name of the client in the data; None: the data have no names
+    group_N: true group of each client, below 0 if it is not known; None: of no client.
+    """
+    with drafted(Path(path)) as draft, pq.ParquetWriter(draft, SCHEMA) as writer:
+        waiting: list[pa.RecordBatch] = []
+        for batch in _batches(reassignments, group_N):
+            waiting.append(batch)
+            if sum(batch.num_rows for batch in waiting) >= _ROWS:
+                writer.write_table(pa.Table.from_batches(waiting))
+                waiting = []
+        writer.write_table(pa.Table.from_batches(waiting, SCHEMA))
 
 
-def write_assignments(path: str | Path, rows: Iterable[Assignment]) -> None:
-    """Writes `rows` to the Parquet file `path`, replacing an existing file."""
-    columns = tuple(zip(*rows, strict=True)) or ((),) * len(Assignment._fields)
-    table = pa.table(dict(zip(Assignment._fields, columns, strict=True)), schema=SCHEMA)
-    with drafted(Path(path)) as draft:
-        pq.write_table(table, draft)
+def _batches(reassignments: Iterable[Reassignment], group_N: np.ndarray | None) -> Iterator[pa.RecordBatch]:
+    for round, reassigned in reassignments:
+        for at in range(0, len(reassigned), _ROWS):
+            client_r, cluster_r = reassigned.client_R[at : at + _ROWS], reassigned.cluster_R[at : at + _ROWS]
+            group_r = np.full(len(client_r), -1, np.int32) if group_N is None else group_N[client_r]
+            columns = [
+                pa.array(client_r, pa.int64()),
+                pa.nulls(len(client_r), pa.string()),
+                pa.array(group_r, pa.int32(), mask=group_r < 0),
+                pa.array(cluster_r),
+                pa.array(np.full(len(client_r), round, np.int32)),
+            ]
+            yield pa.record_batch(columns, schema=SCHEMA)

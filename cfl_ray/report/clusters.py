@@ -8,7 +8,7 @@ import numpy as np
 from cfl_ray.report.drawing import PageFigure, Plot, canvas, line_at, percent
 from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import changes, evenly, ranks, snapshots
+from cfl_ray.report.snapshots import evenly
 
 MOST_ROUNDS, MOST_CLIENTS = 120, 150  # more are not drawn
 MOST_BLOCKS = 24  # with more groups or clusters, the axis does not name them
@@ -30,18 +30,19 @@ def cluster_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 
 
 def _sizes(experiment: ReportedExperiment, label: str, run: MethodRun, rounds: Sequence[int], which: str) -> PageFigure:
-    counts = [Counter(cluster_of.values()) for _, cluster_of in snapshots(run.reassignments, rounds)]
-    total = sum(counts, Counter[int]())
-    rank = ranks(total)
-    named = sorted(rank, key=rank.__getitem__)[:NAMED]
-    members_E = np.array([max(1, sum(count.values())) for count in counts])
+    history = run.history
+    order = _by_size(run, rounds)
+    named = order[:NAMED]
+    kept = [(size_K[named], size_K.sum(), size_K.max(), (size_K > 0).sum()) for size_K in history.sizes(rounds)]
+    size_EK, total_E, largest_E, count_E = (np.array(values) for values in zip(*kept, strict=True))
+    members_E = np.maximum(total_E, 1)
     traces = [
-        _layer(rounds, np.array([count[cluster] for count in counts]) / members_E, f"cluster {cluster}", colour)
-        for cluster, colour in zip(named, COLOURS, strict=False)
+        _layer(rounds, size_EK[:, place] / members_E, f"cluster {history.cluster_K[row]}", COLOURS[place])
+        for place, row in enumerate(named)
     ]
-    if len(rank) > len(named):
-        rest_E = np.array([sum(size for cluster, size in count.items() if cluster not in named) for count in counts])
-        traces.append(_layer(rounds, rest_E / members_E, f"{len(rank) - len(named)} others", GREY))
+    if len(order) > len(named):
+        rest_E = total_E - size_EK.sum(1)
+        traces.append(_layer(rounds, rest_E / members_E, f"{len(order) - len(named)} others", GREY))
     figure = canvas(
         traces,
         "round",
@@ -49,15 +50,22 @@ def _sizes(experiment: ReportedExperiment, label: str, run: MethodRun, rounds: S
         hovermode="x unified",
         yaxis={"tickformat": ".0%", "range": [0, 1]},
     )
-    share_E = np.array([max(count.values(), default=0) for count in counts]) / members_E
+    share_E = largest_E / members_E
     peak = int(share_E.argmax())
     caption = f"{label}: the largest cluster holds {percent(share_E[-1])} of the clients in round {rounds[-1]}"
     if share_E[peak] > share_E[-1] + 0.005:
         caption += f", at most {percent(share_E[peak])} (round {rounds[peak]})"
-    caption += f"; {len(counts[-1])} {'cluster has' if len(counts[-1]) == 1 else 'clusters have'} members"
+    caption += f"; {count_E[-1]} {'cluster has' if count_E[-1] == 1 else 'clusters have'} members"
     if experiment.num_groups:
         caption += f", and there are {experiment.num_groups} true groups"
     return PageFigure(f"{label}: sizes of its clusters{which}", f"{caption}.", figure, 260)
+
+
+def _by_size(run: MethodRun, rounds: Sequence[int]) -> np.ndarray:
+    """Places in `ClusterHistory.cluster_K` of the clusters with members in these rounds, the largest in all first."""
+    total_K = sum(run.history.sizes(rounds), start=np.zeros(len(run.history.cluster_K), np.int64))
+    order = np.argsort(-total_K, kind="stable")
+    return order[total_K[order] > 0]
 
 
 def _layer(rounds: Sequence[int], share_E: np.ndarray, name: str, colour: str) -> Plot:
@@ -80,24 +88,18 @@ def _places(
     experiment: ReportedExperiment, label: str, run: MethodRun, rounds: Sequence[int], which: str
 ) -> PageFigure:
     """A figure with a row for each client and a column for each round, in the colour of the client's cluster."""
-    last: dict[int, int] = {}
-    total: Counter[int] = Counter()
-    for _, cluster_of in snapshots(run.reassignments, rounds):
-        total.update(cluster_of.values())
-        last = cluster_of
-    rank = ranks(total)
-    group_of = experiment.group_of
-    clients = sorted(
-        {client for _, changed in run.reassignments for client, cluster in changed if cluster >= 0},
-        key=lambda client: (group_of.get(client, -1), rank.get(last.get(client, -1), len(rank)), client),
-    )
-    drawn = evenly(clients, MOST_CLIENTS)
-    colour_of = {cluster: min(place, NAMED) for cluster, place in rank.items()}
-    columns = []
-    for _, cluster_of in snapshots(run.reassignments, rounds):
-        columns.append([colour_of[cluster_of[client]] if client in cluster_of else -1 for client in drawn])
+    history, order = run.history, _by_size(run, rounds)
+    rank_K = np.full(len(history.cluster_K) + 1, len(order))  # the last entry: of clients without a cluster
+    rank_K[order] = np.arange(len(order))
+    rank_C = rank_K[next(history.rows(rounds[-1:]))]
+    group_C = experiment.groups[history.client_C]
+    drawn = np.array(evenly(np.lexsort([rank_C, group_C]), MOST_CLIENTS))  # of equal ranks by id
+    colour_K = np.minimum(rank_K, NAMED)
+    colour_K[-1] = -1
+    columns = [colour_K[row_C[drawn]] for row_C in history.rows(rounds)]
+    clients, groups, count = history.client_C[drawn], group_C[drawn], len(history.client_C)
     z = np.array(columns, dtype=np.int8).T
-    scale = [NO_CLUSTER, *COLOURS[: min(len(rank), NAMED)], *([GREY] if len(rank) > NAMED else [])]
+    scale = [NO_CLUSTER, *COLOURS[: min(len(order), NAMED)], *([GREY] if len(order) > NAMED else [])]
     heat = {
         "type": "heatmap",
         "x": list(rounds),
@@ -107,14 +109,14 @@ def _places(
         "zmax": len(scale) - 1.5,
         "colorscale": steps(scale),
         "showscale": False,
-        "customdata": np.repeat(np.array(drawn)[:, None], len(rounds), axis=1),
+        "customdata": np.repeat(clients[:, None], len(rounds), axis=1),
         "hovertemplate": "client %{customdata}, round %{x}<extra></extra>",
     }
-    axis, shapes = _group_axis([group_of.get(client, -1) for client in drawn])
+    axis, shapes = _group_axis(groups.tolist())
     figure = canvas([heat], "round", xaxis={"showgrid": False}, yaxis=axis, shapes=shapes)
     return PageFigure(
         f"{label}: cluster of each client by round{which}",
-        _changes_in_words(label, run, len(clients)) + _sample_in_words(len(drawn), len(clients)),
+        _changes_in_words(label, run) + _sample_in_words(len(drawn), count),
         figure,
         320,
     )
@@ -143,15 +145,24 @@ def _group_axis(groups: Sequence[int]) -> tuple[Plot, list[Plot]]:
     return axis, [line_at(start - 0.5, True, {"color": "#FFFFFF", "width": 2}) for start, _ in rows[1:]]
 
 
-def _changes_in_words(label: str, run: MethodRun, count: int) -> str:
-    changed = list(changes(run.reassignments))
-    if not changed:
-        return f"{label}: none of {count} clients leaves its first cluster."
-    clients = len({client for _, client, _, _ in changed})
-    (source, target), times = Counter((before, after) for _, _, before, after in changed).most_common(1)[0]
+def _changes_in_words(label: str, run: MethodRun) -> str:
+    history = run.history
+    changed_C, pairs, last = np.zeros(len(history.client_C), bool), Counter[tuple[int, int]](), 0
+    for round, client_R, before_R, after_R in history.changes():
+        changed_C[np.searchsorted(history.client_C, client_R)] = True
+        _, first_U, count_U = np.unique(
+            before_R.astype(np.int64) << 32 | after_R, return_index=True, return_counts=True
+        )
+        for place in np.argsort(first_U):  # of pairs that are equally frequent, the first one is named
+            first = first_U[place]
+            pairs[int(before_R[first]), int(after_R[first])] += int(count_U[place])
+        last = round
+    if not pairs:
+        return f"{label}: none of {len(changed_C)} clients leaves its first cluster."
+    (source, target), times = pairs.most_common(1)[0]
     return (
-        f"{label}: {clients} of {count} clients go from one cluster to another, {len(changed)} times in all, most "
-        f"often from {source} to {target} ({times} times), and last in round {changed[-1][0]}."
+        f"{label}: {changed_C.sum()} of {len(changed_C)} clients go from one cluster to another, "
+        f"{pairs.total()} times in all, most often from {source} to {target} ({times} times), and last in round {last}."
     )
 
 

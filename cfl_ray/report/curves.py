@@ -1,7 +1,6 @@
 """Curves over rounds and over traffic: means over the seeds, with bands of one standard deviation."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -332,8 +331,8 @@ def _largest(experiment: ReportedExperiment) -> PageFigure | None:
     if len(order) > 1:
         caption += f"; {order[-1]}: {percent(float(shares[order[-1]].mean_E[-1]))}"
     if experiment.num_groups > 1:
-        largest = max(Counter(experiment.group_of.values()).values())
-        caption += f". The largest true group holds {percent(largest / len(experiment.group_of))}"
+        sizes = experiment.groups.sizes
+        caption += f". The largest true group holds {percent(float(sizes.max() / sizes.sum()))}"
     yaxis: Plot = {"tickformat": ".0%", "range": [0, 1.03]}
     figure = _over_rounds(experiment, shares, "share of the clients", "%{y:.0%}", yaxis)
     return PageFigure("Share of the largest cluster: do clusters collapse into one?", f"{caption}.", figure)

@@ -6,13 +6,12 @@ counts are smoothed.
 """
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from cfl_ray.report.drawing import PageFigure, Plot, canvas, number
 from cfl_ray.report.palette import COLOURS, GREY
-from cfl_ray.report.snapshots import RecordedMatrix, evenly
+from cfl_ray.report.snapshots import PerClient, RecordedMatrix, evenly
 
 MOST_PAIRS = 2_000  # more pairs are not drawn
 _GROUPS = (  # (1: both clients have the same true group, 0: different groups, -1: not known; name, colour, marker)
@@ -22,9 +21,7 @@ _GROUPS = (  # (1: both clients have the same true group, 0: different groups, -
 )
 
 
-def against_labels(
-    title: str, label: str, name: str, matrix: RecordedMatrix, group_of: Mapping[int, int]
-) -> PageFigure | None:
+def against_labels(title: str, label: str, name: str, matrix: RecordedMatrix, groups: PerClient) -> PageFigure | None:
     """A point for each pair of clients: the divergence of their labels, and their value in the matrix.
 
     None if label counts are not recorded, or if the divergence or the value is equal for all pairs.
@@ -47,7 +44,7 @@ def against_labels(
     drawn = np.array(evenly(order.tolist(), MOST_PAIRS))
     client_E2 = matrix.client_S[known][np.stack([i_E[drawn], j_E[drawn]], 1)]
     figure = canvas(
-        _traces(name, client_E2, divergence_E[drawn], value_E[drawn], group_of),
+        _traces(name, client_E2, divergence_E[drawn], value_E[drawn], groups),
         "Jensen-Shannon divergence of the clients' labels (bits)",
         name,
     )
@@ -73,10 +70,10 @@ def divergences(counts_SC: np.ndarray) -> np.ndarray:
 
 
 def _traces(
-    name: str, client_E2: np.ndarray, divergence_E: np.ndarray, value_E: np.ndarray, group_of: Mapping[int, int]
+    name: str, client_E2: np.ndarray, divergence_E: np.ndarray, value_E: np.ndarray, groups: PerClient
 ) -> list[Plot]:
     """The points of the pairs, coloured by whether the two clients have the same true group."""
-    group_E2 = np.array([[group_of.get(client, -1) for client in pair] for pair in client_E2.tolist()])
+    group_E2 = groups[client_E2.reshape(-1)].reshape(-1, 2)
     same_E = np.where((group_E2 >= 0).all(1), group_E2[:, 0] == group_E2[:, 1], -1)
     has_groups = bool((same_E >= 0).any())
     traces = []

@@ -9,7 +9,7 @@ from cfl_ray.report.drawing import MARKERS, PageFigure, Plot, canvas, line_at, n
 from cfl_ray.report.label_divergence import against_labels
 from cfl_ray.report.palette import COLOURS, GREY
 from cfl_ray.report.report_data import MethodRun, ReportedExperiment
-from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks, snapshots
+from cfl_ray.report.snapshots import RecordedMatrix, evenly, ranks
 
 MOST_ROWS, MOST_POINTS = 150, 600  # more are not drawn
 NAMED = len(COLOURS)
@@ -32,13 +32,9 @@ def matrix_figures(experiment: ReportedExperiment) -> list[PageFigure]:
                 continue
             figures.append(_ordered(experiment, label, name, run, matrix, several))
             heading = _heading(label, f"{name} of the clients, against their labels", matrix, run, several)
-            if against := against_labels(heading, label, name, matrix, experiment.group_of):
+            if against := against_labels(heading, label, name, matrix, experiment.groups):
                 figures.append(against)
     return figures
-
-
-def _clusters_at(run: MethodRun, round: int) -> dict[int, int]:
-    return next(cluster_of for _, cluster_of in snapshots(run.reassignments, [round]))
 
 
 def _heading(label: str, what: str, matrix: RecordedMatrix, run: MethodRun, several: bool) -> str:
@@ -49,10 +45,8 @@ def _heading(label: str, what: str, matrix: RecordedMatrix, run: MethodRun, seve
 def _ordered(
     experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
 ) -> PageFigure:
-    cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
     clients = matrix.client_S.tolist()
-    cluster_S = np.array([cluster_of.get(client, -1) for client in clients])
-    group_S = np.array([group_of.get(client, -1) for client in clients])
+    cluster_S, group_S = run.history.clusters_at(matrix.round)[clients], experiment.groups[clients]
     order = sorted(range(len(clients)), key=lambda place: (cluster_S[place], group_S[place], clients[place]))
     drawn = np.array(evenly(order, MOST_ROWS))
     shown = matrix.values[np.ix_(drawn, drawn)].astype(np.float32)
@@ -130,7 +124,6 @@ def _inside_and_between(values: np.ndarray, cluster_S: np.ndarray, name: str) ->
 def _map(
     experiment: ReportedExperiment, label: str, name: str, run: MethodRun, matrix: RecordedMatrix, several: bool
 ) -> PageFigure:
-    cluster_of, group_of = _clusters_at(run, matrix.round), experiment.group_of
     total = len(matrix.client_S)
     defined = np.isfinite(matrix.values).any(1)
     order = np.argsort(matrix.client_S)
@@ -138,8 +131,8 @@ def _map(
     clients = matrix.client_S[chosen].tolist()
     points_S2, share = _plane(matrix.values[chosen])
     drawn = range(len(clients))
-    clusters = {place: cluster_of.get(clients[place], -1) for place in drawn}
-    groups = {place: group_of.get(clients[place], -1) for place in drawn}
+    clusters = dict(enumerate(run.history.clusters_at(matrix.round)[clients].tolist()))
+    groups = dict(enumerate(experiment.groups[clients].tolist()))
     rank = ranks(Counter(cluster for cluster in clusters.values() if cluster >= 0))
     marker_of = {group: MARKERS[place % len(MARKERS)] for place, group in enumerate(sorted(set(groups.values())))}
     traces: list[Plot] = []

@@ -25,9 +25,9 @@ def mixture_figures(experiment: ReportedExperiment) -> list[PageFigure]:
 def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, several: bool) -> PageFigure:
     """A row of bars for each drawn round, the last round on top; a bar for each client, a colour for each model."""
     shown = [run.mixtures[place] for place in evenly(range(len(run.mixtures)), MOST_ROUNDS)]
-    known = sorted({client for _, client_S, _ in shown for client in client_S.tolist()})
-    known.sort(key=lambda client: (experiment.group_of.get(client, -1), client))
-    clients = evenly(known, MOST_CLIENTS)
+    known_C = np.unique(np.concatenate([client_S for _, client_S, _ in shown]))
+    known_C = known_C[np.argsort(experiment.groups[known_C], kind="stable")]
+    clients = evenly(known_C, MOST_CLIENTS)
     place_of = {client: place for place, client in enumerate(clients)}
     traces: list[Plot] = []
     for k in range(max(weight_SK.shape[1] for *_, weight_SK in shown)):
@@ -57,9 +57,9 @@ def _bars(experiment: ReportedExperiment, label: str, run: MethodRun, several: b
         f"{label}: a bar for each client, divided by the weights with which it mixes the models. In round {last} the "
         f"mean of the largest weights is {np.nanmean(last_SK.max(1)):.2f}."
     )
-    if experiment.group_of:
+    if experiment.groups:
         caption += " Clients of a true group stand side by side."
-    if len(clients) < len(known):
-        caption += f" {len(clients)} of {len(known)} clients are drawn, evenly."
+    if len(clients) < len(known_C):
+        caption += f" {len(clients)} of {len(known_C)} clients are drawn, evenly."
     seed = f" (seed {run.seed})" if several else ""
     return PageFigure(f"{label}: mixture weights of the clients{seed}", caption, figure, 120 + 90 * len(shown))

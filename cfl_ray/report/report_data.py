@@ -6,11 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.report.snapshots import ClusterHistory, PerClient, Reassignment, RecordedMatrix
 from cfl_ray.tracking.record import RoundRecord
-
-# for each round with reassignments: the round, and (client, cluster) pairs; cluster -1: the client left its cluster
-ReassignmentList = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class MethodRun:
 
     seed: int
     records: Sequence[RoundRecord]
-    reassignments: ReassignmentList = ()
+    reassignments: Sequence[Reassignment] = ()  # by ascending round
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)  # each client's last evaluation, by metric
     matrices: Mapping[str, RecordedMatrix] = field(default_factory=dict)  # the last matrix of each name
     # mixture weights by recorded round: the round, ids of clients (S,), and their weights (S, K)
@@ -28,7 +25,12 @@ class MethodRun:
     @property
     def is_clustered(self) -> bool:
         """Whether the method has assigned a client to a cluster."""
-        return any(cluster >= 0 for _, changed in self.reassignments for _, cluster in changed)
+        return len(self.history.cluster_K) > 0
+
+    @cached_property
+    def history(self) -> ClusterHistory:
+        """The clusters of the clients over the rounds."""
+        return ClusterHistory(self.reassignments)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ReportedExperiment:
     command: str  # the command that runs the experiment again, with `config` as its file
     config: str  # YAML, without credentials
     methods: Mapping[str, Sequence[MethodRun]]  # by label, each in the order of seeds
-    group_of: Mapping[int, int] = field(default_factory=dict)  # true group of each client whose group is known
+    groups: PerClient = field(default_factory=PerClient)  # true group of each client whose group is known
     score: str = "accuracy"  # first metric of the task
     higher_is_better: bool = True
 
@@ -52,7 +54,7 @@ class ReportedExperiment:
     @cached_property
     def num_groups(self) -> int:
         """Number of true groups among the clients whose group is known."""
-        return len(set(self.group_of.values()))
+        return len(self.groups.sizes)
 
 
 @dataclass(frozen=True)

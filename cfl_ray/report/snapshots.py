@@ -1,9 +1,18 @@
-"""Clusters of clients at chosen rounds, from the recorded reassignments; matrices that a method has recorded."""
+"""Clusters of clients at chosen rounds, from the recorded reassignments; matrices that a method has recorded.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+All of it is arrays with a few bytes for each client: a report is made of runs with a million of them, too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
 
 import numpy as np
+
+from cfl_ray.core.reassigned import Reassigned
+
+Reassignment = tuple[int, Reassigned]  # a round, and the clients whose cluster changed in it
 
 
 @dataclass(frozen=True)
@@ -18,46 +27,132 @@ class RecordedMatrix:
     label_counts_SC: np.ndarray | None = None
 
 
-def snapshots(
-    reassignments: Iterable[tuple[int, Sequence[Sequence[int]]]], rounds: Sequence[int]
-) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yields, for each of the ascending `rounds`, the round and the cluster of each client after it.
+@dataclass(frozen=True, eq=False)
+class PerClient:
+    """A number for each of C clients, such as a cluster or a true group."""
 
-    Clients without a cluster are not in the dictionary. It is the same object each time.
+    client_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids, ascending
+    value_C: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # below 0: it has none
+
+    @classmethod
+    def of(cls, value_of: Mapping[int, int]) -> Self:
+        """From values by client."""
+        client_C = np.array(sorted(value_of), np.int64)
+        return cls(client_C, np.array([value_of[client] for client in client_C.tolist()], np.int32))
+
+    def __len__(self) -> int:
+        return len(self.client_C)
+
+    def __getitem__(self, client_S: np.ndarray | Sequence[int]) -> np.ndarray:
+        """The numbers of these clients (S,); -1 for other clients."""
+        client_S = np.asarray(client_S, np.int64)
+        if not len(self):
+            return np.full(len(client_S), -1, np.int32)
+        at_S = np.minimum(np.searchsorted(self.client_C, client_S), len(self) - 1)
+        return np.where(self.client_C[at_S] == client_S, self.value_C[at_S], -1)
+
+    def updated(self, other: "PerClient") -> "PerClient":
+        """These numbers; of clients that both have, those of `other`."""
+        client_C, first_C = np.unique(np.concatenate([other.client_C, self.client_C]), return_index=True)
+        return PerClient(client_C, np.concatenate([other.value_C, self.value_C])[first_C])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of clients with each number that occurs."""
+        return np.unique(self.value_C[self.value_C >= 0], return_counts=True)[1]
+
+
+class ClusterHistory:
+    """The cluster of each client over the rounds.
+
+    reassignments: by ascending round.
     """
-    cluster_of: dict[int, int] = {}
-    waiting = iter(reassignments)
-    upcoming = next(waiting, None)
-    for round in rounds:
-        while upcoming is not None and upcoming[0] <= round:
-            for client, cluster in upcoming[1]:
-                if cluster >= 0:
-                    cluster_of[client] = cluster
-                else:
-                    cluster_of.pop(client, None)
-            upcoming = next(waiting, None)
-        yield round, cluster_of
+
+    def __init__(self, reassignments: Sequence[Reassignment]):
+        self.reassignments = reassignments
+
+    @cached_property
+    def client_C(self) -> np.ndarray:
+        """Ids of the clients that have been in a cluster, int32, ascending."""
+        client_C = np.zeros(0, np.int32)
+        for _, reassigned in self.reassignments:
+            if not np.isin(reassigned.client_R, client_C, assume_unique=True).all():
+                client_C = np.union1d(client_C, reassigned.client_R)
+        return client_C
+
+    @cached_property
+    def cluster_K(self) -> np.ndarray:
+        """Numbers of the clusters that have had a member, int32, ascending."""
+        cluster_K = np.zeros(0, np.int32)
+        for _, reassigned in self.reassignments:
+            cluster_K = np.union1d(cluster_K, reassigned.cluster_R)
+        return cluster_K[cluster_K >= 0]
+
+    def rows(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields, for each of the ascending `rounds`, each client's place in `cluster_K` after it, int32 (C,).
+
+        -1: the client is in no cluster. It is the same array each time.
+        """
+        row_C = np.full(len(self.client_C), -1, np.int32)
+        waiting = iter(self.reassignments)
+        upcoming = next(waiting, None)
+        for round in rounds:
+            while upcoming is not None and upcoming[0] <= round:
+                self._reassign(row_C, upcoming[1])
+                upcoming = next(waiting, None)
+            yield row_C
+
+    def sizes(self, rounds: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields, for each of the ascending `rounds`, the number of members of each cluster after it, int64 (K,)."""
+        for row_C in self.rows(rounds):
+            yield np.bincount(row_C + 1, minlength=len(self.cluster_K) + 1)[1:]
+
+    def clusters_at(self, round: int) -> PerClient:
+        """The cluster of each client after a round."""
+        row_C = next(self.rows([round]))
+        return PerClient(self.client_C, np.append(self.cluster_K, np.int32(-1))[row_C])
+
+    def changes(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields, for each round in which clients go from one cluster to another, the round, these clients, and the
+        clusters before and after it. A first cluster, and one after an absence, is no change.
+        """
+        row_C = np.full(len(self.client_C), -1, np.int32)
+        for round, reassigned in self.reassignments:
+            at_R, before_R = self._reassign(row_C, reassigned)
+            goes_R = (before_R >= 0) & (row_C[at_R] >= 0) & (before_R != row_C[at_R])
+            if goes_R.any():
+                at_R, before_R = at_R[goes_R], before_R[goes_R]
+                yield round, self.client_C[at_R], self.cluster_K[before_R], self.cluster_K[row_C[at_R]]
+
+    @property
+    def rounds_with_changes(self) -> list[int]:
+        """The rounds of `changes`, and each round after the first in which the clients, of whom none is in a cluster,
+        are divided into clusters.
+        """
+        row_C, members, rounds = np.full(len(self.client_C), -1, np.int32), 0, {round for round, *_ in self.changes()}
+        for round, reassigned in self.reassignments:
+            at_R, before_R = self._reassign(row_C, reassigned)
+            joined, left = int((row_C[at_R] >= 0).sum()), int((before_R >= 0).sum())
+            if not members and joined and round > 1:
+                rounds.add(round)
+            members += joined - left
+        return sorted(rounds)
+
+    def _reassign(self, row_C: np.ndarray, reassigned: Reassigned) -> tuple[np.ndarray, np.ndarray]:
+        """Carries out the reassignments of a round; returns the places of these clients, and their rows before."""
+        at_R = np.searchsorted(self.client_C, reassigned.client_R)
+        before_R = row_C[at_R]
+        row_R = np.searchsorted(self.cluster_K, reassigned.cluster_R)
+        row_R[reassigned.cluster_R < 0] = -1
+        row_C[at_R] = row_R
+        return at_R, before_R
 
 
-def changes(reassignments: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (round, client, from, to) when a client goes from one cluster to another, so not for its first cluster."""
-    cluster_of: dict[int, int] = {}
-    for round, changed in reassignments:
-        for client, cluster in changed:
-            if cluster < 0:
-                cluster_of.pop(client, None)
-                continue
-            before = cluster_of.get(client)
-            if before is not None and before != cluster:
-                yield round, client, before, cluster
-            cluster_of[client] = cluster
-
-
-def evenly(items: Sequence[int], most: int) -> list[int]:
+def evenly(items: Sequence[int] | np.ndarray, most: int) -> list[int]:
     """At most `most` of the items, evenly spread, the first and the last included."""
     if len(items) <= most:
-        return list(items)
-    return [items[place] for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
+        return [int(item) for item in items]
+    return [int(items[place]) for place in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
 def ranks(sizes: Mapping[int, int]) -> dict[int, int]:

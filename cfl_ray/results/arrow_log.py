@@ -28,9 +28,10 @@ class ArrowLog:
     def append(self, batch: pa.RecordBatch) -> None:
         """Appends a batch; it is in the file when this returns."""
         begun = self.file.exists() and self.file.stat().st_size > 0
-        content = batch.serialize().to_pybytes()
         with open_private(self.file, "ab") as out:
-            append_line(out, content if begun else self.schema.serialize().to_pybytes() + content)
+            if not begun:
+                append_line(out, memoryview(self.schema.serialize()))
+            append_line(out, memoryview(batch.serialize()))
 
 
 def check_columns(file: Path, columns: pa.Schema | None, expected: pa.Schema) -> None:

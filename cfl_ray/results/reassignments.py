@@ -1,91 +1,132 @@
-"""The clients that changed their cluster, round by round, in the folder of a method."""
+"""The clients that changed their cluster, round by round, in the folder of a method: an Arrow stream.
+
+    reassignments.arrow    round, client, cluster (-1: the client left its cluster)
+
+Runs of formats 1 and 2 have a line of JSON for each round, and go on with lines.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import pyarrow as pa
 from pydantic import Field, TypeAdapter, ValidationError
 
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.data.federation import Federation
 from cfl_ray.errors import DataError
-from cfl_ray.report.assignments import Assignment, write_assignments
+from cfl_ray.report.assignments import write_assignments
+from cfl_ray.report.snapshots import ClusterHistory, Reassignment
+from cfl_ray.results.arrow_log import ArrowLog, check_columns, whole_batches
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.system.files import append_line, cut_torn_line, open_private, read_file
+
+_SCHEMA = pa.schema([("round", pa.int32()), ("client", pa.int32()), ("cluster", pa.int32())])
+_LINES = ".jsonl"  # last part of the file's name in formats 1 and 2
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of the file."""
+    """A line of the file in formats 1 and 2."""
 
     round: int
     moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
 
 
 _LINE = TypeAdapter(_Line)
-Row = tuple[int, list[list[int]]]  # a round, and the [client, cluster] of each client that changed in it
 
 
-def read_reassignments(file: Path) -> list[Row]:
-    """The rows of the file; an incomplete last line is left out.
+def read_reassignments(file: Path) -> list[Reassignment]:
+    """The rounds of the file with their reassignments, whose arrays are in mapped memory; without a file: none.
 
-    Raises DataError for a file that is damaged elsewhere.
+    An incomplete end is left out. Raises DataError for a file that is damaged elsewhere.
     """
-    content = read_file(file) or b""
+    rounds: list[Reassignment] = []
     try:
-        lines = [_LINE.validate_json(line, strict=True) for line in content.split(b"\n")[:-1]]
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        for round, reassigned in _lines_in(file) if file.suffix == _LINES else _batches_in(file):
+            if rounds and round <= rounds[-1][0]:
+                raise ValueError(f"round {round} after round {rounds[-1][0]}")
+            reassigned.check()
+            rounds.append((round, reassigned))
+    except (ValueError, OverflowError) as error:  # a ValidationError and an ArrowInvalid are ValueErrors
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise DataError(
             f"{file} is damaged ({reason}); restore it, or remove it: the reassignments so far are lost then"
         ) from error
-    return [(line.round, line.moved) for line in lines]
+    return rounds
+
+
+def _lines_in(file: Path) -> Iterator[Reassignment]:
+    for content in (read_file(file) or b"").split(b"\n")[:-1]:
+        line = _LINE.validate_json(content, strict=True)
+        yield line.round, Reassigned.of(line.moved)
+
+
+def _batches_in(file: Path) -> Iterator[Reassignment]:
+    batches, _, schema = whole_batches(file) if file.exists() else ([], 0, None)
+    check_columns(file, schema, _SCHEMA)
+    for batch in batches:
+        batch.validate()
+        round_R, client_R, cluster_R = (column.to_numpy() for column in batch.columns)
+        if len(round_R) == 0 or (round_R != round_R[0]).any():
+            raise ValueError("a batch is not of one round")
+        yield int(round_R[0]), Reassigned(client_R, cluster_R)
 
 
 class Reassignments:
-    """The changes of clients' clusters: a line of JSON for each round that has any; replayed rounds are ignored."""
+    """The changes of clients' clusters in a file, or in memory without a directory; replayed rounds are ignored.
+
+    An incomplete end of the file is cut off.
+    """
 
     def __init__(self, directory: Path | None):
         self.file = RunDirectory(directory).reassignments if directory else None
-        self.rows: list[Row] = []
-        if self.file is not None and self.file.exists():
-            self.rows = read_reassignments(self.file)
+        self._kept: list[Reassignment] = []  # without a file
+        rounds = self.rounds
+        self.last = rounds[-1][0] if rounds else 0
+        if self.file is not None and self.file.suffix == _LINES:
             cut_torn_line(self.file)
-
-    def add(self, round: int, moved: Sequence[tuple[int, int]]) -> None:
-        """Keeps the (client, cluster) of each client that changed; they are in the file when this returns."""
-        if not moved or (self.rows and round <= self.rows[-1][0]):
-            return
-        if self.file is not None:
-            with open_private(self.file, "ab") as out:
-                append_line(out, (json.dumps({"round": round, "moved": moved}) + "\n").encode())
-        self.rows.append((round, [list(change) for change in moved]))
+        elif self.file is not None:
+            ArrowLog(self.file, _SCHEMA).open()
 
     @property
-    def rounds(self) -> list[int]:
+    def rounds(self) -> list[Reassignment]:
+        """The rounds that have reassignments, with them."""
+        return self._kept if self.file is None else read_reassignments(self.file)
+
+    def add(self, round: int, reassigned: Reassigned) -> None:
+        """Keeps the reassignments of a round, if it has any; they are in the file when this returns."""
+        if not len(reassigned) or round <= self.last:
+            return
+        if self.file is None:
+            self._kept.append((round, reassigned))
+        elif self.file.suffix == _LINES:
+            line = json.dumps({"round": round, "moved": [*reassigned]}) + "\n"
+            with open_private(self.file, "ab") as out:
+                append_line(out, line.encode())
+        else:
+            columns = (np.full(len(reassigned), round, np.int32), reassigned.client_R, reassigned.cluster_R)
+            ArrowLog(self.file, _SCHEMA).append(pa.record_batch([*map(pa.array, columns)], schema=_SCHEMA))
+        self.last = round
+
+    @property
+    def rounds_with_changes(self) -> list[int]:
         """Rounds in which a client changed from one cluster to another.
 
         The first cluster of a client does not count, unless the method forms its first clusters after round 1.
         """
-        placed: set[int] = set()
-        rounds = []
-        for round, moved in self.rows:
-            divided = not placed and round > 1 and any(cluster >= 0 for _, cluster in moved)
-            if divided or any(client in placed and cluster >= 0 for client, cluster in moved):
-                rounds.append(round)
-            placed |= {client for client, cluster in moved if cluster >= 0}
-            placed -= {client for client, cluster in moved if cluster < 0}
-        return rounds
+        return ClusterHistory(self.rounds).rounds_with_changes
 
     def write(self, path: Path, federation: Federation) -> None:
-        """assignments.parquet: a row for every change of a client's cluster."""
-        groups: list[int | None] = [None] * federation.num_clients  # true groups, None if they are not known
-        if federation.group_N is not None:
-            groups = [None if group < 0 else group for group in federation.group_N.tolist()]
-        rows = (
-            Assignment(client, cluster, round, groups[client])
-            for round, moved in self.rows
-            for client, cluster in moved
-        )
-        write_assignments(path, rows)
+        """assignments.parquet: a row for every change of a client's cluster.
+
+        Raises DataError if the file has clients that the federation does not have.
+        """
+        rounds = self.rounds
+        largest = max((int(reassigned.client_R[-1]) for _, reassigned in rounds), default=0)
+        if largest >= federation.num_clients:
+            raise DataError(f"{self.file} has client {largest}, and the federation {federation.num_clients} clients")
+        write_assignments(path, rounds, federation.group_N)

@@ -12,7 +12,7 @@ from cfl_ray.config.study import load_study
 from cfl_ray.core.diagnostics import CLIENTS, CLUSTERS, MIXTURE_WEIGHTS, Diagnostic
 from cfl_ray.errors import ConfigError, DataError
 from cfl_ray.report.report_data import Comparison, MethodRun, Report, ReportedExperiment
-from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.results.client_metrics import read_client_metrics
 from cfl_ray.results.comparison import RunMetrics, is_less_better, names_of, settings_of, table_of, values_of
 from cfl_ray.results.found_runs import FoundRun, find_runs
@@ -173,7 +173,7 @@ def _columns(run_metrics: RunMetrics, scores: Sequence[str]) -> list[str]:
 
 def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
     methods: dict[str, list[MethodRun]] = {}
-    group_of: dict[int, int] = {}
+    groups = PerClient()
     score, higher_is_better = "accuracy", True
     labels = dict.fromkeys(label for run in runs for label in run.methods)
     for run in sorted(runs, key=lambda run: run.experiment.seed):
@@ -183,15 +183,15 @@ def _experiment(name: str, runs: Sequence[FoundRun]) -> ReportedExperiment:
             is_first = label not in methods  # matrices are drawn for a single seed, and only read for it
             methods.setdefault(label, []).append(_method_run(run.experiment.seed, result, is_first))
             if result.directory is not None:
-                group_of |= _groups(result.directory)
+                groups = groups.updated(_groups(result.directory))
     command, text = command_again(runs)
     return ReportedExperiment(
         name=name,
-        run_info=run_info(runs, methods, group_of),
+        run_info=run_info(runs, methods, groups),
         command=command,
         config=text,
         methods={label: methods[label] for label in labels},
-        group_of=group_of,
+        groups=groups,
         score=score,
         higher_is_better=higher_is_better,
     )
@@ -246,23 +246,24 @@ def _label_counts(recorded: Sequence[Diagnostic], client_S: np.ndarray) -> np.nd
 def _last_scores(path: Path) -> dict[str, np.ndarray]:
     """The metrics of every client in the last evaluated round."""
     table = read_client_metrics(path)
-    if not table.num_rows:
+    batches = [batch for batch in table.to_batches() if batch.num_rows]  # of one round each, in mapped memory
+    if not batches:
         return {}
-    round_R = table["round"].to_numpy()
-    last = round_R == round_R.max()
-    return {name: table[name].to_numpy()[last] for name in table.column_names[1:]}
+    last = max(batches, key=lambda batch: batch["round"][0].as_py() or 0)
+    return {name: last[name].to_numpy(zero_copy_only=False) for name in table.column_names[1:]}
 
 
-def _groups(directory: Path) -> dict[int, int]:
+def _groups(directory: Path) -> PerClient:
     """True groups of the clients that have been in a cluster, if they are known."""
     path = RunDirectory(directory).assignments
     if not path.exists():
-        return {}
+        return PerClient()
     try:
         table = pq.read_table(path, columns=["client", "group"])
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise DataError(
             f"{path} is damaged ({error}); restore it, or remove it to do without the true groups"
         ) from error
-    pairs = zip(table["client"].to_pylist(), table["group"].to_pylist(), strict=True)
-    return {client: group for client, group in pairs if group is not None}
+    table = table.drop_null()
+    client_C, first_C = np.unique(table["client"].to_numpy(), return_index=True)
+    return PerClient(client_C, table["group"].to_numpy()[first_C])

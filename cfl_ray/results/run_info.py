@@ -10,14 +10,13 @@ from cfl_ray.config.study import load_study
 from cfl_ray.errors import DataError
 from cfl_ray.methods import full_label, resolve
 from cfl_ray.report.report_data import MethodRun
+from cfl_ray.report.snapshots import PerClient
 from cfl_ray.results.found_runs import FoundRun
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.tracking import flatten, read_info, redact
 
 
-def run_info(
-    runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], group_of: Mapping[int, int]
-) -> dict[str, str]:
+def run_info(runs: Sequence[FoundRun], methods: Mapping[str, Sequence[MethodRun]], groups: PerClient) -> dict[str, str]:
     """Data, model, training, rounds, seeds, hosts and commit of the runs, as far as they are known."""
     first = min(runs, key=lambda run: run.experiment.seed)
     experiment = first.experiment
@@ -34,15 +33,15 @@ def run_info(
         (len(run.scores.get("client", ())) for runs in methods.values() for run in runs),
         default=0,
     )
-    clients = max(clients, len(group_of), experiment.data.partition.clients or 0)
-    groups = f", {len(set(group_of.values()))} true groups" if group_of else ""
+    clients = max(clients, len(groups), experiment.data.partition.clients or 0)
+    true_groups = f", {len(groups.sizes)} true groups" if groups else ""
     recorded = _recorded(first.directory)
     seeds = sorted({run.experiment.seed for run in runs})
     settings_in_words = {
         "data": ", ".join(filter(None, [settings["data.source"], section("data.", without=apart)])),
         "groups differ by": section("data.shift.", ["data.shift.kind"]),
         "partition": section("data.partition.", ["data.partition.kind"]),
-        "clients": f"{clients}{groups}" if clients else "",
+        "clients": f"{clients}{true_groups}" if clients else "",
         "test data": section("data.test."),
         "model": section("model.", ["model.name"]),
         "task": settings["task"],

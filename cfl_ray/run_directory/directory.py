@@ -24,7 +24,7 @@ from cfl_ray.security.signing import is_signed, sign
 from cfl_ray.system.files import PRIVATE, opened, read_json, sync, write_json
 
 Owner = Literal["run", "method", "study"]
-FORMAT = 2  # 1, which has no line of its own in config.yaml: other names of environment.json and reassignments.jsonl
+FORMAT = 3  # 2: reassignments.jsonl; 1, which has no line of its own in config.yaml: numerics.json, moves.jsonl
 _FORMAT_LINE = re.compile(rb"^# format ([0-9]{1,9})$", re.MULTILINE)
 _HEADER_BYTES = 1 << 10
 _PURPOSE = "names in the record of a run"
@@ -48,7 +48,7 @@ class File:
     of: tuple[Owner, ...]  # kinds of folder that have it
     contents: str
     writer: str
-    before: str | None = None  # its name in format 1; a folder that has it keeps it
+    before: tuple[str, ...] = ()  # its names in earlier formats; a folder that has one of them keeps it
 
     @overload
     def __get__(self, directory: None, owner: type) -> File: ...
@@ -57,9 +57,8 @@ class File:
     def __get__(self, directory: RunDirectory | None, owner: type) -> File | Path:
         if directory is None:
             return self
-        if self.before is not None and (earlier := directory.path / self.before).exists():
-            return earlier
-        return directory.path / self.name
+        paths = [directory.path / name for name in (*self.before, self.name)]
+        return next(filter(Path.exists, paths[:-1]), paths[-1])
 
 
 class RunDirectory:
@@ -75,7 +74,7 @@ class RunDirectory:
         "engine, why it did not train some clients, device, CPU instructions and version of PyTorch, on which results "
         "depend besides the config hash",
         "driver",
-        before="numerics.json",
+        before=("numerics.json",),
     )
     session = File("session.json", ("run",), "address of the server while the run is live, signed", "driver")
     start_lock = File("start.lock", ("run",), "held by the process that started the run", "driver")
@@ -91,7 +90,11 @@ class RunDirectory:
     models = File("models/", ("method",), "logged models (with `tracking.log_models`)", "driver")
 
     reassignments = File(
-        "reassignments.jsonl", ("method",), "clients that changed their cluster", "driver", before="moves.jsonl"
+        "reassignments.arrow",
+        ("method",),
+        "clients that changed their cluster",
+        "driver",
+        before=("moves.jsonl", "reassignments.jsonl"),
     )
     client_metrics = File("client_metrics.arrow", ("method",), "metrics of each client", "driver")
     diagnostics = File("diagnostics.arrow", ("method",), "diagnostics of the method", "driver")

@@ -98,8 +98,9 @@ def _copy_method(earlier: RunDirectory, target: RunDirectory, hash_there: str, h
     if round is None and (end := read_end(earlier.path)) is not None and end.status == "FINISHED":
         raise RunError(f"extend: {earlier.path} has no checkpoint any more, so nothing can begin with its rounds")
     copy_events(earlier.path, target.path)
-    for source, copy in zip(earlier.records, target.records, strict=True) if round is not None else ():
+    for source in earlier.records if round is not None else ():
         if source.is_file():
+            copy = target.path / source.name  # of an earlier format: under the name there
             shutil.copyfile(source, copy)
             sync(copy)
     sync(target.path)

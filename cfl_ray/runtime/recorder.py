@@ -48,7 +48,7 @@ class MethodRecorder:
         if not report.metrics:
             return
         numbers = {name: report.metrics[name] for name in report.numbers}
-        self.reassignments.add(report.round, report.moved)
+        self.reassignments.add(report.round, report.reassigned)
         if report.scores_MV is not None:
             self.clients.add(report.round, report.scores_MV)
         self.diagnostics.add(report.round, numbers, report.diagnostics)
@@ -68,7 +68,7 @@ class MethodRecorder:
         self.summary = summarise(
             self.records,
             self.setup.experiment.evaluation.target,
-            self.reassignments.rounds if clustered else None,
+            self.reassignments.rounds_with_changes if clustered else None,
             self.primary.name,
             self.primary.higher_is_better,
         )

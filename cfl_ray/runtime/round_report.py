@@ -9,6 +9,7 @@ import numpy as np
 from cfl_ray.core.clients import RoundStats
 from cfl_ray.core.diagnostics import Diagnostics, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent, phase_change
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
 
 # of a method's run. "running": the round is training; "stopped": ended on request after a round that is saved
@@ -25,7 +26,7 @@ class RoundReport:
     round: int
     metrics: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # one line each, shown to the user
-    moved: tuple[tuple[int, int], ...] = ()  # (client, cluster) of every client whose cluster changed in this round
+    reassigned: Reassigned = field(default_factory=Reassigned.of)  # the clients whose cluster changed in this round
     scores_MV: np.ndarray | None = None  # float64: client, the task's metrics, loss of each client; None: not evaluated
     time_ms: int = 0
     stop: bool = False  # a request ends the run here
@@ -50,7 +51,7 @@ class RoundDraft:
     stats: RoundStats
     metrics: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    moved: list[tuple[int, int]] = field(default_factory=list)
+    reassigned: Reassigned = field(default_factory=Reassigned.of)
     scores_MV: np.ndarray | None = None
     time_ms: int = 0
     numbers: list[str] = field(default_factory=list)
@@ -92,8 +93,7 @@ class RoundDraft:
         if stats.lost_sums:
             self.metrics["sums_lost"] = float(len(stats.lost_sums))
         if before_N is not None and before_N is not state.assign_N:
-            changed = np.flatnonzero(before_N != state.assign_N)
-            self.moved = list(zip(changed.tolist(), state.assign_N[changed].tolist(), strict=True))
+            self.reassigned = Reassigned.between(before_N, state.assign_N)
         stats.events += phase_change(self.round, self.phase, state.phase)
         self.metrics["round_seconds"] = time.perf_counter() - self.began
         self.time_ms = time.time_ns() // 1_000_000
@@ -105,7 +105,7 @@ class RoundDraft:
             self.round,
             self.metrics,
             tuple(self.notes),
-            tuple(self.moved),
+            self.reassigned,
             self.scores_MV,
             self.time_ms,
             stop,

@@ -13,12 +13,14 @@ from cfl_ray.core.clients import Traffic
 from cfl_ray.core.diagnostics import Diagnostic, ReportedDiagnostic
 from cfl_ray.core.events import ClusterEvent
 from cfl_ray.core.privacy import PrivateRun
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.core.state import State
 from cfl_ray.errors import RunError
 from cfl_ray.runtime.round_report import RoundReport
 
 _MOMENTS = "server.optimizer."  # first part of the names of the server optimiser's tensors
 _SIGNATURES = "server.privacy.signatures_N"
+_REASSIGNED = ("server.reassigned.client_R", "server.reassigned.cluster_R")
 _TIME = "server.time."  # the same, of the virtual time and of clients in flight
 _DIAGNOSTICS = "server.diagnostics."  # the same, of the arrays that the method reported
 
@@ -40,8 +42,9 @@ class _Diagnostic(_Strict):
 
 class _Report(_Strict):
     metrics: dict[str, float]
-    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # client, cluster
     time_ms: int
+    # (client, cluster) of the clients reassigned, in checkpoints of formats 1 and 2 of the run directory
+    moved: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
     numbers: list[str] = []
     diagnostics: list[_Diagnostic] = []
     phase: str = ""
@@ -83,11 +86,12 @@ class Snapshot:
             tensors[_SIGNATURES] = torch.from_numpy(self.private.releases.signatures_N)
         scores_MV = np.zeros((0, 1 + num_scores)) if report.scores_MV is None else report.scores_MV
         tensors["server.scores_M4"] = torch.from_numpy(scores_MV)
+        changed = report.reassigned
+        tensors |= zip(_REASSIGNED, map(torch.from_numpy, (changed.client_R, changed.cluster_R)), strict=True)
         for reported in report.diagnostics:
             tensors |= _diagnostic_tensors(reported)
         values = {
             "metrics": report.metrics,
-            "moved": report.moved,
             "time_ms": report.time_ms,
             "numbers": report.numbers,
             "diagnostics": [
@@ -118,6 +122,7 @@ class Snapshot:
             values = _Values.model_validate(checkpoint.values)
             local_scores_N2 = tensors.pop("server.local_scores_N2").numpy()
             scores_MV = tensors.pop("server.scores_M4").numpy()
+            reassigned = _read_reassigned(tensors, values.report)
             if private is not None:
                 private.restore(values.privacy, tensors.pop(_SIGNATURES).numpy())
             moments, time = _taken(tensors, _MOMENTS), _taken(tensors, _TIME)
@@ -125,7 +130,7 @@ class Snapshot:
             events = tuple(map(ClusterEvent.from_fields, values.report.events))
             state = state_type.from_checkpoint(tensors, values.state)
             count = len(state.assign_N)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             reason = str(error).partition("\n")[0] if isinstance(error, TypeError | ValidationError) else repr(error)
             raise RunError(f"it is no checkpoint of {label}: {reason}") from error
         if local_scores_N2.shape != (count, 2) or scores_MV.shape[1:] != (1 + num_scores,):
@@ -137,7 +142,7 @@ class Snapshot:
             "starting",
             checkpoint.round,
             values.report.metrics,
-            moved=tuple((client, cluster) for client, cluster in values.report.moved),
+            reassigned=reassigned,
             scores_MV=scores_MV if len(scores_MV) else None,
             time_ms=values.report.time_ms,
             numbers=tuple(values.report.numbers),
@@ -154,6 +159,15 @@ def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Takes the tensors whose names begin so out of those of a checkpoint."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+
+
+def _read_reassigned(tensors: dict[str, Tensor], report: _Report) -> Reassigned:
+    """The clients reassigned in the round, taken out of the tensors. Raises ValueError for values of another kind."""
+    if not tensors.keys() & set(_REASSIGNED):
+        return Reassigned.of(report.moved)
+    reassigned = Reassigned(*(tensors.pop(name).numpy() for name in _REASSIGNED))
+    reassigned.check()
+    return reassigned
 
 
 def _diagnostic_tensors(reported: ReportedDiagnostic) -> dict[str, Tensor]:

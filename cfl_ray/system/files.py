@@ -206,7 +206,7 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
 # ---- files that grow line by line
 
 
-def append_line(file: BinaryIO, line: bytes) -> None:
+def append_line(file: BinaryIO, line: bytes | memoryview) -> None:
     """Appends a line to an unbuffered file. On a full disk it appends nothing and raises OSError."""
     size = os.fstat(file.fileno()).st_size
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cfl_ray.checkpoint.store import CheckpointStore
 from cfl_ray.config import Experiment
+from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 
 if TYPE_CHECKING:  # importing mlflow takes a second or two
@@ -65,7 +66,7 @@ def outcome(directory: Path, method: str, experiment: Experiment) -> dict[str, o
     return {
         "rounds": [record["round"] for record in records],
         "metrics": metrics,
-        "moves": file.read_text() if (file := RunDirectory(folder).reassignments).exists() else "",
+        "reassignments": [(round, [*one]) for round, one in read_reassignments(RunDirectory(folder).reassignments)],
         "models": _sha256(sorted(checkpoint.tensors.items())),
         "client states": _sha256(sorted((key, saved.tensor()) for key, saved in checkpoint.client_states())),
         "scalars": {name: checkpoint.values[name] for name in ("state", "traffic")},

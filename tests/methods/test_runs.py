@@ -130,8 +130,8 @@ def test_engines_agree(name, engine, local, experiment):
         for metric, value in expected.items():
             tolerance = 2e-3 if metric.startswith(("accuracy", "macro")) else 1e-4
             assert other[metric] == pytest.approx(value, abs=tolerance), metric
-    moved, expected_moved = ([report.moved for report in watchers[used].reports] for used in (engine, "sequential"))
-    assert moved == expected_moved
+    of_engines = [[report.reassigned for report in watchers[used].reports] for used in (engine, "sequential")]
+    assert of_engines[0] == of_engines[1]
 
 
 SCHEDULE = [  # clients join or leave before every round; 8 and 9, whose first event is a join, are absent at first
@@ -317,7 +317,7 @@ def test_newcomers_of_stocfl_are_placed_before_they_train(experiment):
     )
     watcher = Reports()
     result = cfl_ray.simulate(run, watcher=watcher)["stocfl"]
-    assert {client for client, _ in watcher.reports[-1].moved} >= {6, 7, 8, 9}
+    assert {client for client, _ in watcher.reports[-1].reassigned} >= {6, 7, 8, 9}
     assert result.final["ari"] == 1 and result.final["num_clusters"] == 2
     assert result.summary["newcomer_accuracy"] > 0.9
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import entropy, spearmanr
 
 from cfl_ray.report.label_divergence import against_labels, divergences
-from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 
 CLIENTS, CLASSES = 9, 4
 UPPER = np.triu_indices(CLIENTS, 1)
@@ -55,7 +55,7 @@ def test_divergences_are_the_mean_kl_to_the_mixture_in_bits():
 
 def test_every_pair_is_a_point_and_the_caption_has_the_rank_correlation():
     values = symmetric()
-    figure = against_labels("title", "a", "similarity", matrix(values, counts()), {})
+    figure = against_labels("title", "a", "similarity", matrix(values, counts()), PerClient())
     clients, x, y = drawn(figure)
     expected = {(100 + i, 100 + j): (d, values[i, j]) for i, j, d in zip(*UPPER, divergences(counts()), strict=True)}
     assert len(clients) == len(expected) == math.comb(CLIENTS, 2)
@@ -68,7 +68,7 @@ def test_every_pair_is_a_point_and_the_caption_has_the_rank_correlation():
 
 def test_colours_say_whether_the_true_group_is_the_same():
     group_of = {100 + client: client % 2 for client in range(CLIENTS - 1)}  # that of the last one is not known
-    figure = against_labels("title", "a", "distance", matrix(symmetric(), counts()), group_of)
+    figure = against_labels("title", "a", "distance", matrix(symmetric(), counts()), PerClient.of(group_of))
     found = {trace["name"]: trace for trace in figure.plot["data"]}
     assert list(found) == ["different true groups", "same true group", "true group not known"]
     assert len({trace["marker"]["color"] for trace in found.values()}) == 3
@@ -82,7 +82,7 @@ def test_colours_say_whether_the_true_group_is_the_same():
 def test_clients_without_counts_and_undefined_values_are_left_out():
     labels, values = counts(), symmetric()
     labels[2], values[4, 5] = np.nan, np.nan
-    figure = against_labels("title", "a", "distance", matrix(values, labels), {})
+    figure = against_labels("title", "a", "distance", matrix(values, labels), PerClient())
     clients, _, _ = drawn(figure)
     assert 102 not in clients and [104, 105] not in clients.tolist()
     assert f"{math.comb(CLIENTS - 1, 2) - 1} pairs of {CLIENTS - 1} clients" in figure.caption
@@ -100,4 +100,4 @@ def test_there_is_none_where_nothing_can_be_compared():
         (symmetric(), alone),
         (symmetric(), np.full_like(counts(), np.nan)),
     ):
-        assert against_labels("title", "a", "distance", matrix(values, labels), {}) is None
+        assert against_labels("title", "a", "distance", matrix(values, labels), PerClient()) is None

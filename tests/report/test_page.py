@@ -11,6 +11,7 @@ import pytest
 from pages import CLIENTS, HOSTILE, experiment, report
 
 from cfl_ray.core.events import ClusterEvent
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.report.clients import client_figures
 from cfl_ray.report.clusters import cluster_figures
 from cfl_ray.report.curves import curves
@@ -19,7 +20,7 @@ from cfl_ray.report.matrices import matrix_figures
 from cfl_ray.report.mixtures import mixture_figures
 from cfl_ray.report.page import render
 from cfl_ray.report.report_data import MethodRun, Ranks, ReportedExperiment
-from cfl_ray.report.snapshots import RecordedMatrix
+from cfl_ray.report.snapshots import PerClient, RecordedMatrix
 from cfl_ray.tracking import RoundRecord
 
 
@@ -198,7 +199,7 @@ def test_a_metric_of_which_less_is_better():
 def test_large_federations_are_sampled_and_the_caption_says_so():
     count = 100_000
     ids = np.arange(count)
-    reassignments = [(1, [[client, client % 2] for client in range(count)])]
+    reassignments = [(1, Reassigned(ids.astype(np.int32), ids.astype(np.int32) % 2))]
     records = [RoundRecord(round, {"accuracy": 0.5, "accuracy_std": 0.1}) for round in range(1, 1001)]
     draw = np.random.default_rng(0)
     values, labels = draw.normal(size=(1000, 1000)).astype(np.float32), draw.integers(1, 50, (1000, 62))
@@ -207,7 +208,7 @@ def test_large_federations_are_sampled_and_the_caption_says_so():
     run = MethodRun(
         0, records, reassignments, {"accuracy": np.full(count, 0.5)}, {"similarity": pairs, "signatures": signatures}
     )
-    one = replace(experiment(), methods={"ifca": [run]}, group_of=dict(zip(ids.tolist(), (ids % 2).tolist())))
+    one = replace(experiment(), methods={"ifca": [run]}, groups=PerClient(ids, ids % 2))
     figures = [*curves(one), *client_figures(one), *cluster_figures(one), *matrix_figures(one)]
     assert sum(len(as_json(figure.plot)) for figure in figures) < 500_000
     text = " ".join(figure.caption for figure in figures)
@@ -255,7 +256,9 @@ def test_small_values_keep_their_digits():
 def test_mixture_weights_are_stacked_bars_by_round_with_clients_of_a_group_side_by_side():
     weights = {1: [[0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], 9: [[0.9, 0.1], [0.2, 0.8], [1.0, 0.0]]}
     mixtures = [(round, np.array([0, 1, 2]), np.array(weight_SK)) for round, weight_SK in weights.items()]
-    one = ReportedExperiment("small", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]}, {0: 0, 1: 1, 2: 0})
+    one = ReportedExperiment(
+        "small", {}, "", "", {"fedem": [MethodRun(0, [], mixtures=mixtures)]}, PerClient.of({0: 0, 1: 1, 2: 0})
+    )
     (figure,) = mixture_figures(one)
     first, second = figure.plot["data"]
     assert figure.plot["layout"]["xaxis"]["ticktext"] == ["0", "2", "1"]

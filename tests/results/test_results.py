@@ -1,39 +1,140 @@
 """Changes of clusters, as a run records them."""
 
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from cfl_ray.core.reassigned import Reassigned
 from cfl_ray.errors import DataError
+from cfl_ray.results.arrow_log import ArrowLog
 from cfl_ray.results.client_metrics import ClientMetrics, read_client_metrics
-from cfl_ray.results.reassignments import Reassignments
+from cfl_ray.results.reassignments import Reassignments, read_reassignments
 
 
 def test_a_first_cluster_is_no_change_and_nor_is_one_after_an_absence():
     reassignments = Reassignments(None)
-    for round, moved in (
+    for round, pairs in (
         (1, ((0, 0), (1, 1))),  # both appear
         (2, ((2, 0),)),  # another one
         (3, ((1, 0),)),  # a change
         (4, ((0, -1),)),  # leaves
         (5, ((0, 1),)),  # comes again
     ):
-        reassignments.add(round, moved)
-    assert reassignments.rounds == [3]
+        reassignments.add(round, Reassigned.of(pairs))
+    assert reassignments.rounds_with_changes == [3]
 
 
 def test_clusters_that_are_formed_after_rounds_without_any_are_a_change():
     """AutoCFL and FL+HC train one model first: the round of their clustering counts, those of newcomers do not."""
     reassignments = Reassignments(None)
-    for round, moved in ((5, ((0, 0), (1, 1))), (8, ((2, 1),))):
-        reassignments.add(round, moved)
-    assert reassignments.rounds == [5]
+    for round, pairs in ((5, ((0, 0), (1, 1))), (8, ((2, 1),))):
+        reassignments.add(round, Reassigned.of(pairs))
+    assert reassignments.rounds_with_changes == [5]
 
 
-def test_reassignments_of_other_types_are_damage(tmp_path):
-    for line in ('{"round": 1, "moved": 3}', '{"round": "x", "moved": []}', '{"round": 1, "moved": [[1]]}', "[]", "{"):
+def test_reassignments_come_back_from_the_file_without_a_round_twice(tmp_path):
+    rounds = [(1, Reassigned.of([(0, 0), (1, 1), (7, 0)])), (4, Reassigned.of([(1, 0), (7, -1)]))]
+    for last in (1, 2):  # the second writer replays the first round
+        writer = Reassignments(tmp_path)
+        for round, reassigned in rounds[:last]:
+            writer.add(round, reassigned)
+            writer.add(round, Reassigned.of([(3, 3)]))
+        writer.add(9, Reassigned.of())
+        assert writer.rounds == rounds[:last] == read_reassignments(tmp_path / "reassignments.arrow")
+    federation = SimpleNamespace(num_clients=8, group_N=np.array([0, -1, 0, 0, 0, 0, 0, 5], np.int32))
+    writer.write(tmp_path / "assignments.parquet", federation)
+    rows = pq.read_table(tmp_path / "assignments.parquet").to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        (0, None, 0, 0, 1),
+        (1, None, None, 1, 1),
+        (7, None, 5, 0, 1),
+        (1, None, None, 0, 4),
+        (7, None, 5, -1, 4),
+    ]
+    with pytest.raises(DataError, match="has client 7, and the federation 7 clients"):
+        writer.write(tmp_path / "assignments.parquet", SimpleNamespace(num_clients=7, group_N=None))
+
+
+def test_an_incomplete_batch_is_left_out_by_readers_and_cut_off_by_the_next_writer(tmp_path):
+    file = tmp_path / "reassignments.arrow"
+    first, second = (1, Reassigned.of([(0, 0), (1, 1)])), (2, Reassigned.of([(1, 0)]))
+    writer = Reassignments(tmp_path)
+    writer.add(*first)
+    size = file.stat().st_size
+    writer.add(*second)
+    whole = file.read_bytes()
+    for cut in range(size + 1, len(whole)):
+        file.write_bytes(whole[:cut])
+        assert read_reassignments(file) == [first] and file.stat().st_size == cut
+        writer = Reassignments(tmp_path)
+        assert (writer.last, file.stat().st_size) == (1, size)
+        writer.add(*second)
+        assert file.read_bytes() == whole
+    for cut in range(size):
+        file.write_bytes(whole[:cut])
+        writer = Reassignments(tmp_path)
+        writer.add(*first), writer.add(*second)
+        assert file.read_bytes() == whole
+
+
+SCHEMA = pa.schema([("round", pa.int32()), ("client", pa.int32()), ("cluster", pa.int32())])
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (([1, 1], [3, 2], [0, 0]), "clients are not ascending ids"),
+        (([1, 1], [2, 2], [0, 0]), "clients are not ascending ids"),
+        (([1], [-1], [0]), "clients are not ascending ids"),
+        (([1], [1], [-2]), "cluster -2, expected -1 or more"),
+        (([1, 2], [1, 2], [0, 0]), "a batch is not of one round"),
+        (([], [], []), "a batch is not of one round"),
+        (([1], [None], [0]), "Needed to copy 1 chunks"),
+        (([0], [1], [0]), "round 0 after round 0"),
+    ],
+)
+def test_reassignments_that_no_round_has_are_damage(tmp_path, columns, reason):
+    log = ArrowLog(tmp_path / "reassignments.arrow", SCHEMA)
+    for values in (([0], [1], [0]), columns):
+        log.append(pa.record_batch([pa.array(column, pa.int32()) for column in values], schema=SCHEMA))
+    for read in (Reassignments, lambda folder: read_reassignments(folder / "reassignments.arrow")):
+        with pytest.raises(DataError, match=rf"reassignments.arrow is damaged \({reason}"):
+            read(tmp_path)
+
+
+def test_lines_of_other_types_are_damage(tmp_path):
+    for line in (
+        '{"round": 1, "moved": 3}',
+        '{"round": "x", "moved": []}',
+        '{"round": 1, "moved": [[1]]}',
+        '{"round": 1, "moved": [[1099511627776, 0]]}',
+        "[]",
+        "{",
+    ):
         (tmp_path / "reassignments.jsonl").write_text(line + "\n")
         with pytest.raises(DataError, match="reassignments.jsonl is damaged"):
             Reassignments(tmp_path)
+
+
+def test_a_million_reassignments_cost_a_few_bytes_each(tmp_path):
+    """In the file, of the process that writes it, and of one that reads it; Python objects would cost a hundred."""
+    count = 1_000_000
+    round_1 = Reassigned.between(np.full(count, -1, np.int32), np.zeros(count, np.int32))
+    federation = SimpleNamespace(num_clients=count, group_N=np.zeros(count, np.int32))
+    tracemalloc.start()  # arrays of NumPy and objects of Python
+    writer = Reassignments(tmp_path)
+    writer.add(1, round_1)
+    assert writer.rounds_with_changes == []
+    writer.write(tmp_path / "assignments.parquet", federation)
+    assert read_reassignments(tmp_path / "reassignments.arrow") == [(1, round_1)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * count
+    assert (tmp_path / "reassignments.arrow").stat().st_size < 12.1 * count
 
 
 def test_client_metrics_of_a_type_that_does_not_exist_are_damage_and_are_not_cut_off(tmp_path):

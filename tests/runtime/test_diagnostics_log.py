@@ -16,6 +16,7 @@ from cfl_ray.errors import DataError, Interrupted, RunError
 from cfl_ray.methods.ifca import IFCA
 from cfl_ray.results.comparison import compare_runs, format_table
 from cfl_ray.results.diagnostics_log import DiagnosticsLog, read_diagnostics
+from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime.round_report import RoundReport
 
@@ -76,8 +77,8 @@ def test_what_a_run_records(reporting, tmp_path):
     # beside them, of every method with clusters
     scores = result.client_metrics()
     clusters = np.zeros(12, int) - 1
-    for line in (tmp_path / "run" / "reporting" / "reassignments.jsonl").read_text().splitlines():
-        clusters[[client for client, _ in json.loads(line)["moved"]]] = [k for _, k in json.loads(line)["moved"]]
+    for _, reassigned in read_reassignments(tmp_path / "run" / "reporting" / "reassignments.arrow"):
+        clusters[reassigned.client_R] = reassigned.cluster_R
     last = scores[scores["round"] == 10].set_index("client")["accuracy"]
     for cluster in range(3):
         members = np.flatnonzero(clusters == cluster)
@@ -189,5 +190,5 @@ def test_a_checkpoint_of_a_run_without_diagnostics_is_read(reporting, notes, tmp
     """Checkpoints of earlier versions have none."""
     from cfl_ray.runtime.snapshot import _Report
 
-    assert _Report.model_validate({"metrics": {}, "moved": [], "time_ms": 1}).diagnostics == []
+    assert _Report.model_validate({"metrics": {}, "time_ms": 1}).diagnostics == []
     assert replace(RoundReport(None, 1), stop=True).diagnostics == ()

@@ -8,6 +8,7 @@ import pytest
 
 from cfl_ray import ConfigError, load_run, resume, run, simulate
 from cfl_ray.errors import Interrupted, RunError
+from cfl_ray.results.reassignments import read_reassignments
 from cfl_ray.run_directory import RunDirectory
 from cfl_ray.runtime import extension
 from cfl_ray.tracking import read_info, read_records
@@ -35,8 +36,8 @@ def plain(experiment):
 def without_times(directory, skip=()):
     """Every file of the rounds of a method, without times; skip: rounds to leave out."""
     records = [(record.round, record.metrics | {"round_seconds": 0.0}) for record in read_records(directory)]
-    moves = directory / "reassignments.jsonl"
-    return [one for one in records if one[0] not in skip], moves.read_text() if moves.exists() else ""
+    reassignments = read_reassignments(directory / "reassignments.arrow")
+    return [one for one in records if one[0] not in skip], reassignments
 
 
 def test_it_gives_what_a_run_of_all_rounds_gives(plain, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from cfl_ray import resume, run, simulate
 from cfl_ray.errors import RunError
+from cfl_ray.results.arrow_log import whole_batches
 from cfl_ray.runtime.session import InProcessSession
 from cfl_ray.setup.prepare import prepare
 
@@ -28,7 +29,11 @@ def room(limit):
 
 
 def whole_lines(file: Path) -> list[int]:
-    """Rounds of a log, each line of which is whole."""
+    """Rounds of a log, each line or batch of which is whole."""
+    if file.suffix == ".arrow":
+        batches, end, _ = whole_batches(file)
+        assert end == file.stat().st_size
+        return [batch["round"][0].as_py() for batch in batches]
     text = file.read_text()
     assert text.endswith("\n")
     return [json.loads(line)["round"] for line in text.splitlines()]
@@ -65,7 +70,7 @@ def test_logs(experiment, figures, notes, tmp_path, limit, room):
     """IFCA's clients move in all of the first rounds, in which only logs are written."""
     small = experiment(methods=["ifca"], cohort={"fraction": 0.5}, runtime={"checkpoint_every": 4})
     expected = figures(simulate(small, tmp_path / "whole"))
-    for name, more in (("metrics.jsonl", 10), ("reassignments.jsonl", 0)):
+    for name, more in (("metrics.jsonl", 10), ("reassignments.arrow", 0)):
         run_dir = tmp_path / name / "run"
         log = run_dir / "ifca" / name
         watcher = notes(lambda round: limit(log.stat().st_size + more) if round == 1 else None)
@@ -74,7 +79,7 @@ def test_logs(experiment, figures, notes, tmp_path, limit, room):
         room()
         assert watcher.rounds == [1] and whole_lines(log) == [1] and not leftovers(run_dir)
         assert figures(resume(run_dir, on_ray=False)) == expected
-        for file in ("ifca/reassignments.jsonl", "ifca/artifacts/assignments.parquet"):
+        for file in ("ifca/reassignments.arrow", "ifca/artifacts/assignments.parquet"):
             assert (run_dir / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 

@@ -106,7 +106,7 @@ def test_a_file_cut_anywhere_is_made_whole_again(name, stopped, changing, tmp_pa
 
 def test_a_run_whose_files_were_cut_goes_on_with_the_same_figures(stopped, changing, figures, tmp_path):
     folder, _ = stopped
-    for name, cut in ((METRICS_LOG, 1), (MOVES, 20), (CLIENT_METRICS, 300), (DIAGNOSTICS, 300)):
+    for name, cut in ((METRICS_LOG, 1), (MOVES, 300), (CLIENT_METRICS, 300), (DIAGNOSTICS, 300)):
         os.truncate(folder / name, (folder / name).stat().st_size - cut)
     found = resume(folder.parent, on_ray=False)
     shown = (folder / DIAGNOSTICS).read_bytes()

@@ -67,12 +67,12 @@ def begin(digits):
 
 
 def play(loop, until=6, **requests):
-    """(round, metrics, moves) of every round; `after_3=f` calls f(loop.requests) when round 3 has ended."""
+    """(round, metrics, reassignments) of every round; `after_3=f` calls f(loop.requests) when round 3 has ended."""
     figures = []
     while loop.round <= until and loop.status == "running":
         report = next(loop.reports)
         metrics = {name: value for name, value in report.metrics.items() if name != "round_seconds"}
-        figures.append((report.round, metrics, report.moved))
+        figures.append((report.round, metrics, report.reassigned))
         if request := requests.get(f"after_{report.round}"):
             request(loop.requests)
     return figures

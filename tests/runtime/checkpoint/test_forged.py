@@ -18,8 +18,26 @@ FORGED = {
     "scores of fewer clients": lambda manifest: manifest["tensors"]["server.local_scores_N2"].update(shape=[3, 2]),
     "traffic as text": lambda manifest: manifest["values"]["traffic"].update(down_bits="many"),
     "metrics as a list": lambda manifest: manifest["values"]["report"].update(metrics=[]),
-    "a move of three": lambda manifest: manifest["values"]["report"].update(moved=[[1, 2, 3]]),
+    "a reassignment of three numbers": lambda manifest: reassigned_as_in_format_2(manifest, [[1, 2, 3]]),
+    "a reassignment of text": lambda manifest: reassigned_as_in_format_2(manifest, [["1", 2]]),
+    "a reassignment beyond int32": lambda manifest: reassigned_as_in_format_2(manifest, [[2**40, 2]]),
+    "clients that were reassigned without clusters": lambda manifest: manifest["tensors"].pop(
+        "server.reassigned.cluster_R"
+    ),
+    "reassigned clients of another type": lambda manifest: manifest["tensors"]["server.reassigned.client_R"].update(
+        dtype="float32"
+    ),
+    "more clients that were reassigned than clusters": lambda manifest: manifest["tensors"].update(
+        {"server.reassigned.client_R": {"dtype": "int32", "shape": [0, 7]}}
+    ),
 }
+
+
+def reassigned_as_in_format_2(manifest, pairs):
+    """Checkpoints had them in the manifest."""
+    for name in ("client_R", "cluster_R"):
+        del manifest["tensors"][f"server.reassigned.{name}"]
+    manifest["values"]["report"].update(moved=pairs)
 
 
 @pytest.fixture
