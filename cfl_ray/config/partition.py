@@ -110,6 +110,13 @@ class ClassesConfig(LabelSkewConfig):
     classes_per_group: int = Field(
         3, ge=1, description="number of classes of a group; all classes are used equally often"
     )
+    share_alpha: float | None = Field(
+        None,
+        gt=0,
+        description="concentration of the Dirichlet distribution of a class's samples over the clients that have it, "
+        "so that clients have random sizes (1: all divisions are equally likely); each of them has at least one sample "
+        "of the class. null: even shares",
+    )
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

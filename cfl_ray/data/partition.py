@@ -45,7 +45,7 @@ def divide(
         parts = _dirichlet(y, clients, partition, min_samples, rng)
     else:
         assert isinstance(partition, ClassesConfig)  # one client per writer: `writers`
-        parts = _classes(y, clients, partition, rng)
+        parts = _classes(y, clients, partition, min_samples, rng)
     sizes = np.array([len(part) for part in parts])
     if sizes.min() < min_samples:
         raise DataError(
@@ -190,17 +190,36 @@ def _dirichlet_counts(
 # --- n classes per client -----------------------------------------------------------------------
 
 
-def _classes(y: np.ndarray, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns parts in which each class is split evenly among its owners; their shares differ by at most one sample."""
+def _classes(
+    y: np.ndarray, clients: int, partition: ClassesConfig, min_samples: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Returns parts in which each class is split among its owners: evenly, up to one sample, or in random shares.
+
+    Random shares are drawn again until every client has at least `min_samples` samples; `divide` tells which client
+    has too few after the last draw.
+    """
     labels = np.unique(y)
     owners = _owners(len(labels), clients, partition, rng)
-    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    for label, owners_of_label in zip(labels, owners, strict=True):
-        if owners_of_label:
-            rows = rng.permutation(np.flatnonzero(y == label))
-            for client, part in zip(owners_of_label, np.array_split(rows, len(owners_of_label)), strict=True):
-                parts[client].append(part)
+    for _ in range(1 if partition.share_alpha is None else MAX_REDRAWS):
+        parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+        for label, owners_of_label in zip(labels, owners, strict=True):
+            if owners_of_label:
+                rows = rng.permutation(np.flatnonzero(y == label))
+                shares = _shares(rows, len(owners_of_label), partition.share_alpha, rng)
+                for client, part in zip(owners_of_label, shares, strict=True):
+                    parts[client].append(part)
+        if min(sum(map(len, part)) for part in parts) >= min_samples:
+            break
     return [np.concatenate(part) for part in parts]
+
+
+def _shares(rows: np.ndarray, owners: int, alpha: float | None, rng: np.random.Generator) -> list[np.ndarray]:
+    """Returns the rows of each owner of a class; with an alpha, one each and Dirichlet shares of the others."""
+    if alpha is None:
+        return np.array_split(rows, owners)
+    others = max(len(rows) - owners, 0)
+    ends = np.floor(np.cumsum(rng.dirichlet(np.full(owners, alpha))) * others).astype(np.int64)
+    return np.split(rows, (ends + np.arange(1, owners + 1))[:-1])
 
 
 def _owners(classes: int, clients: int, partition: ClassesConfig, rng: np.random.Generator) -> list[list[int]]:

@@ -29,6 +29,8 @@ def draw(seed=0, clients=20, min_samples=1, y=LABELS, **options):
         {"kind": "dirichlet", "groups": 4, "alpha": 10, "group_alpha": 0.5},
         {"kind": "dirichlet", "alpha": 0.5, "capped": False},
         {"kind": "classes", "groups": 4},
+        {"kind": "classes", "share_alpha": 0.5},
+        {"kind": "classes", "share_alpha": 1.0, "groups": 4},
     ],
 )
 def test_every_sample_belongs_to_exactly_one_client(options):
@@ -83,6 +85,30 @@ def test_each_class_is_split_evenly_among_its_owners():
     for label in range(10):
         shares = [count for part in parts if (count := (LABELS[part] == label).sum())]
         assert max(shares) - min(shares) <= 1
+
+
+def test_random_shares_of_classes_spread_sizes_and_leave_each_owner_a_sample():
+    even, random, wild = (
+        table(draw(y=MNIST, clients=100, kind="classes", share_alpha=alpha), MNIST) for alpha in (None, 1.0, 0.05)
+    )
+    for counts_NC in (even, random, wild):
+        assert ((counts_NC > 0).sum(1) == 2).all() and counts_NC.sum() == len(MNIST)
+    assert np.array_equal(even > 0, random > 0), "the same owners, whatever their shares"
+    spread = [counts_NC.sum(1).std() / counts_NC.sum(1).mean() for counts_NC in (even, random, wild)]
+    assert spread[0] < 0.2 and 0.4 < spread[1] < 1.0 < spread[2], spread
+
+
+def test_random_shares_are_drawn_again_until_the_smallest_client_has_enough(monkeypatch):
+    sizes = [
+        min(map(len, draw(y=MNIST, clients=100, kind="classes", share_alpha=1.0, min_samples=least)))
+        for least in (1, 100)
+    ]
+    assert sizes[0] < 100 <= sizes[1]
+    monkeypatch.setattr("cfl_ray.data.partition.MAX_REDRAWS", 20)
+    with pytest.raises(
+        DataError, match=r"client \d+ of 100 got \d+ samples, each needs 500; lower data.partition.client"
+    ):
+        draw(y=MNIST, clients=100, kind="classes", share_alpha=1.0, min_samples=500)
 
 
 def test_classes_counts_the_classes_that_exist_in_the_group():
