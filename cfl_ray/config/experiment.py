@@ -305,7 +305,10 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """Returns the keys and values of a YAML file. Raises ConfigError."""
     text = read_text(file, follow=True)
     if text is None:
-        raise ConfigError(f"there is no config file {file}; `cfl-ray run` without a file runs the built-in example")
+        advice = "`cfl-ray run` without a file runs the built-in example"
+        if str(file).partition(".")[0] in Experiment.model_fields and file.suffix not in (".yaml", ".yml"):
+            advice = f"if the key {file} is meant, write {file}=VALUE"
+        raise ConfigError(f"there is no config file {file}; {advice}")
     values = _parse(text, str(file)) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold keys and values, e.g. `rounds: 30`, got {type(values).__name__}")
@@ -514,7 +517,13 @@ def explain(error: ValidationError, config: type[ConfigSection]) -> str:
                 keys += [
                     name for other in kinds.all.values() for name in other.section.model_fields if name not in keys
                 ]
-            lines.append(f"unknown key {where!r}{did_you_mean(str(path[-1]), keys)}")
+            advice = did_you_mean(str(path[-1]), keys)
+            if config is Experiment and len(path) == 1 and isinstance(problem["input"], dict):
+                advice += f"; options of a method are set as methods.{where}.OPTION=VALUE"
+            lines.append(f"unknown key {where!r}{advice}")
+        elif problem["type"] == "list_type" and path[-1] not in section.model_fields:  # a list of sections
+            item = _example(section, kinds, problem["input"])
+            lines.append(f"{where}: expected a list, e.g. [{item}], got {problem['input']!r}")
         elif problem["type"] == "model_type":
             given, more = problem["input"], f"; its keys: cfl-ray config {where}" if config is Experiment else ""
             lines.append(

@@ -39,7 +39,7 @@ def write_report(
     against: file of published tables; None: those that a study names, if its folder is the only path. column: column
         of the tables for runs outside of studies; runs of a study belong to the column of their setting. trust: as in
         `load_run`.
-    Raises ConfigError if a path holds no run, or none of our runs is in the tables.
+    Raises ConfigError for another ending than .html, if a path holds no run, or if none of our runs is in the tables.
     """
     runs, comparisons, paper = _compared_runs(paths, against, column, trust)
     return write_report_of(runs, output, comparisons, paper, SHARED)
@@ -107,10 +107,12 @@ def write_report_of(
     paper: str = "",
     mode: int = PRIVATE,
 ) -> Path:
-    """Writes the page of runs that are open. mode: as in `report.page.write_page`."""
+    """Writes the page of runs that are open. mode: as in `report.page.write_page`. Raises ConfigError for its ending."""
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(report_of(runs, comparisons, paper), path, mode)
     return path

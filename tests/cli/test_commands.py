@@ -61,6 +61,7 @@ INVALID = {
         "client 99 does not exist; the federation has clients 0 .. 39",
     ),
     "no such file": (["nowhere.yaml"], "there is no config file nowhere.yaml"),
+    "a key without a value": (["local.lr"], "there is no config file local.lr; if the key local.lr is meant, write"),
     "override without value": (["rounds=3", "lr"], "must look like section.key=value"),
     "plugin absent": (["methods=[mine.py:Mine]"], "there is no file"),
 }
@@ -204,7 +205,9 @@ def test_output_is_standard_output(capsysbinary):
     assert status == 0 and page.startswith(b"<!doctype html>") and page.rstrip().endswith(b"</html>") and not message
     status, printed, message = call(capsysbinary, "export", "one", "-o", "-")
     assert status == 2 and b"a model is not written to standard output" in message and not printed
-    assert not Path("-").exists()
+    status, _, message = call(capsysbinary, "report", "one", "-o", "page.pdf")
+    assert status == 2 and b"page.pdf: a report is written as .html, got '.pdf'" in message
+    assert not Path("-").exists() and not Path("page.pdf").exists()
 
 
 def test_a_character_that_the_terminal_lacks_ends_no_command():

@@ -56,6 +56,8 @@ class TestErrors:
         "values, message",
         [
             ({"methods": "fedavg"}, r"^methods: expected a list, write \[fedavg\], got 'fedavg'$"),
+            ({"schedule": 5}, r"^schedule: expected a list, e\.g\. \[{round: 5}\], got 5$"),
+            ({"fedavg": {"mu": 3}}, r"unknown key 'fedavg'; valid: .*; options of a method .* methods\.fedavg\.OPTION"),
             ({"round": 3}, r"unknown key 'round' \(did you mean 'rounds'\?\)"),
             ({"local": {"epoch": 3}}, r"unknown key 'local.epoch' \(did you mean 'epochs'\?\)"),
             ({"data": {"partition": {"alhpa": 3}}}, r"unknown key 'data.partition.alhpa' \(did you mean 'alpha'\?\)"),
