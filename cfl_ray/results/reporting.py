@@ -107,7 +107,7 @@ def write_report_of(
     paper: str = "",
     mode: int = PRIVATE,
 ) -> Path:
-    """Writes the page of runs that are open. mode: as in `report.page.write_page`. Raises ConfigError for its ending."""
+    """Writes the page of runs that are open. mode: as in `report.page.write_page`. Raises ConfigError for an ending."""
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
