@@ -140,7 +140,7 @@ class EntryWriter:
         values.append(value)
         self._grow(value.nbytes + 8)
 
-    def add_rows(self, name: str, tensor: Tensor, row_R: Tensor) -> None:
+    def add_rows(self, name: str, tensor: Tensor, row_R: Tensor | range) -> None:
         """Adds the rows `row_R` (ascending) of a state tensor."""
         most = max(1, FILE_BYTES // max(1, row_bytes(tensor)))
         for chunk, at in enumerate(range(0, len(row_R), most)):
@@ -148,7 +148,8 @@ class EntryWriter:
             first, last = int(row_r[0]), int(row_r[-1])
             is_block = last - first + 1 == len(row_r)
             values = tensor[first : last + 1] if is_block else tensor[row_r]
-            self._batch |= {f"rows/{name}/{chunk}": row_r[:1] if is_block else row_r, f"values/{name}/{chunk}": values}
+            rows = torch.tensor([first]) if is_block else torch.as_tensor(row_r)
+            self._batch |= {f"rows/{name}/{chunk}": rows, f"values/{name}/{chunk}": values}
             self._grow(values.nbytes + 2 * ENTRY_BYTES)
 
     def close(self, dropped: Iterable[ClientStateKey], ended: int) -> list[EntryFile]:
@@ -246,7 +247,7 @@ def row_bytes(tensor: Tensor) -> int:
     return tensor[:1].nbytes if len(tensor) else 0
 
 
-def cost(tensor: Tensor, row_R: Tensor) -> int:
+def cost(tensor: Tensor, row_R: Tensor | range) -> int:
     """A lower bound of the bytes that writing these rows takes."""
     return len(row_R) * row_bytes(tensor) + 2 * ENTRY_BYTES if len(row_R) else 0
 
@@ -271,10 +272,11 @@ def _bits(rows: Tensor) -> np.ndarray:
     return rows.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(len(rows), width).view(f"u{unit}")
 
 
-def rows_to_write(changed_R: Tensor, tensor: Tensor) -> Tensor:
-    """Numbers of the rows to write, int64: the changed rows, or all rows if these take less space than changed rows."""
-    write_all = int(changed_R.sum()) * (row_bytes(tensor) + 8) >= tensor.nbytes and bool(changed_R.any())
-    return torch.arange(len(tensor)) if write_all else changed_R.nonzero()[:, 0]
+def rows_to_write(changed_R: Tensor, tensor: Tensor) -> Tensor | range:
+    """Numbers of the rows to write: the changed rows, int64, or all rows if these take less space than changed rows."""
+    count = np.count_nonzero(changed_R.numpy())  # the sum of a tensor makes an int64 of each bool first
+    write_all = count * (row_bytes(tensor) + 8) >= tensor.nbytes and count > 0
+    return range(len(tensor)) if write_all else changed_R.nonzero()[:, 0]
 
 
 # ---- files

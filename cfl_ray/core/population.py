@@ -10,10 +10,20 @@ from cfl_ray.core.availability import ALWAYS, Availability
 from cfl_ray.core.rng import stream, uniforms
 from cfl_ray.errors import ConfigError
 
+_BLOCK = 1 << 16
+
 
 def count_of(fraction: float, count: int) -> int:
     """Returns floor(fraction * count), at least 1. 0.29 of 100 is 29, although the product in float64 is less."""
     return max(1, int(fraction * count + 1e-9))
+
+
+def ids_where(is_chosen_N: np.ndarray) -> np.ndarray:
+    """The clients of whom a mask (N,) is true, int32, ascending; `np.flatnonzero` makes an int64 of each."""
+    blocks = [np.zeros(0, np.int32)]
+    for at in range(0, len(is_chosen_N), _BLOCK):
+        blocks.append((np.flatnonzero(is_chosen_N[at : at + _BLOCK]) + at).astype(np.int32))
+    return np.concatenate(blocks)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Population:
         self.newcomers = np.array(sorted(newcomers), np.int64)
         self.is_online_N = np.ones(num_clients, bool)
         self.is_online_N[self.newcomers] = False
-        self.online = np.flatnonzero(self.is_online_N)
+        self.online = ids_where(self.is_online_N)  # int32: there are as many as clients
         self.round = 0
 
     def add(self, change: PopulationChange, num_clients: int) -> None:
@@ -83,7 +93,7 @@ class Population:
         if len(joined) or len(left):
             self.is_online_N = self.is_online_N.copy()  # a shallow copy of this population shares the array
             self.is_online_N[joined], self.is_online_N[left] = True, False
-            self.online = np.flatnonzero(self.is_online_N)
+            self.online = ids_where(self.is_online_N)
         if not len(self.online):
             raise ConfigError(f"schedule: no client is left in round {round}; let fewer leave or others join")
         return joined, left
@@ -111,6 +121,7 @@ class Population:
             selected = self.online[uniforms(self.cohort_seed, round, 0, self.online, "cohort") < chance]
         else:
             selected = self._reachable(round, wanted, availability)
+        selected = selected.astype(np.int64)
         reports = self._report(round, selected, dropout)
         if len(selected) and not reports.any():
             reports[0] = True
@@ -128,10 +139,10 @@ class Population:
             idle = copy(self)
             idle.is_online_N = self.is_online_N.copy()
             idle.is_online_N[busy] = False
-            idle.online = np.flatnonzero(idle.is_online_N)
+            idle.online = ids_where(idle.is_online_N)
         if not len(idle.online):
-            return idle.online, np.zeros(0, bool)
-        selected = idle._reachable(round, min(wanted, len(idle.online)), availability, number)
+            return np.zeros(0, np.int64), np.zeros(0, bool)
+        selected = idle._reachable(round, min(wanted, len(idle.online)), availability, number).astype(np.int64)
         return selected, self._report(round, selected, dropout, number)
 
     def _report(self, round: int, selected: np.ndarray, dropout: float, number: int = 0) -> np.ndarray:

@@ -6,6 +6,8 @@ from typing import Self
 
 import numpy as np
 
+from cfl_ray.core.population import ids_where
+
 
 @dataclass(frozen=True, eq=False)
 class Reassigned:
@@ -24,7 +26,7 @@ class Reassigned:
     @classmethod
     def between(cls, before_N: np.ndarray, after_N: np.ndarray) -> Self:
         """From the clusters of all clients before and after the round, int32 (N,)."""
-        client_R = np.flatnonzero(before_N != after_N).astype(np.int32)
+        client_R = ids_where(before_N != after_N)
         return cls(client_R, after_N[client_R].astype(np.int32, copy=False))
 
     def __len__(self) -> int:

@@ -88,7 +88,7 @@ class ReusingBackend:
     _checksums: dict[int, tuple[Tensor, dict[int, bytes]]] = field(default_factory=dict)  # as `RayBackend._rows`
     _phase: tuple[int, bool] | None = None
     _changes: int = 0  # of client states
-    # by name of a client state: the number of the change that each client's is from, int64 (N,); below 0: it was
+    # by name of a client state: the number of the change that each client's is from, int32 (N,); below 0: it was
     # dropped; 0: as it was at the start
     _change_N: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -226,13 +226,14 @@ class ReusingBackend:
     # ---- client states
 
     def _changes_of(self, name: str) -> np.ndarray:
-        """Number of the change that each client's state of this name is from, int64 (N,)."""
-        if name not in self._change_N:
-            self._change_N[name] = np.zeros(0, np.int64)
-        lacking = self.federation.num_clients - len(self._change_N[name])
-        if lacking:
-            self._change_N[name] = np.append(self._change_N[name], np.zeros(lacking, np.int64))
-        return self._change_N[name]
+        """Number of the change that each client's state of this name is from, int32 (N,)."""
+        change_N = self._change_N.get(name)
+        if change_N is None or len(change_N) < self.federation.num_clients:
+            known_N, change_N = change_N, np.zeros(self.federation.num_clients, np.int32)
+            if known_N is not None:
+                change_N[: len(known_N)] = known_N
+            self._change_N[name] = change_N
+        return change_N
 
     def _note_states(self, work: Work, outcome: Outcome) -> Outcome:
         if work.updates_client_state and work.client_state is not None:

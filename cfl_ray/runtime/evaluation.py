@@ -17,6 +17,7 @@ from cfl_ray.core.work import Address, Backend, EvaluateClients, EvaluateShared,
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.scoring import scores
 
+_BLOCK = 1 << 16  # clients that are counted at a time
 _EXCHANGE = -1  # of all evaluations: exchanges of training count from 1
 
 
@@ -196,7 +197,7 @@ def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[n
     count = state.num_clusters
     if count < 2:
         return None
-    sizes_K = np.bincount(state.assign_N[online] + 1, minlength=count + 1)[1:]  # without those in no cluster
+    sizes_K = _sizes(state.assign_N, online, count)
     tested = ~np.isnan(scores.primary_M)
     assign_M = state.assign_N[scores.ids_M][tested] + 1
     total_K = np.bincount(assign_M, scores.primary_M[tested], minlength=count + 1)[1:]
@@ -206,16 +207,27 @@ def cluster_vectors(state: State, online: np.ndarray, scores: Scores) -> tuple[n
 
 def cluster_metrics(state: State, online: np.ndarray, group_N: np.ndarray | None) -> dict[str, float]:
     """Number and sizes of the clusters of the clients online, and their agreement with the true groups."""
-    assign_M = state.assign_N[online]
-    known = assign_M != UNASSIGNED
-    if not known.any():
+    size_K = _sizes(state.assign_N, online, state.num_clusters)
+    if not size_K.any():
         return {}
-    count_K = np.bincount(assign_M[known])
     metrics = {
-        "num_clusters": float((count_K > 0).sum()),
-        "largest_cluster_share": float(count_K.max() / known.sum()),
+        "num_clusters": float((size_K > 0).sum()),
+        "largest_cluster_share": float(size_K.max() / size_K.sum()),
     }
     if group_N is not None:
-        known &= group_N[online] >= 0  # newcomers may come without a true group
-        metrics |= agreement(group_N[online][known], assign_M[known]) if known.any() else {}
+        everyone = len(online) == len(group_N)  # no copies then
+        group_M, assign_M = (array_N if everyone else array_N[online] for array_N in (group_N, state.assign_N))
+        known_M = (assign_M != UNASSIGNED) & (group_M >= 0)  # newcomers may come without a true group
+        if not known_M.all():
+            group_M, assign_M = group_M[known_M], assign_M[known_M]
+        metrics |= agreement(group_M, assign_M) if len(group_M) else {}
     return metrics
+
+
+def _sizes(assign_N: np.ndarray, online: np.ndarray, count: int) -> np.ndarray:
+    """Number of clients online in each cluster, int64 (K,), counted in blocks. count: K, or less."""
+    size_K = np.zeros(count + 1, np.int64)
+    for at in range(0, len(online), _BLOCK):
+        more_K = np.bincount(assign_N[online[at : at + _BLOCK]] + 1, minlength=len(size_K))
+        size_K = more_K + np.pad(size_K, (0, len(more_K) - len(size_K)))
+    return size_K[1:]  # without those in no cluster

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cfl_ray.core.availability import Bernoulli
-from cfl_ray.core.population import Population, PopulationChange, count_of
+from cfl_ray.core.population import Population, PopulationChange, count_of, ids_where
 from cfl_ray.core.rng import uniforms
 from cfl_ray.errors import ConfigError
 
@@ -161,3 +161,10 @@ def test_a_round_costs_what_its_cohort_costs(availability, dropout):
     peak(10_000)
     small, large = peak(10_000), peak(1_000_000)
     assert large < 2 * small + 50_000 < 1_000_000 * 8
+
+
+def test_ids_of_a_mask_are_those_of_numpy():
+    for count in (0, 1, 65_536, 200_000):
+        is_chosen_N = np.random.default_rng(count).random(count) < 0.3
+        found = ids_where(is_chosen_N)
+        assert found.dtype == np.int32 and found.tolist() == np.flatnonzero(is_chosen_N).tolist()

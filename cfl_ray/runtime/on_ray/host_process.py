@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +24,7 @@ from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
 from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
 from cfl_ray.setup.prepare import Setup, compute_device
-
-_KEPT_BYTES = 1 << 30
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+from cfl_ray.system.allocator import keep_freed_memory
 
 
 class HostProcess:
@@ -39,7 +36,7 @@ class HostProcess:
 
     def __init__(self, packed: list[ray.ObjectRef[Any]], engine: str):
         torch.set_num_threads(1)
-        _keep_freed_memory()
+        keep_freed_memory()
         self.setup: Setup = fetch(packed[0])
         if len(packed) > 1:
             self.setup = replace(self.setup, federation=fetch(packed[1]))
@@ -170,14 +167,6 @@ class HostProcess:
         if not sums.totals:
             return None
         return (sums.values() if last else sums.totals)[0].numpy()
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc keep what is freed: fetching pages anew for every gradient takes a tenth of the time."""
-    with suppress(AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        for threshold in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            libc.mallopt(threshold, _KEPT_BYTES)
 
 
 def fetch(ref: ray.ObjectRef[Any]) -> Any:

@@ -51,7 +51,7 @@ class ServerActor:
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Answers `cfl-ray status`, `join`, `leave` and `stop`. Raises ConfigError for a request that is refused."""
         process = self._ready()
-        if process.loop is None:
+        if process.requests is None:
             raise RunError(_STARTING)
         return process.ask(verb, *arguments)
 

@@ -25,10 +25,12 @@ from cfl_ray.runtime.on_ray.host_process import fetch
 from cfl_ray.runtime.on_ray.pool import Pool
 from cfl_ray.runtime.on_ray.retry import RetryPolicy
 from cfl_ray.runtime.on_ray.stall import Progress
+from cfl_ray.runtime.requests import Requests
 from cfl_ray.runtime.round_loop import RoundLoop
 from cfl_ray.runtime.round_report import RoundReport
 from cfl_ray.runtime.session import leased_store
 from cfl_ray.setup.prepare import Setup
+from cfl_ray.system.allocator import return_large_arrays
 from cfl_ray.system.threads import one_thread
 
 _OPEN_SECONDS = 120
@@ -49,13 +51,15 @@ class ServerProcess:
         session: str,
         fault: tuple[float, str] | None,
     ):
+        return_large_arrays()
         self.threads = ExitStack()  # held until this process ends
         self.threads.enter_context(one_thread())
         self.setup: Setup = fetch(packed[0])
         cpu.check_instructions(self.setup.experiment.runtime.cpu_capability, "in the server")
         self.run_dir, self.session, self.last_fault = run_dir, session, fault
         self.label = ""  # of the present method
-        self.loop: RoundLoop | None = None
+        self.loop: RoundLoop | None = None  # None while it is made
+        self.requests: Requests | None = None  # of the loop, or of the last one while the next is made
         self.rounds: Iterator[RoundReport] = iter(())  # of the loop
         self.replacing = threading.Lock()  # held while a loop is made: it must know every request that was granted
         kept = read_environment(run_dir)
@@ -91,12 +95,14 @@ class ServerProcess:
     def _restore(self) -> None:
         """Makes the method ready: before round 1, or after its newest checkpoint."""
         with self.replacing:
+            self.loop, self.rounds = None, iter(())  # frees the last loop before the next one is made
             store = leased_store(self.setup, self.run_dir, self.label)
             self.loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
-            self.rounds = self.loop.rounds()
+            self.requests, self.rounds = self.loop.requests, self.loop.rounds()
 
     def _count_loss(self, error: ObjectLostError) -> None:
-        loop, reason = self._loop(), short_reason(error)
+        loop, reason = self.loop, short_reason(error)
+        assert loop is not None, "a round of it was at work"
         decision = self.going_back.decide(progress=loop.saved)
         where = f"round {loop.saved}, the last one saved" if loop.saved else "the start: no round is saved"
         if not decision.granted:
@@ -126,11 +132,11 @@ class ServerProcess:
         return Progress(pool.waiting or pool.named, steps, time.process_time())
 
     def _stop_asked(self) -> bool:
-        return self.loop is not None and self.loop.requests.stop_after is not None
+        return self.requests is not None and self.requests.stop_after is not None
 
-    def _loop(self) -> RoundLoop:
-        assert self.loop is not None, "the driver begins a method first"
-        return self.loop
+    def _requests(self) -> Requests:
+        assert self.requests is not None, "the driver begins a method first"
+        return self.requests
 
     # ---- asked by `cfl-ray status`, `join`, `leave` and `stop`, while a round may be at work
 
@@ -141,7 +147,7 @@ class ServerProcess:
         if verb == "join_shards":
             arguments = self._opened(*arguments)
         with self.replacing:
-            requests = self._loop().requests
+            requests = self._requests()
             grants = {
                 "join": requests.join,
                 "join_shards": requests.join_shards,
@@ -154,19 +160,19 @@ class ServerProcess:
         return answer
 
     def _status(self) -> dict[str, Any]:
-        loop, hosts = self._loop(), list(self.pool.hosts)
-        population, ready = loop.requests.population, [host for host in hosts if not host.starting]
+        requests, hosts = self._requests(), list(self.pool.hosts)
+        population, ready = requests.population, [host for host in hosts if not host.starting]
         return {
-            "method": loop.requests.label,
-            "state": loop.status + (f": {pool}" if (pool := self.pool.waiting or self.pool.slow) else ""),
-            "round": loop.round,
+            "method": requests.label,
+            "state": requests.status + (f": {pool}" if (pool := self.pool.waiting or self.pool.slow) else ""),
+            "round": requests.round,
             "hosts": len(ready),
             "hosts_starting": len(hosts) - len(ready),
             "nodes": len({host.node for host in ready}),
             "clients_online": len(population.online),
             "clients": population.num_clients,
             "last_fault": self.pool.last_fault or self.last_fault,
-            "pending": loop.requests.pending(),
+            "pending": requests.pending(),
         }
 
     def _opened(self, uri: str) -> tuple[JoinedShards, Federation]:

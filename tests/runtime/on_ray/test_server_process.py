@@ -21,6 +21,7 @@ class LosingLoop:
     def __init__(self, *_):
         LosingLoop.made += 1
         self.saved, self.round = LosingLoop.saved, LosingLoop.saved + 1
+        self.requests = SimpleNamespace(stop_after=None)
 
     def rounds(self):
         yield RoundReport("running", self.saved)

@@ -1,0 +1,28 @@
+"""Settings of glibc's allocator for freed memory. Other C libraries stay as they are."""
+
+import ctypes
+from contextlib import suppress
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_KEPT_BYTES, _LARGE_BYTES, _FREE_BYTES = 1 << 30, 1 << 20, 16 << 20
+
+
+def keep_freed_memory() -> None:
+    """Keeps what is freed, on hosts: fetching pages anew for every gradient takes a tenth of the time."""
+    _set(trim=_KEPT_BYTES, mmap=_KEPT_BYTES)
+
+
+def return_large_arrays() -> None:
+    """Returns each large array as soon as it is freed, on the server.
+
+    By default glibc keeps arrays of up to 32 MB, and what lies between them: several times the memory in use, if
+    arrays with a number for each of a million clients come and go.
+    """
+    _set(trim=_FREE_BYTES, mmap=_LARGE_BYTES)
+
+
+def _set(trim: int, mmap: int) -> None:
+    with suppress(AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, trim)
+        libc.mallopt(_M_MMAP_THRESHOLD, mmap)
