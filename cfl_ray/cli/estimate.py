@@ -34,12 +34,13 @@ from cfl_ray.privacy.plan import describe
 from cfl_ray.run_directory.session_file import cluster_address
 from cfl_ray.runtime.membership import drawn_cohort, wanted_clients
 from cfl_ray.setup.dry_rounds import TrafficEstimate, traffic
-from cfl_ray.setup.prepare import Setup, compute_device, ignored_events, population_of, setup_on
+from cfl_ray.setup.prepare import Setup, compared_clients, compute_device, ignored_events, population_of, setup_on
 from cfl_ray.study.metrics import metric_warnings
 from cfl_ray.study.plan import StudyRun
 from cfl_ray.study.resources import resources_for
-from cfl_ray.system.machine import usable_cpus
+from cfl_ray.system.machine import available_memory, usable_cpus
 
+_CLIENT_BYTES = 50  # of a client on the server, at its peak, measured with a million clients
 _PROCESS_BYTES = 450e6  # of a process that has imported torch and Ray, measured with torch 2.15 and Ray 2.60
 
 
@@ -53,6 +54,7 @@ class _Sizes:
     local: LocalSGD
     online: int  # clients before round 1
     cohort: int  # clients of a round, or of a server step in asynchronous rounds
+    compared: dict[str, tuple[int, int]]  # by method that compares clients pair by pair: how many, and the bytes of it
     secure: SecureAggregation | None = None
 
     @classmethod
@@ -66,6 +68,11 @@ class _Sizes:
             setup.local,
             online,
             experiment.asynchronous.buffer or experiment.cohort.clients or count_of(experiment.cohort.fraction, online),
+            {
+                label: (count, count**2 * method.pair_bytes)
+                for label, method in setup.methods.items()
+                if (count := compared_clients(setup, label))
+            },
             setup.secure,
         )
 
@@ -77,8 +84,10 @@ class _Sizes:
         shape = self.federation.shape
         return traffic(method, self.federation.clients, self.cohort, self.spec, self.local, shape, self.secure)
 
-    def server_bytes(self, estimate: TrafficEstimate) -> float:
-        return _PROCESS_BYTES + (estimate.models + 1) * 4 * self.model_bytes + 12 * self.federation.clients
+    def server_bytes(self, label: str, estimate: TrafficEstimate) -> float:
+        _, pairs = self.compared.get(label, (0, 0))
+        models = (estimate.models + 1) * 4 * self.model_bytes
+        return _PROCESS_BYTES + models + pairs + _CLIENT_BYTES * self.federation.clients
 
     def host_bytes(self, estimate: TrafficEstimate) -> float:
         return _PROCESS_BYTES + (estimate.models * 3 + 6) * self.model_bytes
@@ -218,6 +227,12 @@ def show(estimate: Estimate, console: Console) -> None:
         f"memory is for one server and each of {hosts} hosts; "
         "methods that find the number of clusters may hold more models at first",
     )
+    for label, (count, size) in sizes.compared.items():
+        _print(
+            console,
+            f"{label} compares {count:,} clients with each other ({methods[label].compares}): "
+            f"{size / 1e6:,.1f} MB of the server's memory; {available_memory() / 1e6:,.0f} MB are available here",
+        )
     _show_deferred(sizes, estimates, console)
     _show_seconds(estimate, console)
     if line := choice_line(methods, experiment.evaluation.choice_samples, sizes.federation.samples[2]):
@@ -302,7 +317,7 @@ def _estimate_table(sizes: _Sizes, estimates: dict[str, TrafficEstimate], rounds
             f"{first_down:.3f}, {first_up:.3f}",
             f"{later_down:.3f}, {later_up:.3f}",
             f"{total:.1f}",
-            f"{sizes.server_bytes(estimate) / 1e6:.0f}",
+            f"{sizes.server_bytes(label, estimate) / 1e6:.0f}",
             f"{sizes.host_bytes(estimate) / 1e6:.0f}",
         )
     return table

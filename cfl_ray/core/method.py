@@ -105,6 +105,10 @@ class Method(ABC, Generic[S]):
     placement: ClassVar[str] = "the only model, or of several the one with the least loss on its training samples"
     without_cluster: ClassVar[str] = "the mean of the cluster models"
     untrained: ClassVar[str] = ""
+    # the S clients that the server compares pair by pair in dense arrays: none, the cohort, those that are reachable in
+    # round 1, or all participants of the run; and the bytes of these arrays at their peak, divided by S^2
+    compares: ClassVar[Literal["none", "cohort", "reachable", "participants"]] = "none"
+    pair_bytes: ClassVar[int] = 16  # products and distances in float64
     only_mean: ClassVar[str] = ""  # why the method takes no aggregation except the mean; empty: it takes all
 
     only_synchronous: ClassVar[str] = ""  # why its rounds cannot be asynchronous; empty: see `setup.dry_rounds`

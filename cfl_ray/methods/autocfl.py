@@ -95,6 +95,7 @@ class AutoCFLState(CentreState):
 class AutoCFL(Method[AutoCFLState], name="autocfl"):
     """Epochs per client equalise training progress; then a single clustering by votes on last-layer distances."""
 
+    compares = "reachable"
     placement = "the cluster with the nearest final layer, by a local training from the model before clustering"
     without_cluster = "the model before clustering"
     phases = {"adjust": ("federate",), "federate": ()}

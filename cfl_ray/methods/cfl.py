@@ -160,6 +160,7 @@ class CFLState(SplitState):
 class CFL(Method[CFLState], name="cfl"):
     """Recursive bipartition of clusters whose members disagree once their common model stalls."""
 
+    compares = "participants"
     placement = "the leaf of the tree of splits, by a local training at each split that it meets"
 
     eps1: float | None = option(

@@ -59,6 +59,7 @@ class CriticalState(OwnModelsState):
 class FedCAC(Method[CriticalState], name="fedcac"):
     """A client's critical parameters are averaged over clients with similar ones, the others over all."""
 
+    compares = "cohort"
     only_mean = "every client has collaborators of its own, over whom the server averages"
 
     tau: float = option(0.5, "tau: share of critical parameters in a layer", source="paper", low=0, high=1)

@@ -129,6 +129,7 @@ class FeatureAlignment:
 class FedCCFA(Method[LabelGroupsState], name="fedccfa"):
     """A shared extractor; the rows of the clients' classifiers are averaged within groups of clients for each label."""
 
+    compares = "cohort"
     only_mean = "classifiers are averaged within groups of clients for each label"
 
     eps: float = option(0.1, "eps: largest d_ij of neighbours", source="official code", low=0)

@@ -66,6 +66,7 @@ class FedClustState(CentreState):
 class FedClust(TreeCut, Method[FedClustState], name="fedclust"):
     """One-shot hierarchical clustering of the clients' classifier weights, then FedAvg per cluster."""
 
+    compares = "reachable"
     placement = "the cluster with the nearest final layer, by a local training from the first model"
     without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}

@@ -63,6 +63,9 @@ class InteractionState(State):
 class FedGWC(Method[InteractionState], name="fedgwc"):
     """Recursive spectral clustering by how usual the losses of each client's local steps are."""
 
+    compares = "participants"
+    pair_bytes = 48  # interactions, and five arrays for their affinities
+
     steps_sent: int = option(7, "S: local steps of which a client sends the losses", source="official code", low=1)
     gamma: float = option(0.1, "gamma: width of the kernel of P", source="official code", low=0)
     epsilon: float = option(1e-5, "epsilon: v below which interactions are settled", source="official code", low=0)

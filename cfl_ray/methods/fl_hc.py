@@ -34,6 +34,7 @@ from cfl_ray.core.weights import cluster_weights, global_weights
 class FLHC(TreeCut, Method[CentreState], name="fl_hc"):
     """Some rounds of FedAvg, one hierarchical clustering of all clients' updates, then FedAvg per cluster."""
 
+    compares = "reachable"
     placement = "the cluster with the nearest update, by a local training from the model before clustering"
     without_cluster = "the model before clustering"
     phases = {"warmup": ("federate",), "federate": ()}

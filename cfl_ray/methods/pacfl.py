@@ -93,6 +93,8 @@ class PACFLState(SignatureState):
 class PACFL(TreeCut, Method[PACFLState], name="pacfl"):
     """One-shot hierarchical clustering by the angles between the clients' data subspaces, then FedAvg per cluster."""
 
+    compares = "reachable"
+    pair_bytes = 20  # angles, and the places of the condensed ones
     placement = "the cluster with the smallest principal angles to its data"
     without_cluster = "the first model"
     phases = {"cluster": ("federate",), "federate": ()}

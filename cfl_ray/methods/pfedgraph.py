@@ -68,6 +68,7 @@ class PFedGraph(Method[GraphState], name="pfedgraph"):
     """For each client an average of the cohort's models, with weights by the similarity of updates."""
 
     only_synchronous = "its clients start from aggregates of their own, which are averages over all others"
+    compares = "cohort"
     only_mean = "every client has weights of its own, by which the server averages"
 
     alpha: float = option(

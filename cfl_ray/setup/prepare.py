@@ -330,12 +330,41 @@ def _check_memory(label: str, method: Method[Any], parameters: int) -> None:
         )
 
 
+def compared_clients(setup: Setup, label: str) -> int:
+    """Clients that a method compares pair by pair, S, or as many as it may: see `Method.compares`."""
+    experiment, cohort = setup.experiment, setup.division.cohort
+    population = population_of(experiment, setup.federation.num_clients)
+    match setup.methods[label].compares:
+        case "cohort":
+            return cohort
+        case "participants":
+            return min(cohort * experiment.rounds, setup.federation.num_clients)
+        case "reachable":
+            drawn = population.draw(1, 1.0, None, setup.availability, experiment.cohort.dropout)
+            return len(drawn.ids_M)
+    return 0
+
+
+def _check_pairs(setup: Setup, label: str) -> None:
+    """Raises ConfigError if the arrays of all pairs of compared clients do not fit into this machine's memory."""
+    method, count, available = setup.methods[label], compared_clients(setup, label), available_memory()
+    needed = count**2 * method.pair_bytes
+    if needed > available:
+        raise ConfigError(
+            f"{label} compares {count:,} clients with each other ({method.compares}): their pairs need "
+            f"{needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB of memory available, enough for "
+            f"{math.isqrt(available // method.pair_bytes):,} clients; use fewer clients, a larger machine, or a method "
+            "that compares clients with models (ifca)"
+        )
+
+
 def _try_methods(setup: Setup) -> None:
     """Raises ConfigError for an option that does not fit the model; makes every method's first state, and drops it."""
     network = setup.network()
     for label, method in setup.methods.items():
         method.check_model(network.spec)
         _check_memory(label, method, network.spec.size)
+        _check_pairs(setup, label)
         start = start_of(setup.experiment, label, network, setup.federation.num_clients)
         CheckedMethod(method, network.spec.size).init(start)
 

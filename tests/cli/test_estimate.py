@@ -1,6 +1,7 @@
 """The estimate of traffic equals the traffic that a run counts."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
@@ -118,3 +119,19 @@ def test_the_virtual_time_is_that_of_the_run(tmp_path, asynchronous):
         f"virtual time of a {what}, mean of the first 6: fedavg {found.seconds['fedavg']:.4g} s"
         in console.export_text()
     )
+
+
+def test_the_memory_of_pairs_of_clients_is_shown_and_counted(tmp_path):
+    """20 x 5,000^2 bytes of PACFL, which reaches all 5,000; one of 5,000 clients with IFCA costs a few bytes."""
+    experiment = cfl_ray.Experiment(
+        methods=["ifca", "pacfl"],
+        data={"source": "synthetic", "synthetic_shape": [8], "synthetic_samples": 20, "partition": {"clients": 5000}},
+        cohort={"clients": 10},
+        output=str(tmp_path),
+    )
+    found = estimate.estimate(experiment)
+    text = shown(found)
+    line = r"pacfl compares 5,000 clients with each other \(reachable\): 500.0 MB of the server's memory; [\d,]+ MB are"
+    assert re.search(line, text) and "ifca compares" not in text
+    sizes, traffic = found.sizes, found.traffic["pacfl"]
+    assert sizes.server_bytes("pacfl", traffic) - replace(sizes, compared={}).server_bytes("pacfl", traffic) == 500e6

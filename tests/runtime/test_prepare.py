@@ -12,7 +12,7 @@ from cfl_ray import Experiment, simulate
 from cfl_ray.cli.estimate import estimate
 from cfl_ray.engine.autotune import EngineChoice
 from cfl_ray.errors import ConfigError
-from cfl_ray.setup.prepare import compute_device, engine_choice, prepare
+from cfl_ray.setup.prepare import compared_clients, compute_device, engine_choice, prepare
 
 
 @pytest.fixture
@@ -131,3 +131,37 @@ def test_more_models_than_the_memory_holds_are_refused_before_they_are_made(expe
         ConfigError, match=r"ifca.num_clusters is 10{12}: its models need .* GB .*; use at most \d+ clus"
     ):
         prepare(experiment(methods=[{"ifca": {"num_clusters": 10**12}}]))
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "bytes_of_pair"),
+    [  # of 40 clients, 8 in each of 4 rounds
+        *((method, 40, 16) for method in ("fedclust", "fl_hc", "autocfl")),  # all that are reachable
+        ("pacfl", 40, 20),
+        ("cfl", 32, 16),  # all that take part
+        ("fedgwc", 32, 48),
+        *((method, 8, 16) for method in ("fedcac", "pfedgraph", "fedccfa")),  # a cohort
+    ],
+)
+def test_methods_whose_pairs_of_clients_do_not_fit_are_refused(experiment, monkeypatch, method, count, bytes_of_pair):
+    small = experiment(
+        methods=[method], data={"partition": {"clients": 40}}, cohort={"clients": 8}, local={"momentum": 0}
+    )
+    room = [bytes_of_pair * count**2]
+    monkeypatch.setattr("cfl_ray.setup.prepare.available_memory", lambda: room[0])
+    monkeypatch.setattr("cfl_ray.setup.prepare._check_memory", lambda *_: None)
+    prepare(small)
+    room[0] -= 1
+    message = rf"{method} compares {count} clients with each other \(.*\): their pairs need 0.0 GB, .* has 0.0 GB of"
+    with pytest.raises(ConfigError, match=f"{message} memory available, enough for {count - 1} clients"):
+        prepare(small)
+
+
+def test_the_clients_that_a_method_compares_are_those_that_it_can_reach(experiment):
+    changes = {"data": {"partition": {"clients": 1000}}, "cohort": {"fraction": 0.1}}
+    few = changes | {"cohort": {"fraction": 0.1, "availability": {"kind": "bernoulli", "chance": 0.2}}}
+    counts = [
+        compared_clients(prepare(experiment(methods=["pacfl", "ifca"], **one)), "pacfl") for one in (changes, few)
+    ]
+    assert counts[0] == 1000 and 150 < counts[1] < 250
+    assert compared_clients(prepare(experiment(methods=["ifca"])), "ifca") == 0
