@@ -106,3 +106,15 @@ def test_hosts_train_in_the_precision_of_the_run(experiment, figures, cluster):
         return figures(carry_out(experiment(methods=["fedavg"], rounds=1, runtime=runtime)))
 
     assert figures_of(run, "bf16") == figures_of(simulate, "bf16") != figures_of(simulate, "float32")
+
+
+def test_hosts_do_not_change_a_bit_of_asynchronous_rounds(experiment, figures, cluster):
+    changes = {
+        "methods": ["ifca", "stocfl"],
+        "cohort": {"clients": 6},
+        "clock": {"kind": "lognormal", "sigma": 1.0},
+        "asynchronous": {"buffer": 3},
+    }
+    expected = figures(simulate(experiment(**changes)))
+    assert any(metrics["staleness"] > 0 for _, metrics in expected["ifca"])
+    assert figures(run(experiment(**changes, runtime={"hosts": 2}))) == expected
