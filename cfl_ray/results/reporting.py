@@ -111,7 +111,7 @@ def write_report_of(
     from cfl_ray.report.page import write_page  # imports plotly, which no other command waits for
 
     path = Path(output)
-    if path.suffix not in (".html", ".htm"):
+    if path.suffix not in (".html", ".htm") and not path.is_dir():  # a folder has its own message below
         raise ConfigError(f"{path}: a report is written as .html, got {path.suffix or 'no ending'!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_page(report_of(runs, comparisons, paper), path, mode)

@@ -19,7 +19,8 @@ def test_every_part_has_a_description_and_comes_from_this_package():
 
 def test_parameters_are_those_that_a_config_can_set():
     assert parts("shifts")["rotated"].parameters == "angles: [0, 90, 180, 270]"
-    assert parts("partitions")["classes"].parameters == "groups: null, classes_per_client: 2, classes_per_group: 3"
+    classes = "groups: null, classes_per_client: 2, classes_per_group: 3, share_alpha: null"
+    assert parts("partitions")["classes"].parameters == classes
     assert parts("models")["mlp"].parameters == "hidden: 200"
     assert parts("aggregation")["trimmed_mean"].parameters == "share: 0.3"
     assert parts("attacks")["gaussian"].parameters == "fraction: 0.1, clients: null, from_round: 1, sigma: 1.0"
