@@ -2,6 +2,7 @@
 
     cfl-ray compare jobs/experiments/fedclust/table1.yaml --setting fashion_mnist    runs a study, for hours
     python -m jobs.results collect runs/fedclust-table1    stores the metrics of its runs
+    python -m jobs.results share                           uses a run in every study that plans the same experiment
     python -m jobs.results costs                           estimates the cost of all runs
     python -m jobs.results write                           writes the page
 
@@ -30,12 +31,14 @@ from cfl_ray.errors import DataError
 from cfl_ray.methods import REGISTRY
 from cfl_ray.results.comparison import read_study
 from cfl_ray.results.study_folder import run_folders
+from cfl_ray.study.plan import StudyRun
 from cfl_ray.tracking import flatten, read_info, read_records
 from jobs.results.cells import FIGURES, ROOT, STUDIES, cells_of, compared
 from jobs.results.page import FIGURE, page, scatter
 
 PAGE = ROOT / "docs" / "results.md"
 _NOT_COMPARED = ("runtime", "tracking", "output", "name", "methods")  # change no result, or are compared by themselves
+_WORDS = {"changed": str, "commit": str, "config_hash": str, "run_of": str}
 _KEPT = (
     "accuracy", "accuracy_std", "accuracy_p10", "accuracy_local", "accuracy_local_trained", "accuracy_tuned",
     "global_score", "macro_f1", "test_loss", "num_clusters", "largest_cluster_share", "ari", "correct_clients",
@@ -76,7 +79,7 @@ def collect(folder: Path, recipe: Path | None) -> Path:
     file = FIGURES / f"{record.parent.name}-{record.stem}.csv"
     frame = pd.DataFrame(rows)
     if file.exists():
-        before = pd.read_csv(file, keep_default_na=True, dtype={"changed": str, "commit": str, "config_hash": str})
+        before = pd.read_csv(file, dtype=_WORDS)
         frame = pd.concat([before, frame]).drop_duplicates(["setting", "method", "seed"], keep="last")
     FIGURES.mkdir(exist_ok=True)
     frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
@@ -128,6 +131,62 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
     return values | {"methods": {name: defaults | options}}
 
 
+# ---- share: a run in the place of the same experiment of another study
+
+
+def share() -> list[str]:
+    """Copies rows of runs to studies of the paper, with runs, that plan the same experiment; returns what was copied.
+
+    Only runs as their own recipe says are copied, and only to a cell that has none with all rounds and values of its
+    recipe. A run with fewer rounds is copied if nothing else differs, and the cell has no run or one with other values.
+    """
+    files = [file for file in sorted(STUDIES.glob("*/*.yaml")) if file.parent.name != "published"]
+    cells = {file: [(cell, cell.experiment.to_dict()) for cell in cells_of(load_study(file))] for file in files}
+    copied = []
+    for source, target in ((a, b) for a in files for b in files if a != b and a.parent == b.parent):
+        before, after = FIGURES / _csv(source), FIGURES / _csv(target)
+        if not before.is_file() or not after.is_file():
+            continue
+        rows = pd.read_csv(before, dtype=_WORDS)
+        rows = rows[rows["changed"].isna() & (rows["rounds"] == rows["of_rounds"])]
+        planned = {(cell.setting, cell.method, cell.seed): values for cell, values in cells[source]}
+        for row in rows.to_dict("records"):
+            given = planned.get((row["setting"], row["method"], row["seed"]))
+            for cell, wanted in cells[target] if given else ():
+                if cell.seed == row["seed"] and _is_better(changed := differences(given, wanted), after, cell):
+                    of = f"{_csv(source).removesuffix('.csv')}, {row['setting']}"
+                    place = {"setting": cell.setting, "method": cell.method, "of_rounds": wanted["rounds"]}
+                    _replace(after, row | place | {"changed": changed or None, "run_of": row.get("run_of") or of})
+                    copied.append(f"{of}, {row['method']} -> {_csv(target)}: {cell.setting}, {cell.method}")
+    return copied
+
+
+def _csv(recipe: Path) -> str:
+    return f"{recipe.parent.name}-{recipe.stem}.csv"
+
+
+def _is_better(changed: str, file: Path, cell: StudyRun) -> bool:
+    """Whether a run that differs in `changed` is nearer to the recipe of a cell than the run that the file has."""
+    keys = {one.partition("=")[0] for one in changed.split()}
+    if not keys <= {"rounds"}:
+        return False
+    rows = pd.read_csv(file, dtype=_WORDS)
+    own = rows[(rows["setting"] == cell.setting) & (rows["method"] == cell.method) & (rows["seed"] == cell.seed)]
+    if not len(own):
+        return True
+    has = own["changed"].iloc[0]
+    theirs = set() if pd.isna(has) else {one.partition("=")[0] for one in has.split()}
+    return bool(keys < theirs)
+
+
+def _replace(file: Path, row: dict[str, Any]) -> None:
+    """Writes a row in the place of that of the same setting, method and seed."""
+    new = pd.DataFrame([row]).dropna(axis=1)
+    frame = pd.concat([pd.read_csv(file, dtype=_WORDS), new])
+    frame = frame.drop_duplicates(["setting", "method", "seed"], keep="last")
+    frame.sort_values(["setting", "method", "seed"]).to_csv(file, index=False)
+
+
 # ---- costs: the arithmetic of each study
 
 
@@ -176,9 +235,13 @@ def main(arguments: list[str] | None = None) -> None:
     collecting = verbs.add_parser("collect", help="keep the metrics of finished runs")
     collecting.add_argument("folders", nargs="+", type=Path, metavar="STUDY_FOLDER")
     collecting.add_argument("--recipe", type=Path, help="the study's YAML file; default: found by the folder's name")
+    verbs.add_parser("share", help="use runs in the other studies that plan the same experiment")
     verbs.add_parser("costs", help="estimate what runs would take")
     verbs.add_parser("write", help="write the page")
     given = parser.parse_args(arguments)
+    if given.verb == "share":
+        print("\n".join(share()) or "nothing to share")
+        return
     if given.verb == "costs":
         print(f"wrote {costs()}")
         return

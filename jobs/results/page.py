@@ -454,6 +454,8 @@ def _notes(cell: Compared) -> list[str]:
     shown_elsewhere = ("rounds=",) if by_target else ("rounds=", "evaluation.every=")  # every: when a target is noticed
     if others := sorted(change for change in changes if not change.startswith(shown_elsewhere)):
         notes.append(f"Run with {' '.join(others)} instead of the recipe's values.")
+    if "run_of" in cell.runs and (of := sorted(set(cell.runs["run_of"].dropna()))):
+        notes.append(f"The same experiment as in another study, run there: {'; '.join(of)}.")
     return notes
 
 

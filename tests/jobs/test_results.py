@@ -209,6 +209,35 @@ def test_runs_are_collected_with_the_settings_that_differ_from_their_recipe(tmp_
     assert len(pd.read_csv(file)) == 2, "a run that is collected again replaces its row"
 
 
+def test_a_run_is_shared_with_studies_that_plan_the_same_experiment(tmp_path, monkeypatch):
+    """Instead of a run with other values; one with fewer rounds too, and none that differs in another value."""
+    head = "experiment:\n  methods: [fedavg, local]\n  data: {partition: {clients: 4, samples: 20}}\n"
+    (tmp_path / "paper").mkdir()
+    settings = {"budget": "settings: {three: {rounds: 3}, five: {rounds: 5}, fast: {rounds: 5, local: {lr: 0.7}}}"}
+    settings["table1"] = "settings: {here: {rounds: 5}}"
+    for name, text in settings.items():
+        (tmp_path / "paper" / f"{name}.yaml").write_text(f"name: paper-{name}\n{head}{text}\n")
+    keys = ["setting", "method", "seed", "rounds", "of_rounds", "changed", "accuracy"]
+
+    def write(name, *rows):
+        pd.DataFrame(rows, columns=keys).to_csv(tmp_path / f"paper-{name}.csv", index=False)
+
+    monkeypatch.setattr(results, "FIGURES", tmp_path)
+    monkeypatch.setattr(results, "STUDIES", tmp_path)
+    fast, other = ("fast", "fedavg", 0, 5, 5, None, 0.9), ("here", "fedavg", 0, 2, 5, "rounds=2 local.lr=1", 0.1)
+    write("table1", other)
+    write("budget", fast)
+    assert results.share() == []
+    write("budget", fast, ("three", "fedavg", 0, 3, 3, None, 0.3), ("three", "local", 0, 2, 3, "rounds=2", 0.2))
+    assert results.share() == ["paper-budget, three, fedavg -> paper-table1.csv: here, fedavg"]
+    (row,) = pd.read_csv(tmp_path / "paper-table1.csv").to_dict("records")
+    assert (row["accuracy"], row["rounds"], row["of_rounds"], row["changed"]) == (0.3, 3, 5, "rounds=3")
+    write("budget", fast, ("five", "fedavg", 0, 5, 5, None, 0.5), ("three", "fedavg", 0, 3, 3, None, 0.3))
+    assert len(results.share()) == 1 and results.share() == [], "all rounds, and then nothing is left to share"
+    (row,) = pd.read_csv(tmp_path / "paper-table1.csv").to_dict("records")
+    assert row["accuracy"] == 0.5 and pd.isna(row["changed"]) and row["run_of"] == "paper-budget, five"
+
+
 def test_options_of_the_method_that_differ_from_the_recipe_are_named():
     here, there = ({"rounds": 2, "methods": [entry]} for entry in ("ifca", {"ifca": {}}))
     assert results.differences(here, there) == ""
