@@ -15,8 +15,9 @@ returns are those of the model, which is then overwritten by w_i. `predict: w` d
 two entries of `methods` give both. `global_score` in the diagnostics is the score of w.
 
 Deviations: R is the number of local steps that the experiment sets, and eta at most 1 / lambda, since a larger step
-passes beyond theta_i. mu is the official code's. That code goes on from the last theta_i at a new batch, trains all
-clients in every round, not the cohort alone, and does not shuffle batches.
+passes beyond theta_i. mu is the official code's (CharlieDinh/pFedMe, caf24b1). That code goes on from the last theta_i
+at a new batch, averages w_i by samples (`weights: samples`), trains all clients in every round, not the cohort alone,
+and does not shuffle batches.
 """
 
 from collections.abc import Callable

@@ -11,6 +11,8 @@
     python -m jobs.official pacfl CHECKOUT
     git clone https://github.com/omarfoq/FedEM CHECKOUT
     python -m jobs.official fedem CHECKOUT
+    git clone https://github.com/CharlieDinh/pFedMe CHECKOUT
+    python -m jobs.official pfedme CHECKOUT
 
 The checkouts are no part of this project and stay as they are; what their age needs is replaced in memory.
 """
@@ -19,10 +21,10 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from jobs.official import cfl, fedem, ifca, pacfl, stocfl
+from jobs.official import cfl, fedem, ifca, pacfl, pfedme, stocfl
 from jobs.official.page import PAGE, with_section
 
-METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl, "fedem": fedem}
+METHODS = {"cfl": cfl, "ifca": ifca, "stocfl": stocfl, "pacfl": pacfl, "fedem": fedem, "pfedme": pfedme}
 
 
 def main() -> None:

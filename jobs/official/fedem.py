@@ -44,7 +44,6 @@ class Mixtures:
 
     course: Course = field(default_factory=Course)  # its weights are those of the K models, (K, P)
     pi: dict[int, np.ndarray] = field(default_factory=dict)  # (N, K) after these rounds
-    cohorts: list[np.ndarray] = field(default_factory=list)  # ids of clients, by round
     new_pi: np.ndarray = field(default_factory=lambda: np.zeros((0, K)))  # (NEW, K) of newcomers in the end
 
 
@@ -109,7 +108,7 @@ def theirs(
         test = [Loader(x, y) for x, y in zip(data.x_test, data.y_test, strict=True)]
         return [code.MixtureClient(ensemble(), a, a, b, Log(), EPOCHS) for a, b in zip(train, test, strict=True)]
 
-    log, run = Log(), Mixtures(cohorts=list(cohorts))
+    log, run = Log(), Mixtures()
     server = code.CentralizedAggregator(clients(data), ensemble(), 1, log, Log(), seed=0)
     server.sample_clients = lambda: None
     for t, cohort in enumerate(cohorts, 1):
@@ -139,7 +138,6 @@ def ours(data: Data, new: Data, seed: int, how: How) -> Mixtures:
     def look(result: Any, rounds: int) -> None:
         state = result.trained.state
         run.pi[rounds] = np.where(state.weight_NK.sum(1, keepdims=True) > 0, state.weight_NK, np.nan)
-        run.cohorts = [found.labels[0] for _, found in sorted(result.diagnostics["mixture_weights"].items())]
         newcomers = [result.trained.place(x, y) for x, y in zip(new.x, new.y, strict=True)]
         run.new_pi = np.stack([newcomer.model.weight_K for newcomer in newcomers])
 
@@ -176,8 +174,8 @@ def section(checkout: Path, commit: str) -> str:
         for seed in SEEDS:
             data, new = mixed(seed)
             first_KP = torch.stack([runs.first_weights(MODEL, 10, seed, k) for k in range(K)])
-            b = ours(data, new, seed, how)
-            a = theirs(checkout, data, new, first_KP, how, b.cohorts)
+            cohorts = runs.cohorts(CLIENTS, seed, how.fraction, KEPT[-1])
+            a, b = theirs(checkout, data, new, first_KP, how, cohorts), ours(data, new, seed, how)
             for t in KEPT:
                 apart = [f"{distance(a.course, b.course, first_KP, t):.1e}", f"{np.nanmax(abs(a.pi[t] - b.pi[t])):.1e}"]
                 accuracy = [f"{x.course.accuracy[t - 1]:.4f}" for x in (a, b)]

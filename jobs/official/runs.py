@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cfl_ray import Experiment, federation_from_arrays, simulate
+from cfl_ray.core.population import Population
 from cfl_ray.data.sources import locate
 from cfl_ray.models import recipe
 from cfl_ray.nn.network import Network
@@ -94,6 +95,11 @@ def groups_of(assign: Iterable[int]) -> set[frozenset[int]]:
     """The clusters as sets of clients."""
     numbers = np.asarray(list(assign))
     return {frozenset(np.flatnonzero(numbers == k).tolist()) for k in np.unique(numbers)}
+
+
+def cohorts(clients: int, seed: int, fraction: float, rounds: int) -> list[np.ndarray]:
+    """The ids of the clients in each round of our runs."""
+    return [Population(clients, [], seed).draw(t, fraction, None).ids_M for t in range(1, rounds + 1)]
 
 
 def cluster_rows(result: Any) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.official import cfl, fedem, ifca, pacfl, runs, stocfl
+from jobs.official import cfl, fedem, ifca, pacfl, pfedme, runs, stocfl
 from jobs.official.page import PAGE, table, with_section
 from jobs.official.runs import Course, Data
 
@@ -78,6 +78,7 @@ def test_the_page_has_a_section_of_each_method():
         "StoCFL",
         "PACFL",
         "FedEM",
+        "pFedMe",
     ]
 
 
@@ -165,12 +166,40 @@ def test_the_section_of_fedem(monkeypatch):
     assert "differ by at most 2.0e-03." in lines[-2]
 
 
-def test_our_run_of_fedem_has_weights_cohorts_and_newcomers(monkeypatch, source):
+def test_our_run_of_fedem_has_weights_of_the_cohort_and_of_newcomers(monkeypatch, source):
     monkeypatch.setattr(fedem, "KEPT", (1, 2))
     (data, new), how = fedem.mixed(0), fedem.How(fraction=0.5)
     run = fedem.ours(data, new, 0, how)
-    assert [len(cohort) for cohort in run.cohorts] == [fedem.CLIENTS // 2] * 2
-    trained = set(run.cohorts[0].tolist())
-    assert {client for client, pi in enumerate(run.pi[1]) if np.isfinite(pi).all()} == trained
+    cohorts = [set(ids.tolist()) for ids in runs.cohorts(fedem.CLIENTS, 0, 0.5, 2)]
+    assert [len(cohort) for cohort in cohorts] == [fedem.CLIENTS // 2] * 2 and cohorts[0] != cohorts[1]
+    assert cohorts[0] == {client for client, pi in enumerate(run.pi[1]) if np.isfinite(pi).all()}
     assert len(run.course.weights[1]) == fedem.K and run.new_pi.shape == (fedem.NEW, fedem.K)
     assert np.allclose(run.new_pi.sum(1), 1)
+
+
+def test_the_section_of_pfedme(monkeypatch):
+    start_P = runs.first_weights(pfedme.MODEL, 10, 0)
+
+    def run(by: float) -> pfedme.Models:
+        theta, w = (course(x, pfedme.KEPT, start_P, pfedme.CLIENTS) for x in (2 * by, by))
+        w.accuracy = [0.25] * 20
+        return pfedme.Models(theta, w)
+
+    monkeypatch.setattr(pfedme, "SEEDS", (0,))
+    monkeypatch.setattr(pfedme, "two_labels", lambda *_: None)
+    monkeypatch.setattr(pfedme, "theirs", lambda *_: run(0.0))
+    monkeypatch.setattr(pfedme, "ours", lambda *_: run(0.001))
+    lines = pfedme.section(Path("checkout"), "1234567").split("\n")
+    assert "| R = 1 | 0 | 5 | 1.0e-03 | 2.0e-03 | 0.2500 | 0.2500 | 0.5000 | 0.5000 |" in lines
+    (quarter,) = [line for line in lines if "a quarter" in line and "| 0 | 5 |" in line and line.startswith("|")]
+    assert quarter.endswith("| 0 | 5 | 1.0e-03 | - | - | - | - | - |")
+
+
+def test_our_runs_of_pfedme_have_both_models(monkeypatch, source):
+    monkeypatch.setattr(pfedme, "KEPT", (1, 2))
+    run = pfedme.ours(pacfl.two_labels(0), 0, pfedme.How(1, True))
+    start_P = runs.first_weights(pfedme.MODEL, 10, 0)
+    assert run.theta.weights[1].shape == (pfedme.CLIENTS, len(start_P)) and run.w.weights[1].shape == (1, len(start_P))
+    step_NP = pfedme.ETA * pfedme.LAM * (run.theta.weights[1] - start_P)  # of w_i after R = 1
+    assert torch.allclose(run.w.weights[1][0], start_P + step_NP.mean(0), atol=1e-6)
+    assert len(run.theta.accuracy) == len(run.w.accuracy) == 2
