@@ -26,7 +26,6 @@ _ATTEMPTS = 3  # at a run whose process dies
 _LOOK_SECONDS = 1.0
 _IDLE_SECONDS = 10.0  # in which an idle process ends
 END_SECONDS = 30.0  # in which a run whose parent was killed writes what it has
-_at_work = threading.Event()  # on a run, in this process
 _context = get_context("spawn")
 Status = Literal["finished", "failed", "stopped"]
 
@@ -195,12 +194,18 @@ def check_main() -> None:
 # ---- in a process of the study
 
 
+class _AtWork:
+    """Whether this process has a run that may be interrupted. No lock: the signal's handler would wait for itself."""
+
+    now = False
+
+
 def _work(connection: Connection, parent: int, gpu: str | None) -> None:
     """Carries out runs until the parent closes the connection."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first use of a GPU
     _become_worker(parent)
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the last: as a run was ending
         connection.send(None)
         while True:
             connection.send(_run(*connection.recv()))
@@ -214,7 +219,7 @@ def _run(
     status: Status = "finished"
     reason = details = ""
     try:
-        _at_work.set()
+        _AtWork.now = True
         RunDirectory(folder).failure.unlink(missing_ok=True)
         earlier = extend if extend is not None and RunDirectory(extend).is_run else None
         run_of_study(run.experiment, folder, StudyPlace(root, run.setting, run.method), hosts, notes, earlier)
@@ -225,7 +230,7 @@ def _run(
     except Exception as error:
         status, reason, details = "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
     finally:
-        _at_work.clear()
+        _AtWork.now = False
     if status == "failed":
         write_failure(folder, reason, details)
     return status, time.monotonic() - began, reason, tuple(notes.warnings)
@@ -255,6 +260,6 @@ def _become_worker(parent: int) -> None:
 
 
 def _interrupt(*_: Any) -> None:
-    if _at_work.is_set():
-        _at_work.clear()  # once: the end of the run is not interrupted
+    if _AtWork.now:
+        _AtWork.now = False  # once: the end of the run is not interrupted
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
@@ -60,8 +61,10 @@ def two_hosts(cluster):
         return RayBackend(pools[-1])
 
     yield start
+    processes = [psutil.Process(pid) for pid in actors("ClientHost")]
     for pool in pools:
         pool.stop()
+    psutil.wait_procs(processes, timeout=60)  # so that the next module counts its own hosts only
 
 
 def small_experiment(output: Path, **changes) -> Experiment:

@@ -89,6 +89,35 @@ def test_ctrl_c_and_on(expected, live, file, figures_of, command):
     assert figures_of(root) == expected
 
 
+SIGNALS = """
+import os, signal, threading
+from cfl_ray.study import worker_pool
+
+sent, interrupts = [], 0
+
+def send():
+    for _ in range(20000):
+        os.kill(os.getpid(), signal.SIGINT)
+    sent.append(True)
+
+signal.signal(signal.SIGINT, worker_pool._interrupt)
+threading.Thread(target=send).start()
+while not sent:
+    try:
+        while not sent:
+            worker_pool._AtWork.now = True
+    except KeyboardInterrupt:
+        interrupts += 1
+worker_pool._AtWork.now = False
+print(interrupts)
+"""
+
+
+def test_signals_that_arrive_together_do_not_wait_for_each_other(command):
+    done = subprocess.run([command[0], "-c", SIGNALS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and int(done.stdout), done.stderr
+
+
 def test_the_processes_end_with_a_killed_parent_and_the_study_goes_on(expected, live, file, figures_of, until):
     children = _workers(live)
     live.kill()
