@@ -78,7 +78,7 @@ class Stage:
         """A copy of every client state, by (name, client)."""
         store = self.backend.client_states
         keys = store.keys()
-        return {key: store[key] for key in keys}
+        return {key: store.tensor(store[key]) for key in keys}
 
     def start(self) -> Start:
         network = self.network

@@ -1,6 +1,7 @@
 """Only one process at a time may write the checkpoints of a method; a server that was replaced but still runs may not.
 
-    writer.json    {"epoch": 3}: how often processes have taken the lease; the last of them may write
+    writer.json    {"epoch": 3, "token": "..."}: how often processes have taken the lease, the last of which may write,
+                   and a random word of this one: a host that reads it has the same directory
 
 A server that cannot be reached is replaced, but may still run. Its epoch is then lower than that of writer.json, so it
 writes nothing more. A lock, which the system releases when a process ends, keeps taking the lease and writing apart.
@@ -8,7 +9,9 @@ writes nothing more. A lock, which the system releases when a process ends, keep
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
@@ -20,12 +23,25 @@ from cfl_ray.system.files import PRIVATE, private_folder, read_json, write_json
 _LOCK_SECONDS = 60.0  # a manifest is written in far less
 
 
+@dataclass(frozen=True)
+class SharedDirectory:
+    """A directory as the process that has its lease knows it."""
+
+    directory: Path
+    token: str
+
+    def is_here(self) -> bool:
+        """Whether this process, maybe on another machine, has the same directory."""
+        return (read_json(RunDirectory(self.directory).writer) or {}).get("token") == self.token
+
+
 class Lease:
     """The right of this process to write the checkpoints in a directory, once it has taken it."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.epoch = 0  # 0: not taken
+        self.shared = SharedDirectory(directory, uuid4().hex)
 
     def take(self) -> None:
         """Takes the lease from the process that has it. Raises RunError if writer.json cannot be written."""
@@ -33,7 +49,7 @@ class Lease:
             private_folder(self.directory)
             with self._lock():
                 self.epoch = self._latest() + 1
-                write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch})
+                write_json(RunDirectory(self.directory).writer, {"epoch": self.epoch, "token": self.shared.token})
 
     def check(self) -> None:
         """Raises RunError if another process has taken the lease after this one."""

@@ -6,12 +6,16 @@
     metadata "gone"                                   JSON: [name, client] of each client state that was dropped
                                                       since the previous segment; never of states in this segment
 
-Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice.
+Files are named SEGMENT-PART.safetensors: a checkpoint writes at most one segment, and no number is used twice. Client
+states have files of their own, which the processes that have the values write (`ClientStateFile`).
 """
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, SavedState
+from cfl_ray.core.work import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.errors import RunError
 from cfl_ray.system.files import open_private, sha256, sync
 
 FILE_BYTES = 128 << 20  # a file of this size is closed and the next file begun; twice as much memory is used meanwhile
+STATE_FILE_BYTES = 16 << 20  # the same of files of client states, which hosts write beside their other work
 ENTRY_BYTES = 128  # size of an entry without its values: its name and place in the header
 FAN_OUT = 16  # number of segments of similar size that are merged into one
 _COMPARE_BYTES = 4 << 20  # rows are compared in blocks of this size
@@ -82,7 +87,18 @@ def opened(folder: Path, file: EntryFile) -> Iterator[Any]:
         raise Damaged(f"{folder / file.name} cannot be read: {system_reason(error)}") from error
 
 
-def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]]:
+@lru_cache(maxsize=16)
+def _mapped(file: str) -> Any:
+    return safe_open(file, "pt")
+
+
+def entry_rows(entry: SavedEntry) -> Tensor:
+    """The client states (R, F) of an entry, mapped. Raises OSError or SafetensorError if the file cannot be read."""
+    rows_RF: Tensor = _mapped(entry.file).get_tensor(entry.name)
+    return rows_RF
+
+
+def client_states_in(entries: Any, file: Path) -> Iterator[tuple[ClientStateKey, SavedState]]:
     """Yields the (name, client) and the values of each client state in an open file."""
     names: list[str] = entries.keys()
     for entry in names:
@@ -90,11 +106,11 @@ def client_states_in(entries: Any) -> Iterator[tuple[ClientStateKey, SavedState]
             chunk = entry.removeprefix("states/")
             name = chunk.rpartition("/")[0]
             clients = entries.get_tensor(f"clients/{chunk}").tolist()
-            rows_RF = entries.get_tensor(entry)
+            rows_RF, place = entries.get_tensor(entry), SavedEntry(str(file), entry)
             if len(rows_RF) != len(clients):
                 raise Damaged(f"{entry} has {len(rows_RF)} values for {len(clients)} clients")
             for row, client in enumerate(clients):
-                yield (name, client), SavedState(rows_RF, row)
+                yield (name, client), SavedState(rows_RF, row, place)
 
 
 def dropped_in(entries: Any) -> set[ClientStateKey]:
@@ -116,29 +132,68 @@ def rows_in(entries: Any) -> Iterator[tuple[str, Tensor, str]]:
 # ---- writing
 
 
+@dataclass(frozen=True)
+class ClientStateFile:
+    """A file of client states that is to be written, by any process that has the values and the folder."""
+
+    folder: Path
+    segment: int
+    part: int  # even; the next number is for a second writer
+    keys: tuple[ClientStateKey, ...]
+    sources: tuple[EntryFile, ...] = ()  # files that values are read from: merging must not hide that one was altered
+
+    def write(self, values: Iterable[Tensor], again: bool = False) -> EntryFile:
+        """Writes the file. Raises RunError with the file and the reason if that fails, Damaged for a source.
+
+        States of equal name, shape and type become one entry: with an entry for each, writing thousands of them would
+        take ten times as long.
+        """
+        for source in self.sources:
+            source.check(self.folder)
+        states: dict[tuple[str, torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+        for (name, client), value in zip(self.keys, values, strict=True):
+            clients, rows = states.setdefault((name, value.shape, value.dtype), ([], []))
+            clients.append(client)
+            rows.append(value)
+        batch: dict[str, Tensor] = {}
+        for chunk, ((name, *_), (clients, rows)) in enumerate(states.items()):
+            batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
+            batch[f"states/{name}/{chunk}"] = torch.stack(rows)
+        return _write(self.folder, self.segment, self.part + again, batch)
+
+
 class EntryWriter:
     """Writes a segment. Raises RunError with the file and the reason if writing fails."""
 
     def __init__(self, folder: Path, segment: int):
         self.folder, self.segment = folder, segment
-        self.files: list[EntryFile] = []
-        self.bytes = 0  # of all entries so far
-        self._begun: list[Path] = []
+        self.files: list[EntryFile] = []  # of rows
+        self._parts = itertools.count(2, 2)  # numbers of further files; the first file of rows is 0
         self._batch: dict[str, Tensor] = {}  # entries of the next file
-        # clients and values of the next file's client states; those of equal (name, shape, type) become one entry
-        self._states: dict[tuple[str, torch.Size, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-        self._size = 0  # bytes of _batch and _states
+        self._size = 0  # bytes of _batch
 
-    def add_client_state(self, key: ClientStateKey, value: Tensor) -> None:
-        """Adds a client state to the entry of its name, shape and type.
-
-        With an entry for each client state, writing thousands of them would take ten times as long.
-        """
-        name, client = key
-        clients, values = self._states.setdefault((name, value.shape, value.dtype), ([], []))
-        clients.append(client)
-        values.append(value)
-        self._grow(value.nbytes + 8)
+    def state_files(
+        self, bytes_of: Mapping[ClientStateKey, int], sources: Mapping[ClientStateKey, EntryFile] | None = None
+    ) -> list[ClientStateFile]:
+        """The files of these client states, which are to be written. sources: files that hold their values."""
+        groups: list[list[ClientStateKey]] = []
+        room = 0
+        for key, size in bytes_of.items():
+            if room < size:
+                groups.append([])
+                room = STATE_FILE_BYTES
+            groups[-1].append(key)
+            room -= size + 8
+        return [
+            ClientStateFile(
+                self.folder,
+                self.segment,
+                next(self._parts),
+                tuple(keys),
+                tuple(dict.fromkeys(sources[key] for key in keys)) if sources else (),
+            )
+            for keys in groups
+        ]
 
     def add_rows(self, name: str, tensor: Tensor, row_R: Tensor | range) -> None:
         """Adds the rows `row_R` (ascending) of a state tensor."""
@@ -153,38 +208,46 @@ class EntryWriter:
             self._grow(values.nbytes + 2 * ENTRY_BYTES)
 
     def close(self, dropped: Iterable[ClientStateKey], ended: int) -> list[EntryFile]:
-        """Writes the last file. Returns the files of this segment, oldest first; empty if there was nothing to write.
+        """Writes the last file. Returns the files of rows, oldest first; empty if there was nothing to write.
 
         dropped: client states of earlier segments to drop. ended: as in `EntryFile`.
         """
         dropped = sorted(dropped)
         if self._size or dropped or ended:
-            self._write({"gone": json.dumps(dropped)}, ended)
+            self._write(dropped, ended)
         return self.files
 
     def abandon(self) -> None:
         """Removes the files written so far."""
-        for file in self._begun:
+        for file in self.folder.glob(f"{self.segment:06d}-*"):
             with suppress(OSError):  # the caller raises the first error, the reason why writing failed
                 file.unlink()
 
     def _grow(self, size: int) -> None:
-        self._size, self.bytes = self._size + size, self.bytes + size
+        self._size += size
         if self._size >= FILE_BYTES:
-            self._write({"gone": "[]"}, 0)
+            self._write([], 0)
 
-    def _write(self, metadata: dict[str, str], ended: int) -> None:
-        file = self.folder / f"{self.segment:06d}-{len(self.files)}.safetensors"
-        self._begun.append(file)
-        for chunk, ((name, *_), (clients, values)) in enumerate(self._states.items()):
-            self._batch[f"clients/{name}/{chunk}"] = torch.tensor(clients)
-            self._batch[f"states/{name}/{chunk}"] = torch.stack(values)
-        with writing(file):
-            open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
-            save_file(_without_shared_memory(self._batch), file, metadata)
-            sync(file)
-            self.files.append(EntryFile(name=file.name, sha256=sha256(file), bytes=file.stat().st_size, ended=ended))
-        self._batch, self._states, self._size = {}, {}, 0
+    def _write(self, dropped: list[ClientStateKey], ended: int) -> None:
+        part = next(self._parts) if self.files else 0
+        self.files.append(_write(self.folder, self.segment, part, self._batch, dropped, ended))
+        self._batch, self._size = {}, 0
+
+
+def _write(
+    folder: Path,
+    segment: int,
+    part: int,
+    batch: dict[str, Tensor],
+    dropped: Sequence[ClientStateKey] = (),
+    ended: int = 0,
+) -> EntryFile:
+    file = folder / f"{segment:06d}-{part}.safetensors"
+    with writing(file):
+        open_private(file, "wb").close()  # safetensors keeps the permissions of a file that exists
+        save_file(_without_shared_memory(batch), file, {"gone": json.dumps(dropped)})
+        sync(file)
+        return EntryFile(name=file.name, sha256=sha256(file), bytes=file.stat().st_size, ended=ended)
 
 
 @contextmanager

@@ -99,6 +99,12 @@ class RuntimeConfig(ConfigSection):
         "costs, sqrt(2 C M) seconds apart, with C the seconds that it takes and M = 1 hour between faults (3 ms: "
         "every 4.6 s; 1 s: every 85 s)",
     )
+    state_budget: int = Field(
+        1 << 30,
+        ge=0,
+        description="bytes of client states in memory, on all machines together: a round after which more have changed "
+        "since the last checkpoint has a checkpoint, after which hosts read states from its files",
+    )
     keep_last: int = Field(3, ge=1, description="number of checkpoints kept")
 
     backends_group: ClassVar[str] = "cfl_ray.backends"

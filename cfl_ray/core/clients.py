@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate
+from cfl_ray.core.aggregation import AggregationRule, ClippingRule, Mean, aggregate, range_cuts
 from cfl_ray.core.contract import CheckedDescription
 from cfl_ray.core.events import births_and_deaths, cluster_event
 from cfl_ray.core.local_sgd import LocalSGD, LocalStep
@@ -395,6 +395,7 @@ class Clients:
             client_state=client_state,
             features=features,
             defer_aggregation=defer_aggregation or (robust and averaging is not None),
+            deferred_cuts=range_cuts(self.aggregation, self.spec.size, client_state, len(self.ids_M) * models),
             upload_distances=isinstance(self.aggregation, ClippingRule),
             clip=None if self.private is None else self.private.clip(self.spec, private),
             chained=how.chained,

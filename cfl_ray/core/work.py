@@ -5,9 +5,10 @@ states (`updates_client_state`) or leaves results on the hosts (`defers_results`
 (`empty_result`). `engine.worker` carries the work out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -355,10 +356,16 @@ class Train(Work):
     trace: int = 0  # number of first steps whose losses are returned
     features: UpdateFeatures | None = None
     defer_aggregation: bool = False
+    # int64: columns at which deferred results are cut, for work that needs some columns of all results
+    deferred_cuts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     upload_distances: bool = False  # also return the distance between each upload and the model the client was sent
     clip: Clip | None = None  # of what is added up; also returns whether each upload was within the norm
     local_test_samples: int = 0  # test samples per client for P-local; 0: no test
     mixture: Mixture | None = None  # each client trains all K models of table 0: row k is the start of its k-th entry
+
+    def parts(self, size: int) -> list[slice]:
+        """The columns of each part of a deferred result of `size` columns."""
+        return [slice(*pair) for pair in pairwise((0, *self.deferred_cuts.tolist(), size))]
 
     def rows(self) -> list[Rows]:
         companion = [self.companion] if self.companion else []
@@ -429,10 +436,11 @@ class AverageDeferred(Work):
 class CombineColumns(Work):
     """A function of ranges of columns of deferred results, for which all results of an output row are needed together.
 
-    The units of this work are ranges, not clients: `ids_M` are their first columns.
+    The units of this work are ranges, not clients: `ids_M` are their first columns. Each is a part of the results.
     """
 
     stop_M: np.ndarray  # int64: stop column of each range
+    part_M: np.ndarray  # int64: number of the part
     members: np.ndarray  # int64: clients whose results are combined
     function: Callable[[Iterable[np.ndarray]], np.ndarray]  # of blocks (n, f) of the range's columns
 
@@ -585,6 +593,13 @@ class Outcome:
 # ---- backends
 
 
+class SavedEntry(NamedTuple):
+    """An entry of a file of a checkpoint: client states (R, F)."""
+
+    file: str
+    name: str
+
+
 class SavedState(NamedTuple):
     """A client state in a checkpoint: one of the rows (R, F) that share an entry of its file, which is mapped.
 
@@ -593,6 +608,7 @@ class SavedState(NamedTuple):
 
     rows_RF: Tensor
     row: int
+    entry: SavedEntry | None = None  # for other processes; None: a value in memory
 
     @classmethod
     def of(cls, value: Tensor) -> Self:
@@ -603,22 +619,58 @@ class SavedState(NamedTuple):
         """A copy of the value (F,)."""
         return self.rows_RF[self.row].clone()
 
+    @property
+    def nbytes(self) -> int:
+        return self.rows_RF.shape[1] * self.rows_RF.itemsize
+
+
+class StateFile(Protocol):
+    """A file of a checkpoint for the client states of `keys`, which any process that has the values can write."""
+
+    @property
+    def keys(self) -> Sequence[ClientStateKey]:
+        """The client states, in the order of the values."""
+
+    def write(self, values: Iterable[Tensor], again: bool = False) -> Any:
+        """Writes the values, in the order of `keys`. Returns what the checkpoint needs to know of the file.
+
+        again: after another process was asked to write them, which may still do so.
+        """
+
 
 class ClientStateSource(Protocol):
     """Client states, as a checkpoint saves them."""
 
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        """Client states that changed since the last call, or all, one at a time in a fixed order."""
+    unsaved: int  # bytes of the values that were stored since the last call of `changed`
+
+    def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
+        """Bytes of the client states that changed since the last call, or of all.
+
+        Those that are in one place are side by side.
+        """
 
     def forgotten(self) -> set[ClientStateKey]:
         """Keys of the client states that were dropped since the last call."""
 
+    def write(self, files: Sequence[StateFile]) -> list[Any]:
+        """Results of `StateFile.write` for each file, called where its values are."""
+
+    def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
+        """Takes the values, which did not change, from another place: the files of a checkpoint."""
+
+    def in_files(self) -> set[str]:
+        """The files that hold values."""
+
+
+class Backend(Protocol):
+    """Carries out exchanges, in this process or on the hosts of a cluster. A user's backend has these methods."""
+
+    @property
+    def client_states(self) -> ClientStateSource:
+        """The states of all clients."""
+
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """Replaces the client states by those of a checkpoint."""
-
-
-class Backend(ClientStateSource, Protocol):
-    """Carries out exchanges, in this process or on the hosts of a cluster. A user's backend has these methods."""
 
     def run(self, work: Work) -> Outcome:
         """Carries out one exchange."""

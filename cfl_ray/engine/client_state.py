@@ -1,14 +1,14 @@
 """Client state kept on the hosts: personal columns between rounds, and deferred results of the present round."""
 
 import itertools
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cfl_ray.core.work import ClientState, ClientStateKey, Work
+from cfl_ray.core.work import ClientState, ClientStateKey, SavedState, StateFile, Work
 from cfl_ray.engine.task import TrainingResult
 
 
@@ -56,10 +56,12 @@ def stored_velocity(value: Tensor | None, client_state: ClientState, start_P: Te
 class ClientStateStore:
     """Client states by (name, client), with a record of which were added, changed or dropped.
 
-    The type of a value is up to the backend: a tensor in this process, an object reference on Ray.
+    A value that was saved is a `SavedState`. The type of another is up to the backend, and has the attribute `nbytes`:
+    a tensor in this process, an object reference on Ray.
     """
 
     def __init__(self) -> None:
+        self.unsaved = 0  # bytes of the values that were stored since the last call of `changed`
         self._values: dict[ClientStateKey, Any] = {}
         self._names: set[str] = set()
         self._changed: set[ClientStateKey] = set()
@@ -91,6 +93,7 @@ class ClientStateStore:
             self._values.update(entries)
             self._names.add(work.client_state.name)
             self._changed.update(entries)
+            self.unsaved += sum(value.nbytes for value in entries.values())
             self._forgotten.difference_update(entries)
         if work.defers_results:
             self._deferred.setdefault(work.address.exchange, {}).update(deferred)
@@ -104,8 +107,25 @@ class ClientStateStore:
                 self._forgotten.add(key)
 
     def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
-        """Stores the same values in another place; they did not change."""
+        """Takes the values, which did not change, from another place."""
         self._values.update(entries)
+
+    def in_files(self) -> set[str]:
+        """The files that hold values."""
+        values = self._values.values()
+        return {value.entry.file for value in values if isinstance(value, SavedState) and value.entry}
+
+    def write(self, files: Sequence[StateFile]) -> list[Any]:
+        """Writes values to these files. Returns the results of `StateFile.write`."""
+        return [file.write(self.tensors(file.keys)) for file in files]
+
+    def tensors(self, keys: Iterable[ClientStateKey]) -> Iterator[Tensor]:
+        """The values of these keys, one at a time."""
+        return (self.tensor(self._values[key]) for key in keys)
+
+    def tensor(self, value: Any) -> Tensor:
+        """The tensor of a stored value."""
+        return value.tensor() if isinstance(value, SavedState) else value
 
     def __getitem__(self, key: ClientStateKey) -> Any:
         return self._values[key]
@@ -116,10 +136,10 @@ class ClientStateStore:
     def keys(self) -> KeysView[ClientStateKey]:
         return self._values.keys()
 
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Any]]:
-        """The values that changed since the last call, or all of them, in a fixed order."""
-        changed, self._changed = sorted(self._values if everything else self._changed), set()
-        return ((key, self._values[key]) for key in changed)
+    def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
+        """Bytes of the values that changed since the last call, or of all, in a fixed order."""
+        changed, self._changed, self.unsaved = sorted(self._values if everything else self._changed), set(), 0
+        return {key: self._values[key].nbytes for key in changed}
 
     def forgotten(self) -> set[ClientStateKey]:
         """The keys that were dropped since the last call."""
@@ -128,5 +148,5 @@ class ClientStateStore:
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, Any]]) -> None:
         """Takes over the values of a checkpoint."""
-        self._values, self._changed, self._forgotten = dict(entries), set(), set()
+        self._values, self._changed, self._forgotten, self.unsaved = dict(entries), set(), set(), 0
         self._names = {name for name, _ in self._values}

@@ -1,11 +1,11 @@
 """The backend that carries out every exchange in the calling process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, Outcome, SavedState, Work
+from cfl_ray.core.work import ClientStateKey, CombineColumns, Outcome, SavedState, Work
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import chunks_of, outcome_of
 from cfl_ray.engine.client_state import ClientStateStore
@@ -26,7 +26,7 @@ class InProcessBackend:
         sums, results = HostSums(), []
         clients = len(work.ids_M) // work.models_per_client
         chunks = chunks_of(work, chunk_size(clients, self.worker.engine, self.one_by_one))
-        cuts = ((part := work.take(cut.index_m), cut.index_m, self.client_states.of(part)) for cut in chunks)
+        cuts = ((part := work.take(cut.index_m), cut.index_m, self._stored(part)) for cut in chunks)
         for result, kept in self.worker.run_all(cuts, lambda table, row: work.tables[table][row], sums):
             ids = work.ids_M[result.index_m].tolist()
             states = {ids[i]: value for i, value in kept.states.items()}
@@ -35,6 +35,13 @@ class InProcessBackend:
             results.append(result)
         return outcome_of(work, results, sums.values())
 
+    def _stored(self, work: Work) -> dict[int, Tensor]:
+        values = {i: self.client_states.tensor(value) for i, value in self.client_states.of(work).items()}
+        if isinstance(work, CombineColumns):
+            (start,), (stop,) = work.ids_M, work.stop_M
+            return {i: value[start:stop] for i, value in values.items()}
+        return values
+
     def use(self, federation: Federation) -> None:
         self.worker.federation = federation
 
@@ -42,14 +49,8 @@ class InProcessBackend:
         self.client_states.forget(ids)
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        value: Tensor | None = self.client_states.get((name, client))
-        return value
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return self.client_states.changed(everything)
-
-    def forgotten(self) -> set[ClientStateKey]:
-        return self.client_states.forgotten()
+        value = self.client_states.get((name, client))
+        return None if value is None else self.client_states.tensor(value)
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
-        self.client_states.restore((key, saved.tensor()) for key, saved in entries)
+        self.client_states.restore(entries)

@@ -209,12 +209,11 @@ def _secure_means(secure: SecureSum, sums: Mapping[int, Tensor], num_rows: int) 
 
 
 def combine_columns(work: CombineColumns, deferred: Mapping[int, Tensor] | Sequence[Tensor]) -> np.ndarray:
-    """The value (1, ...) of the work's function for one range of columns."""
+    """The value (1, ...) of the work's function for one range of columns. deferred: of all members, these columns."""
     (start,), (stop,), count = work.ids_M.tolist(), work.stop_M.tolist(), len(work.members)
     width = max(_BLOCK // count, 1)
     blocks = (
-        np.stack([deferred[i][at : min(at + width, stop)].numpy() for i in range(count)])
-        for at in range(start, stop, width)
+        np.stack([deferred[i][at : at + width].numpy() for i in range(count)]) for at in range(0, stop - start, width)
     )
     return work.function(blocks)[None]
 

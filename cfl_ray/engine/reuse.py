@@ -17,6 +17,7 @@ from torch import Tensor
 from cfl_ray.core.work import (
     Backend,
     ClientStateKey,
+    ClientStateSource,
     Evaluate,
     EvaluateClients,
     EvaluateShared,
@@ -91,6 +92,10 @@ class ReusingBackend:
     # by name of a client state: the number of the change that each client's is from, int32 (N,); below 0: it was
     # dropped; 0: as it was at the start
     _change_N: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def client_states(self) -> ClientStateSource:
+        return self.backend.client_states
 
     def run(self, work: Work) -> Outcome:
         if not _is_reusable(work):
@@ -264,12 +269,6 @@ class ReusingBackend:
 
     def client_state(self, name: str, client: int) -> Tensor | None:
         return self.backend.client_state(name, client)
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return self.backend.changed(everything)
-
-    def forgotten(self) -> set[ClientStateKey]:
-        return self.backend.forgotten()
 
 
 def _is_reusable(work: Work) -> bool:

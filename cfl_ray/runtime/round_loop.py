@@ -270,6 +270,8 @@ class RoundLoop:
         round = draft.round
         with self.requests.lock:  # until here a request to stop is granted for this round, from here on for a later one
             is_due = self.interval is not None and self.interval.is_due()
+            unsaved = self.backend.client_states.unsaved if self.store else 0
+            is_due |= unsaved > self.experiment.runtime.state_budget
             saves = self.stops_after(round) or is_due or self.plan.saves(round)
             self._enter("saving", round) if saves else self._close(round)
         if saves:
@@ -296,7 +298,7 @@ class RoundLoop:
         with nullcontext() if self.interval is None else self.interval.measured():
             RunDirectory(self.store.directory).sync_records()
             tensors, values = snapshot.encoded(self.num_scores)
-            if remark := self.store.save(draft.round, tensors, values, self.backend):
+            if remark := self.store.save(draft.round, tensors, values, self.backend.client_states):
                 draft.notes.append(remark)
         self.saved = draft.round
 

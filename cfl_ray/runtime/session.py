@@ -33,7 +33,7 @@ BACKENDS: Registry[Any] = Registry(
     },
     RuntimeConfig.backends_group,
 )
-_BACKEND_METHODS = [name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_")]
+_BACKEND_PARTS = ["client_states", *(name for name, _ in getmembers(Backend, isfunction) if not name.startswith("_"))]
 
 
 class Session(Protocol):
@@ -112,10 +112,10 @@ class InProcessSession:
         if not isinstance(backend_class, type):
             raise ConfigError(f"backend {place_of(backend_class)} is {type(backend_class).__name__}, expected a class")
         backend = call_plugin("backend", partial(backend_class, **(options or {})), self.worker, error=ConfigError)
-        if missing := [name for name in _BACKEND_METHODS if not hasattr(backend, name)]:
+        if missing := [name for name in _BACKEND_PARTS if not hasattr(backend, name)]:
             raise ConfigError(
-                f"backend {place_of(backend_class)} has no method {missing[0]!r}; "
-                f"a backend has {', '.join(_BACKEND_METHODS)} "
+                f"backend {place_of(backend_class)} has no {missing[0]!r}; "
+                f"a backend has {', '.join(_BACKEND_PARTS)} "
                 "(a subclass of cfl_ray.engine.in_process.InProcessBackend has them)"
             )
         return backend

@@ -24,6 +24,7 @@ from cfl_ray.core.state import State
 from cfl_ray.core.versions import NotAsynchronous, Received, Versions
 from cfl_ray.core.work import ClientStateKey, Describe, FitMixture, Losses, Outcome, SavedState, Train, Work
 from cfl_ray.data.federation import DataShape
+from cfl_ray.engine.client_state import ClientStateStore
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class DryBackend:
     inputs: int  # floats of a sample
     classes: int
     deferred: set[int] = field(default_factory=set)  # numbers of clients of the exchanges whose results were deferred
+    client_states: ClientStateStore = field(default_factory=ClientStateStore)  # stays empty
     work: Counter[str] = field(default_factory=Counter)  # samples "trained" and "tested", of clients with one sample
 
     @classmethod
@@ -68,12 +70,6 @@ class DryBackend:
 
     def client_state(self, name: str, client: int) -> Tensor | None:
         return None
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return iter(())
-
-    def forgotten(self) -> set[ClientStateKey]:
-        return set()
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         """No effect: client states are not kept."""

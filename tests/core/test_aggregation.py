@@ -17,6 +17,7 @@ from cfl_ray.core.aggregation import (
     aggregate,
     apply,
     parse_rule,
+    range_cuts,
 )
 from cfl_ray.core.aggregation.apply import ByColumns, squared_distances
 from cfl_ray.core.local_sgd import LocalSGD
@@ -137,8 +138,10 @@ class DeferredResults:
         return self.combined(work) if isinstance(work, CombineColumns) else self.averaged(work)
 
     def combined(self, work: CombineColumns) -> Outcome:
-        results = {i: self.rows[client] for i, client in enumerate(work.members)}
-        parts = [combine_columns(work.take(np.array([at])), results)[0] for at in range(len(work.ids_M))]
+        parts = []
+        for at, (start, stop) in enumerate(zip(work.ids_M, work.stop_M)):
+            results = {i: self.rows[client, start:stop] for i, client in enumerate(work.members)}
+            parts.append(combine_columns(work.take(np.array([at])), results)[0])
         longest = np.max([part.shape for part in parts], 0)
         padded = [np.pad(part, [(0, most - size) for most, size in zip(longest, part.shape)]) for part in parts]
         return Outcome({"combined": np.stack(padded)})
@@ -167,6 +170,7 @@ def averaged(
         local=LocalSGD(),
         steps_M=np.ones(count, int),
         client_state=client_state,
+        deferred_cuts=range_cuts(rule, P, client_state, count),
     )
     distance = np.linalg.norm(rows_nP.astype(np.float64) - sent_KP.numpy(), axis=1)
     trained = Outcome({"valid": np.ones(count, bool) if valid is None else valid, "upload_distance": distance})

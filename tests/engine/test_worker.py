@@ -266,19 +266,19 @@ class TestClientState:
         stage = Stage(planted(4), linear)
         clients = stage.clients([0, 3])
         clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
-        assert [key for key, _ in stage.backend.changed()] == [("mine", 0), ("mine", 3)]
-        assert list(stage.backend.changed()) == []
+        size, states = stage.model().nbytes, stage.backend.client_states
+        assert states.unsaved == 2 * size
+        assert states.changed() == {("mine", 0): size, ("mine", 3): size}
+        assert not states.changed() and not states.unsaved
         clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
         stage.backend.forget(np.array([3]))
-        assert [key for key, _ in stage.backend.changed()] == [("mine", 0)] and set(stage.client_states) == {
-            ("mine", 0)
-        }
+        assert list(states.changed()) == [("mine", 0)] and set(stage.client_states) == {("mine", 0)}
 
     def test_restored_states_are_the_states(self):
         stage, other = Stage(planted(4), linear), Stage(planted(4), linear)
         clients = stage.clients()
         clients.train(clients.send(stage.model()[None]), client_state=ClientState("mine"))
-        other.backend.restore((key, SavedState.of(value.clone())) for key, value in stage.backend.changed())
+        other.backend.restore((key, SavedState.of(value.clone())) for key, value in stage.client_states.items())
         rows = []
         for one in (stage, other):
             clients = one.clients(round=2)

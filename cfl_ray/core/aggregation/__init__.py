@@ -8,7 +8,7 @@ a clipping rule is their mean.
 from dataclasses import fields
 from typing import Any, cast
 
-from cfl_ray.core.aggregation.apply import aggregate
+from cfl_ray.core.aggregation.apply import aggregate, range_cuts
 from cfl_ray.core.aggregation.mean import Mean
 from cfl_ray.core.aggregation.median import Median
 from cfl_ray.core.aggregation.multi_krum import MultiKrum
@@ -33,6 +33,7 @@ __all__ = [
     "WeightRule",
     "aggregate",
     "parse_rule",
+    "range_cuts",
 ]
 
 AggregationRule = Mean | ColumnRule | WeightRule | ClippingRule

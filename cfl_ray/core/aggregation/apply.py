@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +12,13 @@ from cfl_ray.core.aggregation.median import Median
 from cfl_ray.core.aggregation.multi_krum import MultiKrum
 from cfl_ray.core.aggregation.rule import ClippingRule, ColumnRule, WeightRule, checked_result
 from cfl_ray.core.params import Columns
-from cfl_ray.core.work import AverageDeferred, Averaging, Backend, CombineColumns, Outcome, Train
+from cfl_ray.core.work import AverageDeferred, Averaging, Backend, ClientState, CombineColumns, Outcome, Train
 from cfl_ray.errors import RunError
 from cfl_ray.plugins.calling import place_of
 
-# An output row is cut into at most _RANGES ranges of columns, with at least _RANGE values each.
-_RANGES, _RANGE = 16, 1 << 20
+# Results are cut into at most _RANGES ranges of columns. All results have up to _RANGE values in a range, if possible:
+# as many as a host reads at a time.
+_RANGES, _RANGE = 64, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def aggregate(
     averaging = averaging.subset(valid_M[averaging.client_E])
     if isinstance(rule, ClippingRule):
         return _clipped_mean(rule, backend, training, outcome, ids_M, averaging, valid_M)
-    columns = _uploaded_columns(training)
+    columns = uploaded_columns(training.tables[training.start.table].shape[1], training.client_state)
     chosen: list[tuple[int, int, float]] = []  # (output row, member, weight) of rows that are weighted means
     means: dict[int, Tensor] = {}
     for out in np.unique(averaging.out_E).tolist():
@@ -107,20 +109,21 @@ def _combined(
     columns: Columns,
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     """Values (ranges, ...) of a function for every range of these columns, in their order, and the (start, stop)."""
-    ranges = min(_RANGES, max(1, columns.count * len(ids_n) // _RANGE))
-    longest = -(-columns.count // ranges)
-    cuts = [(at, min(at + longest, stop)) for start, stop in columns.ranges for at in range(start, stop, longest)]
-    start_M, stop_M = np.array(cuts).T
+    edges = (0, *training.deferred_cuts, training.tables[training.start.table].shape[1])
+    uploaded = [any(first <= start < last for first, last in columns.ranges) for start in edges[:-1]]
+    part_M = np.flatnonzero(uploaded)
+    start_M, stop_M = np.array(edges)[part_M], np.array(edges)[part_M + 1]
     work = CombineColumns(
         training.address,
         start_M,
         (),
         stop_M=stop_M,
+        part_M=part_M,
         members=ids_n,
         function=function,
         deferred_from=training.address.exchange,
     )
-    return backend.run(work).arrays["combined"], cuts
+    return backend.run(work).arrays["combined"], list(zip(start_M.tolist(), stop_M.tolist(), strict=True))
 
 
 def _whole_row(parts: list[np.ndarray], columns: Columns, size: int) -> Tensor:
@@ -160,9 +163,24 @@ def _clipped_mean(
     return Outcome({"valid": valid_M}, means, arrived_R)
 
 
-def _uploaded_columns(training: Train) -> Columns:
+def range_cuts(rule: Any, size: int, state: ClientState | None, clients: int) -> np.ndarray:
+    """The columns, int64 and ascending, at which results of `size` columns of this many clients are cut for a rule.
+
+    None for a rule that needs no columns of all results. No range has both private and uploaded columns.
+    """
+    if not isinstance(rule, ColumnRule | WeightRule):
+        return np.zeros(0, np.int64)
+    columns = uploaded_columns(size, state)
+    ranges = min(_RANGES, max(1, -(-columns.count * clients // _RANGE)))
+    longest = max(-(-columns.count // ranges), 1)
+    cuts = {stop for _, stop in columns.ranges}
+    for start, stop in columns.ranges:
+        cuts.update(range(start, stop, longest))
+    return np.array(sorted(cuts - {0, size}), np.int64)
+
+
+def uploaded_columns(size: int, state: ClientState | None) -> Columns:
     """All columns except the private ones."""
-    size, state = training.tables[training.start.table].shape[1], training.client_state
     if state is None or not state.private:
         return Columns(((0, size),))
     private = state.columns.ranges if state.columns is not None else ((0, size),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
+from cfl_ray.checkpoint.lease import SharedDirectory
 from cfl_ray.core.work import (
     Address,
     AverageDeferred,
@@ -26,16 +27,16 @@ from cfl_ray.core.work import (
 )
 from cfl_ray.data.federation import Federation
 from cfl_ray.engine.chunks import Chunk, chunks_of, outcome_of
-from cfl_ray.engine.client_state import ClientStateStore
 from cfl_ray.engine.engines import chunk_size
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.shared import shared_tensor
+from cfl_ray.runtime.on_ray.client_states import RayClientStates
 from cfl_ray.runtime.on_ray.collect import Collected
 from cfl_ray.runtime.on_ray.connect import as_user_error, may_be_host
 from cfl_ray.runtime.on_ray.dispatch import Dispatch
 from cfl_ray.runtime.on_ray.pool import Host, Pool
 from cfl_ray.runtime.on_ray.schedule import Schedule
-from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, Compaction, StoredValue, put_all, value_at
+from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 
 # of values that the clients of a call keep: they are in the heap of the host until the call ends. On a GPU, whose host
 # trains the clients of a call together
@@ -47,11 +48,13 @@ _WITH_RESULT_BYTES = 1 << 23  # of the sums of all chunks, up to which each call
 
 @dataclass
 class RayBackend:
-    """Backend over a pool of hosts. Client states stay in the object store; only references are held here."""
+    """Backend over a pool of hosts.
+
+    shared: the directory of the method's files; None: there are none.
+    """
 
     pool: Pool
-    client_states: ClientStateStore = field(default_factory=ClientStateStore)
-    compaction: Compaction = field(default_factory=Compaction)
+    shared: SharedDirectory | None = None
     # clients that took too long: not tried again in this round
     late: dict[int, Exclusion] = field(default_factory=dict)
     node_of_file: dict[int, str] = field(default_factory=dict)  # the first that fetched a file of clients
@@ -59,6 +62,9 @@ class RayBackend:
     _rows: dict[int, tuple[Tensor, dict[int, ray.ObjectRef[Any]]]] = field(default_factory=dict)
     _round: tuple[int, bool] | None = None
     _seconds_of_cost: dict[type[Work], float] = field(default_factory=dict)  # of one host, in the last such exchange
+
+    def __post_init__(self) -> None:
+        self.client_states = RayClientStates(self.pool, self.shared)
 
     def run(self, work: Work) -> Outcome:
         number = self.pool.next_exchange()
@@ -94,11 +100,6 @@ class RayBackend:
 
     # ---- client states
 
-    def keep(self, work: Work, states: dict[int, StoredValue], deferred: dict[int, StoredValue]) -> None:
-        """Keeps what an exchange has left with its clients."""
-        self.client_states.keep(work, states, deferred)
-        self.compaction.after(sum(value.position is not None for value in states.values()), self.client_states)
-
     def use(self, federation: Federation) -> None:
         self.node_of_file = {}
         self.pool.use(federation)
@@ -107,27 +108,8 @@ class RayBackend:
         self.client_states.forget(ids)
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        place = self.client_states.get((name, client))
-        return None if place is None else value_at(place)
-
-    def stored_values(self, work: Work) -> dict[int, StoredValue]:
-        """Places of values that clients keep, by position. Those of a checkpoint are put when they are first used."""
-        states = self.client_states.of(work)
-        saved = [i for i, value in states.items() if isinstance(value, SavedState)]
-        if saved:
-            assert work.client_state is not None
-            name, owners = work.client_state.name, work.state_owners
-            key_of = {i: (name, int(owners[i])) for i in saved}
-            placed = dict(put_all((key_of[i], states[i].tensor()) for i in saved))
-            self.client_states.move(placed)
-            states |= {i: placed[key_of[i]] for i in saved}
-        return states
-
-    def changed(self, everything: bool = False) -> Iterator[tuple[ClientStateKey, Tensor]]:
-        return ((key, value_at(place)) for key, place in self.client_states.changed(everything))
-
-    def forgotten(self) -> set[ClientStateKey]:
-        return self.client_states.forgotten()
+        value = self.client_states.get((name, client))
+        return None if value is None else self.client_states.tensor(value)
 
     def restore(self, entries: Iterable[tuple[ClientStateKey, SavedState]]) -> None:
         self.client_states.restore(entries)
@@ -147,18 +129,22 @@ class Exchange:
         self.results: list[ChunkResult] = []  # of calls
         self.skipped: list[ChunkResult] = []  # of excluded clients
         self.states: dict[int, StoredValue] = {}  # by client
-        self.deferred: dict[int, StoredValue] = {}  # by client
+        self.deferred: list[dict[int, StoredValue]] = []  # of each part of a result: by client
         # what the work leaves with its clients, and whether the values of a call are packed
-        self.left: list[tuple[dict[int, StoredValue], bool]] = []
+        self.left: list[tuple[dict[int, StoredValue], bool, int]] = []  # and the bytes of a value
+        self.node_of: dict[ray.ObjectRef[Any], str] = {}  # of what calls under way will leave
         self.left_bytes = 0  # of each client
         if isinstance(work, Train):
             size = work.tables[work.start.table].shape[1]
             if (state := work.client_state) is not None:
                 floats = (size if state.columns is None else state.columns.count) + size * work.local.persist
-                self.left.append((self.states, 4 * floats <= PACKED_BYTES))
+                self.left.append((self.states, 4 * floats <= PACKED_BYTES, 4 * floats))
                 self.left_bytes += 4 * floats
             if work.defers_results:
-                self.left.append((self.deferred, 4 * size <= PACKED_BYTES))
+                for part in work.parts(size):
+                    self.deferred.append({})
+                    nbytes = 4 * (part.stop - part.start)
+                    self.left.append((self.deferred[-1], nbytes <= PACKED_BYTES, nbytes))
                 self.left_bytes += 4 * size
         self.cost = 0.0  # of all chunks
         self.received_cost = 0.0  # of those of which the results are here
@@ -182,7 +168,9 @@ class Exchange:
             dispatch.run()
             if self.collects:
                 self._collect(dispatch)
-        self.backend.keep(self.work, self.states, self.deferred)
+        clients = self.deferred[0] if self.deferred else ()
+        deferred = {client: tuple(part[client] for part in self.deferred) for client in clients}
+        self.backend.client_states.keep(self.work, self.states, deferred)
         results = [*self.results, *self.skipped]  # a client that was excluded in the end is excluded
         return outcome_of(self.work, results, self.changes or self.sums.values())
 
@@ -252,20 +240,22 @@ class Exchange:
             self.backend.node_of_file.setdefault(file, host.node)
         work, index_m = self.work, np.concatenate([chunk.index_m for chunk in chunks])
         order = work.take(index_m)
-        stored = self.backend.stored_values(order)
-        refs = list(dict.fromkeys(value.ref for value in stored.values()))
-        argument_of = {ref: at for at, ref in enumerate(refs)}
-        places = {i: (argument_of[value.ref], value.position) for i, value in stored.items()}
+        stored = self.backend.client_states.places(order, host)
+        sources = list(dict.fromkeys(source for parts in stored.values() for source, _ in parts))
+        argument_of = {source: at for at, source in enumerate(sources)}
+        places = {i: [(argument_of[source], position) for source, position in parts] for i, parts in stored.items()}
         # in a list they stay references, to be fetched one at a time
-        arguments: list[Any] = [refs] if isinstance(work, CombineColumns) else refs
+        arguments: list[Any] = [sources] if isinstance(work, CombineColumns) else sources
         uses = {(rows.table, row) for rows in order.rows() for row in set(rows.row_M.tolist())}
         models = self._models(sorted(uses))
-        packed = [is_packed for _, is_packed in self.left]
+        packed = [is_packed for _, is_packed, _ in self.left]
         returns = 1 + sum(1 if is_packed else len(index_m) for is_packed in packed)
         cuts = np.cumsum([len(chunk.index_m) for chunk in chunks])[:-1]
         call = host.actor.work.options(num_returns=returns)
         made = call.remote(self.number, order, index_m, cuts, models, packed, self.return_sums, places, *arguments)
-        return made if isinstance(made, list) else [made]
+        made = made if isinstance(made, list) else [made]
+        self.node_of.update(dict.fromkeys(made[1:], host.node))
+        return made
 
     def _models(self, uses: list[tuple[int, int]]) -> dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray]:
         """Models by (table, row): small ones themselves, others as references."""
@@ -314,12 +304,13 @@ class Exchange:
         self.received_cost += sum(chunk.cost for chunk in chunks)
         self.sums.merge({out: shared_tensor(total_2P) for out, total_2P in totals.items()})
         ids, rest = self.work.ids_M[result.index_m].tolist(), iter(refs)
-        for kept, is_packed in self.left:
+        for kept, is_packed, size in self.left:
             if is_packed:
                 pack = next(rest)
-                values = [StoredValue(pack, position) for position in range(len(ids))]
+                node = self.node_of.pop(pack)
+                values = [StoredValue(pack, position, size, node) for position in range(len(ids))]
             else:
-                values = [StoredValue(ref) for ref in islice(rest, len(ids))]
+                values = [StoredValue(ref, None, size, self.node_of.pop(ref)) for ref in islice(rest, len(ids))]
             entries = zip(ids, values, result.arrays["valid"], strict=True)
             kept.update({client: value for client, value, valid in entries if valid})
 

@@ -18,8 +18,11 @@ import ray
 from cfl_ray.system.instructions import instructions_environment
 
 if TYPE_CHECKING:
+    from cfl_ray.checkpoint.lease import SharedDirectory
+    from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
     from cfl_ray.config import RuntimeConfig
     from cfl_ray.engine.autotune import EngineChoice
+    from cfl_ray.runtime.on_ray.stored import Place
 
 _HOST_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -98,6 +101,14 @@ class ClientHost:
     def chunks_done(self) -> int:
         """The chunks that are done of the present call, asked by the server while the call is under way."""
         return self.process.chunks_done
+
+    @ray.method(concurrency_group=_LIVE)
+    def has_directory(self, shared: SharedDirectory) -> bool:
+        """Whether this machine has the run directory of the server."""
+        return shared.is_here()
+
+    def write(self, file: ClientStateFile, places: list[Place]) -> EntryFile:
+        return self.process.write(file, places)
 
     def collect(self, exchange: int, rows: list[int]) -> Any:
         return self.process.collect(exchange, rows)

@@ -15,14 +15,15 @@ import torch
 from ray.exceptions import RaySystemError
 from torch import Tensor
 
-from cfl_ray.core.work import ChunkResult, CombineColumns, Work
+from cfl_ray.checkpoint.segments import ClientStateFile, EntryFile
+from cfl_ray.core.work import ChunkResult, CombineColumns, Train, Work
 from cfl_ray.engine import autotune, cpu
 from cfl_ray.engine.chunks import exclusions_of, fallbacks_of, gather
 from cfl_ray.engine.reduce import HostSums
 from cfl_ray.nn.precision import products_in
 from cfl_ray.nn.shared import shared_tensor
 from cfl_ray.results.environment import HostEnvironment
-from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, tensor_of
+from cfl_ray.runtime.on_ray.stored import LazyTensors, Pack, Place, tensor_of, tensors_at
 from cfl_ray.setup.prepare import Setup, compute_device
 from cfl_ray.system.allocator import keep_freed_memory
 
@@ -83,7 +84,7 @@ class HostProcess:
         models: dict[tuple[int, int], ray.ObjectRef[Any] | np.ndarray],
         packed: list[bool],
         return_sums: bool,
-        places: dict[int, tuple[int, int | None]],
+        places: dict[int, list[tuple[int, int | None]]],
         *stored: Any,
     ) -> Any:
         """Does the chunks of a call. Returns their result and totals, and the values that they leave with the clients.
@@ -92,9 +93,9 @@ class HostProcess:
         models: the rows that the call uses; those behind references are fetched at most once per exchange.
         packed: for each kind of value that the work leaves, whether those of all clients are one object.
         return_sums: whether to return the totals (2, P) by output row now; otherwise they stay here until `collect`.
-        places: by position in the call, the argument in `stored`, and the position in it, of a client's state or
-            deferred result. For work that combines columns, `stored` is one list of references: the values may be too
-            many to be here together.
+        places: by position in the call, the argument in `stored`, and the position in it, of each part of a client's
+            state or deferred result. For work that combines columns, by range and member, and `stored` is one list of
+            references: the values may be too many to be here together.
         """
         if self.failure:
             raise self.failure
@@ -109,9 +110,10 @@ class HostProcess:
 
         def stored_of(part: np.ndarray) -> LazyTensors | dict[int, Tensor]:
             if isinstance(work, CombineColumns):
-                return LazyTensors(stored[0], list(places.values()))
+                first = int(part[0]) * len(work.members)
+                return LazyTensors(stored[0], [places[first + i][0] for i in range(len(work.members))])
             at = {i: places[client] for i, client in enumerate(part.tolist()) if client in places}
-            return {i: tensor_of(stored[argument], position) for i, (argument, position) in at.items()}
+            return {i: _joined([tensor_of(stored[argument], pos) for argument, pos in of]) for i, of in at.items()}
 
         chunks = ((work.take(part), part, stored_of(part)) for part in np.split(np.arange(len(index_m)), cuts))
         for result, kept in self.worker.run_all(chunks, lambda table, row: self._row(models, table, row), sums):
@@ -122,7 +124,10 @@ class HostProcess:
         totals = {out: total_2P.numpy() for out, total_2P in sums.totals.items()} if return_sums else {}
         arrays, seconds = gather(results, len(index_m)), time.perf_counter() - began
         whole = ChunkResult(index_m, arrays, exclusions_of(results), seconds, fallbacks_of(results)), totals
-        kinds = [states] * work.updates_client_state + [deferred] * work.defers_results
+        kinds = [states] * work.updates_client_state
+        if isinstance(work, Train) and work.defers_results:
+            size = next(map(len, deferred.values()), 0)
+            kinds += [{i: value[part] for i, value in deferred.items()} for part in work.parts(size)]
         if not kinds:
             return whole
         left: list[Any] = []
@@ -148,6 +153,10 @@ class HostProcess:
             self.rows[table, row] = shared_tensor(model if isinstance(model, np.ndarray) else ray.get(model))
         return self.rows[table, row]
 
+    def write(self, file: ClientStateFile, places: list[Place]) -> EntryFile:
+        """Writes client states to a file of a checkpoint."""
+        return file.write(tensors_at(places))
+
     def collect(self, exchange: int, rows: list[int]) -> Any:
         """The totals (2, P) of these output rows, of everything done here for this exchange, which ends with that.
 
@@ -167,6 +176,10 @@ class HostProcess:
         if not sums.totals:
             return None
         return (sums.values() if last else sums.totals)[0].numpy()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def fetch(ref: ray.ObjectRef[Any]) -> Any:

@@ -97,7 +97,8 @@ class ServerProcess:
         with self.replacing:
             self.loop, self.rounds = None, iter(())  # frees the last loop before the next one is made
             store = leased_store(self.setup, self.run_dir, self.label)
-            self.loop = RoundLoop(self.setup, self.label, self.network, RayBackend(self.pool), store, self.session)
+            backend = RayBackend(self.pool, store.lease.shared if store else None)
+            self.loop = RoundLoop(self.setup, self.label, self.network, backend, store, self.session)
             self.requests, self.rounds = self.loop.requests, self.loop.rounds()
 
     def _count_loss(self, error: ObjectLostError) -> None:

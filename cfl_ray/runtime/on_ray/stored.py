@@ -1,28 +1,26 @@
-"""Values that clients keep (client states, deferred results) in the object store.
+"""Places of values that clients keep (client states, deferred results): in the object store, or in files.
 
 Large values are objects of their own. Small ones of one call are packed into one object: Ray keeps objects below 100 kB
-in the heap of the process that owns them, which is the server. A pack stays until none of its values is in use; a pack
-of which few are is written anew (`Compaction`).
+in the heap of the process that owns them, which is the server. A pack stays until none of its values is in use.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 from torch import Tensor
 
-from cfl_ray.core.work import ClientStateKey, SavedState
-from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.checkpoint.segments import entry_rows
+from cfl_ray.core.work import ClientStateKey, SavedEntry, SavedState
 from cfl_ray.nn.shared import shared_tensor
 
 PACKED_BYTES = 100_000  # of one value, from which on it is an object of its own
 _PACK_BYTES = 1 << 20  # of a pack that the server writes
-_LEAST = 1024  # values written before compaction is worth a look
+
+Place = tuple[Any, int | None]  # an object's reference or an entry of a file, and the position in it
 
 
 class Pack(NamedTuple):
@@ -42,20 +40,33 @@ class Pack(NamedTuple):
 
 
 class StoredValue(NamedTuple):
-    """If a value is: an object, or a position in a pack."""
+    """A value in the object store: an object, or a position in a pack."""
 
     ref: ray.ObjectRef[Any]
-    position: int | None = None
+    position: int | None
+    nbytes: int
+    node: str = ""  # whose object store has it
+
+
+def place_of(value: StoredValue | SavedState) -> Place:
+    """The place of a value, as another process is told it."""
+    return (value.entry, value.row) if isinstance(value, SavedState) else (value.ref, value.position)
 
 
 def tensor_of(content: Any, position: int | None) -> Tensor:
-    """A value from the content of its object, without a copy."""
+    """A value from the content of its object, or its entry in a file, without a copy."""
+    if isinstance(content, SavedEntry):
+        return entry_rows(content)[position]
     return shared_tensor(content if position is None else Pack(*content).value(position))
 
 
-def value_at(place: StoredValue | SavedState) -> Tensor:
-    """A value from the object store, or from a checkpoint."""
-    return place.tensor() if isinstance(place, SavedState) else tensor_of(ray.get(place.ref), place.position)
+def tensors_at(places: Iterable[Place]) -> Iterator[Tensor]:
+    """Values, one at a time. An object that several values in turn are in is fetched once."""
+    last = content = None
+    for source, position in places:
+        if last is None or source != last:
+            last, content = source, source if isinstance(source, SavedEntry) else ray.get(source)
+        yield tensor_of(content, position)
 
 
 class LazyTensors(Sequence[Tensor]):
@@ -80,7 +91,7 @@ def put_all(entries: Iterable[tuple[ClientStateKey, Tensor]]) -> Iterator[tuple[
     waiting = 0  # bytes
     for key, value in entries:
         if value.nbytes > PACKED_BYTES:
-            yield key, StoredValue(ray.put(value.numpy()))
+            yield key, StoredValue(ray.put(value.numpy()), None, value.nbytes)
             continue
         keys.append(key)
         values.append(value)
@@ -94,33 +105,5 @@ def put_all(entries: Iterable[tuple[ClientStateKey, Tensor]]) -> Iterator[tuple[
 
 def _put_pack(keys: list[ClientStateKey], values: list[Tensor]) -> Iterator[tuple[ClientStateKey, StoredValue]]:
     ref = ray.put(tuple(Pack.of(dict(enumerate(values)), len(values))))
-    return ((key, StoredValue(ref, position)) for position, key in enumerate(keys))
-
-
-@dataclass
-class Compaction:
-    """Writes packs anew of which at most half of the values are in use.
-
-    It looks at all values after twice as many have been written, so that its cost per value written is constant.
-    """
-
-    written: int = 0  # values since the last look
-
-    def after(self, written: int, states: ClientStateStore) -> None:
-        """Takes note of `written` more values in packs, and compacts if it is time."""
-        self.written += written
-        if self.written > 2 * len(states.keys()) + _LEAST:
-            self.written = 0
-            self._compact(states)
-
-    def _compact(self, states: ClientStateStore) -> None:
-        used: dict[ray.ObjectRef[Any], list[ClientStateKey]] = defaultdict(list)
-        for key in list(states.keys()):
-            place = states[key]
-            if isinstance(place, StoredValue) and place.position is not None:
-                used[place.ref].append(key)
-        few: list[ClientStateKey] = []
-        for ref, of_pack in used.items():
-            if 2 * len(of_pack) <= np.count_nonzero(np.diff(Pack(*ray.get(ref)).end, prepend=0)):
-                few += of_pack
-        states.move(dict(put_all((key, value_at(states[key])) for key in few)))
+    pairs = enumerate(zip(keys, values, strict=True))
+    return ((key, StoredValue(ref, position, value.nbytes)) for position, (key, value) in pairs)

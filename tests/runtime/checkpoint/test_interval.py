@@ -51,6 +51,17 @@ def test_the_first_and_the_last_round_of_a_short_run_are_saved(experiment, tmp_p
         assert saved == rounds
 
 
+@pytest.mark.parametrize("rounds_of_states, saved", [(0, [1, 2, 3, 4]), (1, [2, 4]), (100, [4])])
+def test_rounds_are_saved_when_states_exceed_their_budget(experiment, figures, tmp_path, rounds_of_states, saved):
+    """All twelve clients train in each round. Results do not depend on how often states leave memory."""
+    values = {"methods": ["ditto"], "rounds": 4}
+    plain = simulate(experiment(**values))
+    bytes_of_round = 12 * 4 * plain["ditto"].trained.spec.size
+    budget = {"checkpoint_every": 100, "keep_last": 9, "state_budget": rounds_of_states * bytes_of_round}
+    assert figures(simulate(experiment(**values, runtime=budget), tmp_path / "run")) == figures(plain)
+    assert store.CheckpointStore(tmp_path / "run" / "ditto", "").rounds() == saved
+
+
 def test_without_a_period_the_plan_saves_the_last_round_alone():
     plan = RunPlan(rounds=3, checkpoint_every=None)
     assert [plan.saves(round) for round in (1, 2, 3)] == [False, False, True]

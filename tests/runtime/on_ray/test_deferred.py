@@ -13,10 +13,11 @@ import torch
 from cfl_ray import Experiment
 from cfl_ray.core.aggregation import Mean, Median, MultiKrum, NormClipping, apply
 from cfl_ray.core.clients import Clients, ClientState, RoundStats
-from cfl_ray.core.work import Address, Losses
+from cfl_ray.core.work import Address, CombineColumns, Losses
 from cfl_ray.engine.in_process import InProcessBackend
 from cfl_ray.plugins.loading import load_plugin
 from cfl_ray.runtime.on_ray.backend import RayBackend
+from cfl_ray.runtime.on_ray.client_states import RayClientStates
 from cfl_ray.setup.prepare import prepare
 
 CLIENTS = 12
@@ -143,6 +144,31 @@ def test_robust_averages_are_the_same_bits_with_a_host_killed(hosts, rule, monke
             median_P = np.median(updates.features_MF[members].double(), 0)
             assert np.allclose(rows[-1][0], median_P, rtol=0, atol=1e-6)
     assert torch.equal(*rows) and hosts[1].pool.notes
+
+
+@pytest.mark.parametrize("rule", [Median(), MultiKrum(2)], ids=lambda rule: rule.name)
+def test_ranges_of_columns_are_fetched_once(hosts, rule, monkeypatch):
+    """No object is read for two of the ranges; the mean of whole results is that of their parts."""
+    monkeypatch.setattr(apply, "_RANGE", 1 << 15)
+    sources = []
+    places = RayClientStates.places
+
+    def noted(states, work, host):
+        found = places(states, work, host)
+        if isinstance(work, CombineColumns):
+            members = len(work.members)
+            for unit in range(len(work.ids_M)):
+                sources.append({source for i in range(members) for source, _ in found[unit * members + i]})
+        return found
+
+    monkeypatch.setattr(RayClientStates, "places", noted)
+    rows, one_row = [], torch.ones(1, CLIENTS)
+    for backend in fresh(hosts).values():
+        asked = clients(hosts, backend, rule=rule)
+        updates = asked.train(asked.send(start(hosts)[:1]), defer_aggregation=True)
+        rows.append(asked.average(updates, one_row).averaged(start(hosts)[:1]))
+    assert torch.equal(*rows) and len(sources) > 10
+    assert sum(map(len, sources)) == len(set().union(*sources)), "an object was read for two ranges"
 
 
 def test_a_selection_averages_its_own_results(hosts, backend):

@@ -1,0 +1,143 @@
+"""Client states on Ray: in the object store until a checkpoint, then in its files, which the hosts write and read.
+
+The server knows the place of each value. No value passes through it if hosts have the run directory; otherwise the
+server writes the files, values stay in the object store, and it puts those of a checkpoint there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from torch import Tensor
+
+from cfl_ray.checkpoint.lease import SharedDirectory
+from cfl_ray.core.work import ClientStateKey, CombineColumns, SavedState, StateFile, Work
+from cfl_ray.engine.client_state import ClientStateStore
+from cfl_ray.errors import UserError
+from cfl_ray.runtime.on_ray.pool import Host, Pool
+from cfl_ray.runtime.on_ray.stored import Place, StoredValue, place_of, put_all, tensor_of
+
+_ANSWER_SECONDS = 10.0  # for a host that is asked whether it has the run directory
+_LOOK_SECONDS = 1.0  # of a wait for files
+
+
+class RayClientStates(ClientStateStore):
+    """The client states of a method, by their places."""
+
+    def __init__(self, pool: Pool, shared: SharedDirectory | None):
+        super().__init__()
+        self.pool, self.shared = pool, shared
+        self._has_directory: dict[str, bool] = {}  # by node
+
+    def places(self, work: Work, host: Host) -> dict[int, tuple[Place, ...]]:
+        """Places of the values that `work` uses, by position, which this host can read: of each part of a value.
+
+        For work that combines columns, of one part of every member for each range, range after range.
+        """
+        values = self.of(work)
+        if isinstance(work, CombineColumns):
+            ranges = enumerate(work.part_M.tolist())
+            return {
+                unit * len(values) + i: (place_of(parts[part]),) for unit, part in ranges for i, parts in values.items()
+            }
+        if work.deferred_from is not None:
+            return {i: tuple(map(place_of, parts)) for i, parts in values.items()}
+        unreadable = [
+            i
+            for i, value in values.items()
+            if isinstance(value, SavedState) and not (_has_file(value) and self._shares(host))
+        ]
+        if unreadable:
+            assert work.client_state is not None
+            name, owners = work.client_state.name, work.state_owners
+            key_of = {i: (name, int(owners[i])) for i in unreadable}
+            placed = dict(put_all((key_of[i], values[i].tensor()) for i in unreadable))
+            super().move(placed)
+            values |= {i: placed[key_of[i]] for i in unreadable}
+        return {i: (place_of(value),) for i, value in values.items()}
+
+    def tensor(self, value: Any) -> Tensor:
+        if isinstance(value, StoredValue):
+            return tensor_of(ray.get(value.ref), value.position)
+        return super().tensor(value)
+
+    def changed(self, everything: bool = False) -> dict[ClientStateKey, int]:
+        changed = super().changed(everything)
+        return dict(sorted(changed.items(), key=lambda item: _order(self[item[0]])))
+
+    def move(self, entries: Mapping[ClientStateKey, Any]) -> None:
+        """The same, if all hosts can read the files; otherwise values would go back to the object store when used."""
+        if all(self._shares(host) for host in self._ready()):
+            super().move(entries)
+
+    def write(self, files: Sequence[StateFile]) -> list[Any]:
+        """Writes values to these files, on hosts: each on the node that has its first value, if there is a choice.
+
+        A file whose host is lost, or that no host can write, is written here.
+        """
+        queues: dict[str, deque[int]] = {}  # numbers of files, by node
+        for number, file in enumerate(files):
+            values = [self[key] for key in file.keys]
+            if all(isinstance(value, StoredValue) or _has_file(value) for value in values):
+                queues.setdefault(getattr(values[0], "node", ""), deque()).append(number)
+        idle = [host for host in self._ready() if self._shares(host)]
+        calls: dict[ray.ObjectRef[Any], tuple[int, Host]] = {}
+        written: dict[int, Any] = {}
+        failure: UserError | None = None
+        while calls or (idle and any(queues.values())):
+            while idle and any(queues.values()):
+                host = idle.pop()
+                queue = queues.get(host.node) or next(filter(None, queues.values()))
+                file = files[number := queue.popleft()]
+                places = [place_of(self[key]) for key in file.keys]
+                calls[host.actor.write.remote(file, places)] = number, host
+            ended, _ = ray.wait(list(calls), timeout=_LOOK_SECONDS)
+            self.pool.looks += len(ended)
+            for ref in ended:
+                number, host = calls.pop(ref)
+                try:
+                    written[number] = ray.get(ref)
+                    idle.append(host)
+                except RayTaskError as error:
+                    idle.append(host)
+                    if isinstance(error.cause, UserError):
+                        failure = failure or error.cause
+                except RayError:  # the host is gone: the next exchange starts it again
+                    pass
+        if failure is not None:
+            raise failure
+        for number, file in enumerate(files):
+            if number not in written:
+                written[number] = file.write(self.tensors(file.keys), again=True)
+        return [written[number] for number in range(len(files))]
+
+    def _ready(self) -> list[Host]:
+        return [host for host in self.pool.hosts if host.starting is None]
+
+    def _shares(self, host: Host) -> bool:
+        """Whether a host has the run directory, too."""
+        if self.shared is None:
+            return False
+        if host.node not in self._has_directory:
+            try:
+                answer = host.actor.has_directory.remote(self.shared)
+                self._has_directory[host.node] = ray.get(answer, timeout=_ANSWER_SECONDS)
+            except RayError:
+                return False
+        return self._has_directory[host.node]
+
+
+def _has_file(value: SavedState) -> bool:
+    return value.entry is not None and Path(value.entry.file).exists()
+
+
+def _order(value: StoredValue | SavedState) -> tuple[Any, ...]:
+    """Values of a node, and of an object, come side by side."""
+    if isinstance(value, SavedState):
+        return "", b"", value.entry or (), value.row
+    return value.node, value.ref.binary(), (), value.position or 0
