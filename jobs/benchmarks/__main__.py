@@ -3,6 +3,7 @@
     python -m jobs.benchmarks                   speed: the ratio on W1, W2 and W3 (about five minutes on two cores)
     python -m jobs.benchmarks speed W2 --rounds 5
     python -m jobs.benchmarks memory            peak memory of server and hosts as the cohort and N grow
+    python -m jobs.benchmarks states            rounds of 5,000 clients that keep 1 MB each, and the resumed run
     python -m jobs.benchmarks scale             server time and traffic of a round at up to 1,000 hosts, simulated
     python -m jobs.benchmarks nodes W2          one node against two, and the speedup of up to eight, simulated
     python -m jobs.benchmarks clustering        time and memory of clustering thousands of clients on the server
@@ -18,7 +19,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["speed", "memory", "scale", "nodes", "clustering"]
+    kinds = ["speed", "memory", "states", "scale", "nodes", "clustering"]
     parser.add_argument("what", nargs="?", choices=kinds, default="speed")
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=f"some of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default: 3)")
@@ -34,6 +35,10 @@ def main() -> None:
             from jobs.benchmarks.rounds import memory
 
             memory(arguments.rounds)
+        case "states":
+            from jobs.benchmarks.rounds import states
+
+            states(arguments.rounds)
         case "scale":
             from jobs.benchmarks.scale import scale
 

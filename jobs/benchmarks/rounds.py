@@ -4,6 +4,7 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -17,15 +18,19 @@ from cfl_ray.data import federation_from_arrays
 
 
 class OnRay:
-    """FedAvg of cfl_ray on Ray, with one host per core."""
+    """A method of cfl_ray on Ray, with one host per core."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, run_dir: Path | None = None) -> None:
         from cfl_ray.runtime.on_ray.session import RaySession
         from cfl_ray.setup.prepare import prepare
 
-        self.session = RaySession(prepare(experiment), None)
-        self.rounds = self.session.rounds("fedavg")
+        setup = prepare(experiment)
+        self.session = RaySession(setup, run_dir)
+        self.session.about()  # waits for the hosts
+        began = time.perf_counter()
+        self.rounds = self.session.rounds(next(iter(setup.methods)), lambda text: None)
         next(self.rounds)
+        self.restoring = time.perf_counter() - began  # seconds
         self.engine = self.session.about()[0]["engine"]
         self.peak: dict[str, float] = {}  # MB of private memory, by kind of process
         self.closing = threading.Event()
@@ -123,3 +128,35 @@ def memory(rounds: int) -> None:
                 f"N = {clients:,}, cohort {cohort:,}: {peaks}; {statistics.median(seconds):.1f} s per round", flush=True
             )
             measured.close()
+
+
+def states(rounds: int) -> None:
+    """Prints seconds and peak memory of rounds whose clients keep 1 MB each, and how long a resumed run reads."""
+    clients, cohort = 5_000, 200
+    print(f"Ditto, {clients:,} clients with a state of 1 MB, cohort {cohort}, state_budget 1 GiB")
+    with tempfile.TemporaryDirectory() as output:
+        run_dir = Path(output) / "run"
+        run_dir.mkdir()
+        values = {
+            "rounds": 20 * rounds + 1,
+            "methods": ["ditto"],
+            "data": {"source": "synthetic", "partition": {"clients": clients}, "synthetic_samples": 10},
+            "model": {"name": "mlp", "options": {"hidden": 315}},
+            "local": {"epochs": 1},
+            "cohort": {"clients": cohort},
+            "evaluation": {"every": 10_000, "local": False, "clients": 10},
+            "runtime": {"checkpoint_every": 10_000},
+            "output": output,
+        }
+        measured = OnRay(Experiment(**values), run_dir)
+        for _ in range(rounds):
+            seconds = [measured.round() for _ in range(20)]
+            peaks = ", ".join(f"{kind} {mb:.0f} MB" for kind, mb in sorted(measured.peak.items()))
+            files = sum(file.stat().st_size for file in (run_dir / "ditto" / "checkpoints").iterdir()) / 1e9
+            print(
+                f"20 rounds: {sum(seconds) / 20:.2f} s a round; peak so far {peaks}; files {files:.1f} GB", flush=True
+            )
+        measured.close()
+        again = OnRay(Experiment(**values), run_dir)
+        print(f"a resumed run goes on after {again.restoring:.1f} s")
+        again.close()

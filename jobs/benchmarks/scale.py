@@ -33,6 +33,7 @@ from cfl_ray.runtime.on_ray.collect import Collected
 
 GBIT = 1e9 / 8  # bytes a second
 HOSTS_PER_NODE = 10
+CALL_SECONDS = 1e-3  # CPU time of the server for a real call, Ray's included (`real_hosts`)
 SERVER = "node 0"
 
 
@@ -98,7 +99,7 @@ class SimulatedHost:
     def _work(
         self, _: int, order: Train, index_m: np.ndarray, __: Any, models: dict, ___: Any, return_sums: bool, *____: Any
     ) -> Ref:
-        traffic = self.pool.traffic
+        traffic, self.pool.now = self.pool.traffic, self.pool.now + CALL_SECONDS
         for model in models.values():
             # one that travels in the call itself
             traffic.fetch(model if isinstance(model, Ref) else Ref(None, model.nbytes, SERVER), self.node)
@@ -149,8 +150,11 @@ class SimulatedPool:
         return self.hosts[number]
 
     def wait(self, calls: list[Ref], seconds: float | None) -> list[Ref]:
-        self.now, _, ref = heapq.heappop(self.ends)
-        return [ref]
+        self.now = max(self.now, self.ends[0][0])
+        ended = []
+        while self.ends and self.ends[0][0] <= self.now:
+            ended.append(heapq.heappop(self.ends)[-1])
+        return ended
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class Simulated:
     server_seconds: float  # of the server's own time
     calls: int
     busy: float  # mean share of the time until the last host ends in which a host works
+    waited: float  # seconds of that time in which it does not
     traffic: Traffic
 
 
@@ -189,11 +194,14 @@ def simulate_round(
     finish = patch.object(backend_module, "outcome_of", lambda *_: None)  # of real sums, which there are none of
     modules = [patch.object(module, "ray", ray) for module in (backend_module, collect_module, dispatch_module)]
     with modules[0], modules[1], modules[2], finish:
-        began = time.perf_counter()
-        RayBackend(pool).run(work)  # type: ignore[arg-type]
-        seconds = time.perf_counter() - began
+        began = time.thread_time()
+        backend = RayBackend(pool)  # type: ignore[arg-type]
+        backend._seconds_of_cost[Train] = 1.0  # as after the first round
+        backend.run(work)
+        seconds = time.thread_time() - began
     end = max(host.free_at for host in pool.hosts)
-    return Simulated(seconds, calls, sum(host.busy for host in pool.hosts) / (hosts * end), pool.traffic)
+    busy = sum(host.busy for host in pool.hosts) / hosts
+    return Simulated(seconds, calls, busy / end, end - busy, pool.traffic)
 
 
 def _training(cohort: int, clusters: int, models_KP: torch.Tensor, round: int = 1) -> Train:
@@ -215,12 +223,18 @@ def _training(cohort: int, clusters: int, models_KP: torch.Tensor, round: int = 
 def hand_out() -> None:
     """Prints the server's time for cutting and handing out, and how busy the hosts are."""
     print("cutting and handing out a cohort, costs of clients drawn log-normally (sigma 1); server time on one core")
-    for cohort, hosts in ((100, 100), (4, 4), (10_000, 100), (1_000_000, 100), (1_000_000, 1_000)):
+    million = (1_000_000, 1_000)
+    for cohort, hosts, seconds in (
+        *((100, 100, 1), (4, 4, 1), (10_000, 100, 1), (1_000_000, 100, 1)),
+        *((*million, 1), (*million, 0.1), (*million, 0.01), (*million, 0.001)),
+    ):
         seconds_M = np.random.default_rng(1).lognormal(0, 1, cohort)
+        seconds_M *= seconds / seconds_M.mean()
         found = simulate_round(hosts, cohort, 1, 10, seconds_M)
         print(
-            f"cohort {cohort:>9,}, {hosts:>5,} hosts: {found.server_seconds:6.2f} s, {found.calls:>6,} calls, "
-            f"{1e3 * found.server_seconds / found.calls:.3f} ms a call; hosts busy {found.busy:.1%}",
+            f"cohort {cohort:>9,}, {hosts:>5,} hosts, {seconds:5g} s a client: {found.server_seconds:6.2f} s, "
+            f"{found.calls:>6,} calls, {1e3 * found.server_seconds / found.calls:.3f} ms a call; "
+            f"with {1e3 * CALL_SECONDS:g} ms a call hosts are busy {found.busy:.1%} and wait {found.waited:.1f} s",
             flush=True,
         )
 

@@ -6,7 +6,7 @@ import torch
 
 from jobs.benchmarks import clustering
 from jobs.benchmarks.nodes import speedup
-from jobs.benchmarks.scale import simulate_round
+from jobs.benchmarks.scale import CALL_SECONDS, simulate_round
 
 
 @pytest.mark.parametrize("name", ["fedclust", "pacfl", "stocfl"])
@@ -34,7 +34,12 @@ class TestScale:
 
     def test_as_many_clients_as_hosts_are_one_for_each(self):
         found = simulate_round(100, 100, 1, 10)
-        assert (found.calls, found.busy) == (100, 1.0)
+        assert found.calls == 100 and found.waited == pytest.approx(100 * CALL_SECONDS)
+
+    def test_hosts_wait_little_for_a_server_that_makes_calls_one_after_another(self):
+        """One second of work for each of 200 hosts; a thousand calls take the server as long."""
+        found = simulate_round(200, 20_000, 1, 10, np.full(20_000, 0.01))
+        assert found.calls < 1_500 and found.waited < 0.5
 
     def test_hosts_are_busy_with_costs_drawn_log_normally(self):
         draw = np.random.default_rng(0)

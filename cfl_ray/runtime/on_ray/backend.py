@@ -41,7 +41,9 @@ from cfl_ray.runtime.on_ray.stored import PACKED_BYTES, StoredValue
 # of values that the clients of a call keep: they are in the heap of the host until the call ends. On a GPU, whose host
 # trains the clients of a call together
 _LEFT_BYTES, _LEFT_BYTES_GPU = 1 << 25, 1 << 29
-_CALL_SECONDS = 0.01  # of work in a call, at least: a call costs the server and the host about a millisecond each
+# of work in a call, at least: a call costs the server and the host about a millisecond each, and the server makes one
+# for each of the other hosts meanwhile
+_CALL_SECONDS, _SERVER_SECONDS = 0.01, 0.001
 _IN_CALL_BYTES = 1 << 16  # of models that travel in a call itself; fetching an object costs a host half a millisecond
 _WITH_RESULT_BYTES = 1 << 23  # of the sums of all chunks, up to which each call returns its own
 
@@ -82,9 +84,9 @@ class RayBackend:
         return self._seconds_of_cost.get(type(work))
 
     def least_cost(self, work: Work) -> float:
-        """The cost of a call that takes `_CALL_SECONDS`; 0 if that is not known."""
+        """The cost of a call that is worth its overhead; 0 if that is not known."""
         seconds = self.seconds_of_cost(work)
-        return _CALL_SECONDS / seconds if seconds else 0.0
+        return max(_CALL_SECONDS, _SERVER_SECONDS * len(self.pool.hosts)) / seconds if seconds else 0.0
 
     def row(self, table: Tensor, row: int) -> ray.ObjectRef[Any]:
         """A model in the object store: put once per round, however many exchanges and hosts use it."""
