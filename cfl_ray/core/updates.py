@@ -1,5 +1,6 @@
 """Results of a cohort's training, and the statistics of a round."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,10 +52,15 @@ class Updates:
         """The same without the step of the server optimiser."""
         if self.outcome.arrived_R is None:
             raise ValueError(_NOT_AVERAGED)
+        of_changes = self.averaging is not None and self.averaging.of_changes
+        if not of_changes and self.received is None and self.private is None:
+            whole_RP = _table_of(self.outcome.means, len(default))
+            if whole_RP is not None:
+                return whole_RP
         rows_RP = default.clone()
         if self.received is not None and self.received.versions.strict:
             self._check_starts(default, self.received)
-        of_changes, full_R = self.averaging is not None and self.averaging.of_changes, self._full_weights()
+        full_R = self._full_weights()
         for row, mean_P in self.outcome.means.items():
             if self.received is not None:
                 rows_RP[row] = self.received.moved(default[row], mean_P, full_R[row], self.outcome.arrived_R[row])
@@ -136,6 +142,15 @@ class Updates:
     def step_loss_MS(self) -> np.ndarray:
         """Losses of the first local steps, `LocalTraining.trace` of them, float64; NaN if a client has fewer."""
         return self.outcome.arrays["step_losses"]
+
+
+def _table_of(means: Mapping[int, Tensor], num_rows: int) -> Tensor | None:
+    """The tensor (R, P) that these means are the rows of, in memory; None if they are not all rows of one."""
+    table_RP = means[0]._base if 0 in means else None
+    if table_RP is None or len(table_RP) != num_rows or len(means) != num_rows:
+        return None
+    same = all(row in means and means[row].data_ptr() == table_RP[row].data_ptr() for row in range(num_rows))
+    return table_RP if same else None
 
 
 @dataclass(frozen=True)

@@ -188,13 +188,14 @@ def weighted_means(
         out, row = divmod(pair, len(table_KP))
         if arrived_R[out] > 0:
             shares.setdefault(out, []).append((row, weight / arrived_R[out]))
-    means: dict[int, Tensor] = {}
+    means_RP = torch.empty(len(shares), table_KP.shape[1])  # one table, which `Updates` need not copy
+    means = dict(zip(sorted(shares), means_RP, strict=True))
     for out, ((first, _), *others) in shares.items():
         first_P = table_KP[first].double()
         mean_P = first_P.clone()
         for row, share in others:
             mean_P.add_(table_KP[row] - first_P, alpha=share)
-        means[out] = mean_P.add_(changes[out], alpha=1 / arrived_R[out]).float()
+        means[out].copy_(mean_P.add_(changes[out], alpha=1 / arrived_R[out]))
     return means, arrived_R
 
 

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from cfl_ray.core.local_sgd import LocalSGD
-from cfl_ray.core.work import Address, Averaging, Rows, Train
+from cfl_ray.core.params import Columns
+from cfl_ray.core.updates import Updates
+from cfl_ray.core.work import Address, Averaging, Outcome, Rows, Train
 from cfl_ray.engine.reduce import ChunkSums, HostSums, weighted_means
 
 M, P = 24, 50
@@ -88,3 +92,15 @@ def test_a_row_whose_clients_are_all_excluded_has_no_mean():
     uploads = MODELS[SENT]
     means, arrived_R = weighted_means(work, merged(work, uploads, [[0, 1, 2, 3, 4, 5]], valid_M).values(), valid_M)
     assert list(means) == [1] and arrived_R[0] == 0
+
+
+def test_the_means_of_all_rows_are_the_next_table_without_a_copy():
+    """The server holds the models before and after a round, and no third table."""
+    work = training(Averaging.of(WEIGHTS, M))
+    means, arrived_R = means_of(MODELS[SENT] + 0.1, [[0, 1, 2, 3, 4, 5]])
+    updates = Updates(Outcome({"valid": np.ones(M, bool)}, means, arrived_R), work.averaging, None, work)
+    averaged_RP = updates.averaged(MODELS[:2])
+    assert averaged_RP.data_ptr() == means[0].data_ptr() and torch.equal(averaged_RP, torch.stack([*means.values()]))
+    private = replace(updates, private=Columns(((0, 1),))).averaged(MODELS[:2])
+    assert torch.equal(private, torch.cat([MODELS[:2, :1], averaged_RP[:, 1:]], 1)), "the means are as they were"
+    assert torch.equal(updates.averaged(MODELS)[2], MODELS[2]), "a third row keeps its model"
