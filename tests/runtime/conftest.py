@@ -61,10 +61,14 @@ def two_hosts(cluster):
         return RayBackend(pools[-1])
 
     yield start
-    processes = [psutil.Process(pid) for pid in actors("ClientHost")]
     for pool in pools:
         pool.stop()
-    psutil.wait_procs(processes, timeout=60)  # so that the next module counts its own hosts only
+
+
+@pytest.fixture(scope="module", autouse=True)
+def previous_actors_have_ended():
+    """Tests count and kill the actors of this process; Ray ends those of the previous module in the background."""
+    psutil.wait_procs([psutil.Process(pid) for kind in ("ClientHost", "ServerActor") for pid in actors(kind)], 60)
 
 
 def small_experiment(output: Path, **changes) -> Experiment:
